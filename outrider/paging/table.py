@@ -1,0 +1,60 @@
+"""The page table of one session: a lease that grows, shrinks and comes home.
+
+Invariant between steps: the cache holds every committed token but the last.
+
+    slots   0 ................ n-2 | n-1 | n ..........
+            committed, in cache    | root and draft rows of the step under way
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.paging.allocator import PageAllocator
+
+
+class PageTable:
+    """Maps a session's token positions to slots of the pool. A slot is page * page_size + offset."""
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self._allocator = allocator
+        self._pages = np.empty(8, dtype=np.int32)
+        self._count = 0
+
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """The leased pages, in order of position. [pages] int32, a view."""
+        return self._pages[: self._count]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the leased pages hold."""
+        return self._count * self._allocator.page_size
+
+    def reserve(self, tokens: int) -> None:
+        """Lease what is missing to hold a number of tokens. Raises OutOfPages and changes nothing then."""
+        missing = self._allocator.pages_for(tokens) - self._count
+        if missing <= 0:
+            return
+        leased = self._allocator.lease(missing)
+        if self._count + missing > len(self._pages):
+            self._pages = np.resize(self._pages, max(2 * len(self._pages), self._count + missing))
+        self._pages[self._count : self._count + missing] = leased
+        self._count += missing
+
+    def truncate(self, tokens: int) -> None:
+        """Give back the pages behind those that hold a number of tokens."""
+        keep = min(self._allocator.pages_for(tokens), self._count)
+        self._allocator.release(self._pages[keep : self._count].tolist())
+        self._count = keep
+
+    def release(self) -> None:
+        """Give all pages back."""
+        self.truncate(0)
+
+    def slots(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Slots of the positions start .. stop - 1. [stop - start] int64."""
+        positions = np.arange(start, stop)
+        size = self._allocator.page_size
+        return self._pages[positions // size].astype(np.int64) * size + positions % size

@@ -1,0 +1,138 @@
+"""The engine loop: one thread that alone owns the device, the pages and the sessions.
+
+    1. take every message that has arrived; wait for one if there is nothing to do
+    2. hand it to the engine: open, close, receive
+    3. let the engine take a step
+    4. publish what it says
+
+The network lives in another thread and is reached through two calls: `submit` and the `publish` callback.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from outrider.errors import EngineFault, OutriderError
+from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.speculation.proposal import Commit, Proposal
+
+log = logging.getLogger(__name__)
+
+
+class Engine(ABC):
+    """What the loop drives. Called from one thread only; sessions that are not known are ignored."""
+
+    @abstractmethod
+    def open(self, request: OpenSession) -> None:
+        """Take a session on, replacing one of the same id. Raises OutriderError for a request that cannot be served."""
+
+    @abstractmethod
+    def close(self, session_id: int) -> None:
+        """Forget a session and free what it holds."""
+
+    @abstractmethod
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+        """Take what the other service said."""
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """True if a step would do nothing until a message arrives."""
+
+    @abstractmethod
+    def step(self) -> StepOutput:
+        """One round of work."""
+
+    @abstractmethod
+    def load(self) -> EngineLoad:
+        """Sessions and pages at present."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Audit the pages. Raises EngineFault."""
+
+
+class EngineLoop:
+    """Runs an engine in a thread of its own. `fault` holds the error that ended it, if one did."""
+
+    def __init__(self, engine: Engine, on_fault: Callable[[BaseException], None]) -> None:
+        """on_fault: called once, in the engine thread, if the engine dies."""
+        self.engine = engine
+        self.fault: BaseException | None = None
+        self._on_fault = on_fault
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._publish: Callable[[StepOutput], None]
+
+    def start(self, publish: Callable[[StepOutput], None]) -> None:
+        """Start the thread. publish: called in it after every step that said something."""
+        self._publish = publish
+        self._thread.start()
+
+    def submit(self, message: Message) -> None:
+        """Hand a message to the engine; any thread may call."""
+        self._inbox.put(message)
+
+    def stop(self, timeout: float = 10.0) -> None:
+        """End the thread after its present step. timeout: seconds."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        try:
+            audited = False
+            while True:
+                idle = self.engine.idle
+                if idle and not audited:
+                    self.engine.check()
+                audited = idle
+                if not self._take_messages(wait=idle):
+                    return
+                if not self.engine.idle:
+                    self._step()
+        except BaseException as error:
+            log.exception("the engine failed; all of its sessions end")
+            self.fault = error
+            self._on_fault(error)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        output = self.engine.step()
+        if output.commits or output.proposals or output.failures:
+            elapsed = int((time.perf_counter() - start) * 1e6)
+            output.load = replace(output.load, step_microseconds=elapsed)
+            self._publish(output)
+
+    def _take_messages(self, wait: bool) -> bool:
+        """Handle everything in the inbox. False once the loop was told to stop."""
+        try:
+            message = self._inbox.get(block=wait)
+            while message is not None:
+                self._handle(message)
+                message = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+        return False
+
+    def _handle(self, message: Message) -> None:
+        failures: list[SessionFailure] = []
+        for request in message.opens:
+            try:
+                self.engine.open(request)
+            except EngineFault:
+                raise
+            except OutriderError as error:
+                failures.append(SessionFailure(request.session_id, error))
+        for session_id in message.closes:
+            self.engine.close(session_id)
+        if message.proposals or message.commits:
+            self.engine.receive(message.proposals, message.commits)
+        if failures:
+            self._publish(StepOutput(failures=failures, load=self.engine.load()))

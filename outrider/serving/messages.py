@@ -1,0 +1,80 @@
+"""What crosses the border of an engine: messages in, step outputs out. Plain data, one object a session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidRequest, OutriderError
+from outrider.speculation.proposal import Commit, Proposal
+from outrider.speculation.sampling import SamplingParams, StopConditions
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """Opens a session. tokens: [n] uint32, the prompt and then what is already committed; n >= prompt_length >= 1."""
+
+    session_id: int
+    tokens: NDArray[np.uint32]
+    prompt_length: int
+    sampling: SamplingParams
+    stop: StopConditions
+
+    def validate(self, vocab_size: int, max_tokens: int) -> None:
+        """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""
+        if not 1 <= self.prompt_length <= len(self.tokens):
+            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+        if int(self.tokens.max()) >= vocab_size:
+            raise InvalidRequest(
+                f"token id {int(self.tokens.max())} is not in the vocabulary of {vocab_size} tokens",
+                param="prompt",
+            )
+        if len(self.tokens) >= max_tokens:
+            raise InvalidRequest(
+                f"the prompt has {len(self.tokens)} tokens, and the model's context of {max_tokens} leaves no room "
+                "for an answer; shorten it",
+                param="prompt",
+            )
+
+
+@dataclass(frozen=True)
+class SessionFailure:
+    """An error that ends one session."""
+
+    session_id: int
+    error: OutriderError
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """State of an engine after a step. Fields as in the wire's EngineLoad."""
+
+    running_sessions: int = 0
+    waiting_sessions: int = 0
+    free_pages: int = 0
+    total_pages: int = 0
+    step_microseconds: int = 0
+    step_tokens: int = 0
+
+
+@dataclass
+class StepOutput:
+    """What one step of an engine says: commits (target) or proposals (draft), and the sessions that failed."""
+
+    commits: list[Commit] = field(default_factory=list)
+    proposals: list[Proposal] = field(default_factory=list)
+    failures: list[SessionFailure] = field(default_factory=list)
+    load: EngineLoad = field(default_factory=EngineLoad)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One frame of a peer, decoded."""
+
+    opens: Sequence[OpenSession] = ()
+    proposals: Sequence[Proposal] = ()
+    commits: Sequence[Commit] = ()
+    closes: Sequence[int] = ()

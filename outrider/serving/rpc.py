@@ -1,0 +1,137 @@
+"""The gRPC server around an engine: health, reflection, errors as statuses, signals.
+
+Start-up order: bind the port (health says NOT_SERVING), warm the engine up, then say SERVING. An engine that dies
+ends the process, so that whoever supervises it starts it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import ConfigError, OutriderError
+from outrider.serving.loop import Engine, EngineLoop
+from outrider.serving.stream import Decode, Encode, StreamHub
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection. Use: add services to `server`, `start`, `set_serving`, `stop`."""
+
+    def __init__(self) -> None:
+        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.health = HealthServicer()
+        add_HealthServicer_to_server(self.health, self.server)
+        self._names: tuple[str, ...] = ("",)
+
+    async def start(self, address: str, service_names: Sequence[str]) -> None:
+        """Bind and listen. address: "host:port" or "unix:/path". Raises ConfigError if it cannot be bound."""
+        self._names = ("", *service_names)
+        reflection.enable_server_reflection(
+            (*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self.server
+        )
+        await self.set_serving(False)
+        try:
+            bound = self.server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: is it in use? Choose another address ({error})") from None
+        if bound == 0 and not address.startswith("unix:"):
+            raise ConfigError(f"cannot listen on {address}: is it in use? Choose another address")
+        await self.server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self.health.set(name, status)
+
+    async def stop(self, grace: float = 2.0) -> None:
+        """Stop; calls under way get `grace` seconds."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace)
+
+
+@contextlib.asynccontextmanager
+async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn OutriderErrors raised inside into the call's gRPC status."""
+    try:
+        yield
+    except OutriderError as error:
+        await context.abort(error.status.grpc, error.message)
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def serve_engine(
+    engine: Engine,
+    address: str,
+    decode: Decode[Any],
+    encode: Encode[Any],
+    register: Callable[[GrpcServer, StreamHub[Any, Any]], Sequence[str]],
+    warm_up: Callable[[], None],
+) -> int:
+    """Serve an engine until a signal or a fault. Returns the process's exit code.
+
+    register: adds the service to the server and returns the full names of what it added. warm_up: run in a thread
+    before the service says SERVING.
+    """
+    stop = stop_on_signals()
+    network = asyncio.get_running_loop()
+
+    def end(_: BaseException) -> None:
+        network.call_soon_threadsafe(stop.set)
+
+    loop = EngineLoop(engine, on_fault=end)
+    hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
+    server = GrpcServer()
+    await server.start(address, register(server, hub))
+    await asyncio.to_thread(warm_up)
+    loop.start(hub.publish)
+    await server.set_serving(True)
+    log.info("ready on %s", address)
+    await stop.wait()
+    log.info("stopping")
+    await server.set_serving(False)
+    hub.close()
+    await server.stop()
+    await asyncio.to_thread(loop.stop)
+    return 1 if loop.fault else 0

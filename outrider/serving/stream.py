@@ -1,0 +1,134 @@
+"""Streams of an engine: many gateways on one engine, one bidirectional stream each.
+
+Frames arrive in the network thread, are decoded and handed to the engine loop. What a step says is routed to the
+streams that own its sessions; while a stream is busy writing, later steps gather in its next frame. A stream is the
+lease of its sessions: when it ends, for whatever reason, they are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Message, SessionFailure, StepOutput
+from outrider.speculation.proposal import FinishReason
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Decode = Callable[[Request], tuple[Message, list[SessionFailure]]]
+Encode = Callable[[StepOutput], Response]
+
+
+class _Outbox:
+    """What a stream has yet to say."""
+
+    def __init__(self) -> None:
+        self._output = StepOutput()
+        self._ready = asyncio.Event()
+        self.closed = False
+
+    def add(self, output: StepOutput) -> None:
+        self._output.commits += output.commits
+        self._output.proposals += output.proposals
+        self._output.failures += output.failures
+        self._output.load = output.load
+        self._ready.set()
+
+    def close(self) -> None:
+        self.closed = True
+        self._ready.set()
+
+    async def take(self) -> StepOutput | None:
+        """The next frame's content; None once the stream is closed."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self.closed:
+            return None
+        output, self._output = self._output, StepOutput()
+        return output
+
+
+class StreamHub(Generic[Request, Response]):
+    """Routes between an engine loop and its streams. All but `publish` runs in the network thread."""
+
+    def __init__(self, submit: Callable[[Message], None], decode: Decode[Request], encode: Encode[Response]) -> None:
+        """submit: hands a message to the engine loop. decode, encode: between frames and domain types."""
+        self._submit = submit
+        self._decode = decode
+        self._encode = encode
+        self._loop = asyncio.get_running_loop()
+        self._owners: dict[int, _Outbox] = {}
+        self._outboxes: set[_Outbox] = set()
+
+    def publish(self, output: StepOutput) -> None:
+        """Route a step's output; called in the engine thread, once a step."""
+        self._loop.call_soon_threadsafe(self._route, output)
+
+    def close(self) -> None:
+        """End all streams."""
+        for outbox in self._outboxes:
+            outbox.close()
+
+    async def serve(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
+        """One stream: reads its frames, yields the answers, closes its sessions at the end."""
+        outbox = _Outbox()
+        self._outboxes.add(outbox)
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            while (output := await outbox.take()) is not None:
+                yield self._encode(output)
+            if reader.done() and not reader.cancelled() and (error := reader.exception()) is not None:
+                raise error
+        finally:
+            reader.cancel()
+            self._outboxes.discard(outbox)
+            orphans = [session_id for session_id, owner in self._owners.items() if owner is outbox]
+            for session_id in orphans:
+                del self._owners[session_id]
+            if orphans:
+                log.info("a stream ended; its %d sessions are closed", len(orphans))
+                self._submit(Message(closes=orphans))
+
+    async def _read(self, requests: AsyncIterator[Request], outbox: _Outbox) -> None:
+        try:
+            async for frame in requests:
+                message, failures = self._decode(frame)
+                for request in message.opens:
+                    self._owners[request.session_id] = outbox
+                for session_id in message.closes:
+                    self._owners.pop(session_id, None)
+                self._submit(message)
+                if failures:
+                    outbox.add(StepOutput(failures=failures))
+        except InvalidRequest as error:
+            log.warning("a stream sent a frame that cannot be read: %s", error.message)
+            raise
+        finally:
+            outbox.close()
+
+    def _route(self, output: StepOutput) -> None:
+        parts: dict[_Outbox, StepOutput] = {}
+
+        def part_of(session_id: int) -> StepOutput | None:
+            owner = self._owners.get(session_id)
+            return None if owner is None else parts.setdefault(owner, StepOutput(load=output.load))
+
+        for commit in output.commits:
+            if (part := part_of(commit.session_id)) is not None:
+                part.commits.append(commit)
+                if commit.finish_reason != FinishReason.RUNNING:
+                    del self._owners[commit.session_id]
+        for proposal in output.proposals:
+            if (part := part_of(proposal.session_id)) is not None:
+                part.proposals.append(proposal)
+        for failure in output.failures:
+            if (part := part_of(failure.session_id)) is not None:
+                part.failures.append(failure)
+                del self._owners[failure.session_id]
+        for outbox, part in parts.items():
+            outbox.add(part)

@@ -1,0 +1,56 @@
+"""The verification rule: sample at every node, walk along the samples. The plain oracle of both services.
+
+From the root, go to the child that carries the token sampled at the current row, as long as there is one; the last
+sample is the bonus token. As each row's sample is an exact draw from the target and does not look at the tree, the
+committed tokens are those of plain decoding, whatever the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.speculation.sampling import SamplingParams, sample
+from outrider.speculation.tree import TreeSlice
+
+# Logits [V] of the next token, given a whole path.
+NextLogits = Callable[[list[int]], NDArray[np.floating]]
+
+
+def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[int], int]:
+    """Walk a draft along the target's samples.
+
+    draft: N nodes. sampled: [N + 1], the token drawn after the root (row 0) and after each node (row i + 1).
+    Returns the accepted nodes, as indices into the draft, and the bonus token.
+    """
+    children = {
+        (parent, token): i
+        for i, (parent, token) in enumerate(zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True))
+    }
+    samples = sampled.tolist()
+    path: list[int] = []
+    node = -1
+    while (child := children.get((node, samples[node + 1]))) is not None:
+        path.append(child)
+        node = child
+    return path, samples[node + 1]
+
+
+def verify(next_logits: NextLogits, path: list[int], draft: TreeSlice, params: SamplingParams) -> list[int]:
+    """One verification step on a model given as a function: the tokens that it commits. For tests."""
+    rows = [path]
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+        rows.append([*rows[parent + 1], token])
+    sampled = np.array([sample(next_logits(row), params, len(row)) for row in rows])
+    accepted, bonus = accepted_path(draft, sampled)
+    return [*draft.tokens[accepted].tolist(), bonus]
+
+
+def decode(next_logits: NextLogits, prompt: list[int], params: SamplingParams, steps: int) -> list[int]:
+    """Plain decoding on a model given as a function: the new tokens. For tests."""
+    path = list(prompt)
+    for _ in range(steps):
+        path.append(sample(next_logits(path), params, len(path)))
+    return path[len(prompt) :]

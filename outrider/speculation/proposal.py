@@ -1,0 +1,99 @@
+"""The nouns that the services exchange: proposals up, commits down. Structs of arrays, one row a session.
+
+A *path* is the token sequence from the session's first token on; its *length* counts tokens; its *hash* is a rolling
+64-bit hash of the tokens. A *node* is a path below the *root*, which is the last committed token. Parent and token give
+a node's id on every side, so that merging proposals is idempotent and free of order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK64 = (1 << 64) - 1
+# hash(path + token) = hash(path) * _BASE + scramble(token)   (mod 2^64); the empty path hashes to _EMPTY.
+_BASE = 0xD1342543DE82EF95
+_EMPTY = 0x6A09E667F3BCC909
+
+
+class FinishReason(IntEnum):
+    """Why a session ended; RUNNING if it goes on. The numbers are those of the wire."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+
+
+def _scramble(tokens: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64 finalizer of token ids."""
+    x = (tokens + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def path_hash(tokens: NDArray[np.integer], start: int = _EMPTY) -> int:
+    """Hash of the path `start` + tokens. tokens: [n]."""
+    state = start
+    for scrambled in _scramble(np.asarray(tokens).astype(np.uint64)).tolist():
+        state = (state * _BASE + scrambled) & _MASK64
+    return state
+
+
+def path_hashes(tokens: NDArray[np.integer], start: int = _EMPTY) -> NDArray[np.uint64]:
+    """Hashes of every prefix, the empty one first. tokens: [n]. Returns [n + 1] uint64."""
+    hashes = np.empty(len(tokens) + 1, dtype=np.uint64)
+    hashes[0] = state = start
+    for i, scrambled in enumerate(_scramble(np.asarray(tokens).astype(np.uint64)).tolist(), start=1):
+        hashes[i] = state = (state * _BASE + scrambled) & _MASK64
+    return hashes
+
+
+def extend_hash(path: int, token: int) -> int:
+    """Hash of path + token."""
+    x = ((token + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (path * _BASE + (x ^ (x >> 31))) & _MASK64
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Scored nodes below one anchor of one session.
+
+    anchor_length, anchor_hash: the path that ends in the anchor, which is a committed token or a known node.
+    tokens:     [N] uint32
+    parents:    [N] int32, index of an earlier node of this proposal; -1 is the anchor
+    log_scores: [N] float32, estimated log-probability that the node is accepted once its parent is; at most 0
+    """
+
+    session_id: int
+    anchor_length: int
+    anchor_hash: int
+    tokens: NDArray[np.uint32]
+    parents: NDArray[np.int32]
+    log_scores: NDArray[np.float32]
+    committed_length: int = 0  # what the drafter knew of
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one verification step committed in one session.
+
+    base_length: committed length before the step
+    tokens:      [n] uint32, n >= 1: the accepted path, then the bonus token (cut short where the session finished)
+    root_hash:   path hash after the commit
+    verified, accepted: draft nodes in the step, and those of them on the accepted path
+    """
+
+    session_id: int
+    base_length: int
+    tokens: NDArray[np.uint32]
+    root_hash: int
+    verified: int = 0
+    accepted: int = 0
+    finish_reason: FinishReason = FinishReason.RUNNING

@@ -1,0 +1,220 @@
+"""The speculation tree of one session: every hint known below the committed path.
+
+Both sides keep one. The target merges proposals into its tree and verifies the best nodes; a drafter grows its own
+copy. A commit moves the root down and forgets the siblings, so what was drafted ahead is already the next proposal.
+
+    committed path   t0 t1 ... t(n-1)          length n; t(n-1) is the root
+    nodes                        └── a ── b     a node of depth d is the token at absolute position n - 1 + d
+                                 └── c
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.speculation.proposal import Proposal, extend_hash, path_hashes
+
+ROOT = -1
+_DEAD = -2
+
+
+@dataclass(frozen=True)
+class TreeSlice:
+    """The nodes chosen for one verification step, parents before children.
+
+    tokens:  [N] uint32
+    parents: [N] int32, index into this slice; ROOT is the root
+    depths:  [N] int32, 1 for the root's children
+    """
+
+    tokens: NDArray[np.uint32]
+    parents: NDArray[np.int32]
+    depths: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+EMPTY_SLICE = TreeSlice(np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+class SpeculationTree:
+    """Nodes below the root, as parallel lists; index i is a node, ROOT the last committed token.
+
+    token, parent: ints; hash: 64-bit path hash; log_score: of the edge, at most 0; path_score: sum of log_scores from
+    the root; depth: 1 for the root's children. Parents stand before their children.
+    """
+
+    def __init__(self, committed: NDArray[np.integer], capacity: int = 256) -> None:
+        """committed: [n] token ids, n >= 1. capacity: most nodes that are kept."""
+        self.capacity = capacity
+        self._hashes = np.empty(max(64, 2 * len(committed)) + 1, dtype=np.uint64)
+        self._hashes[: len(committed) + 1] = path_hashes(committed)
+        self.length = len(committed)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.token: list[int] = []
+        self.parent: list[int] = []
+        self.hash: list[int] = []
+        self.log_score: list[float] = []
+        self.path_score: list[float] = []
+        self.depth: list[int] = []
+        self.children: list[list[int]] = []
+        self.root_children: list[int] = []
+        self._index: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    @property
+    def root_hash(self) -> int:
+        """Path hash of the committed path."""
+        return int(self._hashes[self.length])
+
+    def hash_of(self, node: int) -> int:
+        """Path hash of a node, or of the root."""
+        return self.root_hash if node == ROOT else self.hash[node]
+
+    def children_of(self, node: int) -> list[int]:
+        """Children of a node, or of the root, in the order in which they came."""
+        return self.root_children if node == ROOT else self.children[node]
+
+    def path_tokens(self, node: int) -> list[int]:
+        """Tokens from below the root down to the node, the node included."""
+        tokens = []
+        while node != ROOT:
+            tokens.append(self.token[node])
+            node = self.parent[node]
+        return tokens[::-1]
+
+    def add(self, parent: int, token: int, log_score: float) -> int | None:
+        """Add a child, or raise the score of the one that is there. Returns its index; None if the tree is full."""
+        path = extend_hash(self.hash_of(parent), token)
+        node = self._index.get(path)
+        if node is not None:
+            if log_score > self.log_score[node]:
+                self._rescore(node, log_score)
+            return node
+        if len(self.token) >= self.capacity:
+            return None
+        node = len(self.token)
+        self.token.append(token)
+        self.parent.append(parent)
+        self.hash.append(path)
+        self.log_score.append(log_score)
+        self.path_score.append(log_score + (0.0 if parent == ROOT else self.path_score[parent]))
+        self.depth.append(1 if parent == ROOT else self.depth[parent] + 1)
+        self.children.append([])
+        self.children_of(parent).append(node)
+        self._index[path] = node
+        return node
+
+    def _rescore(self, node: int, log_score: float) -> None:
+        gain = log_score - self.log_score[node]
+        self.log_score[node] = log_score
+        pending = [node]
+        while pending:
+            node = pending.pop()
+            self.path_score[node] += gain
+            pending.extend(self.children[node])
+
+    def merge(self, proposal: Proposal) -> int:
+        """Merge a proposal; late, repeated and foreign ones are harmless. Returns how many of its nodes are now known.
+
+        Nodes on the committed path are walked along; nodes beside it, and all of a proposal whose anchor is not known
+        here, are dropped.
+        """
+        # A place is a node >= 0, or a committed length L as -L - 3, or _DEAD; the root's place is ROOT.
+        anchor = self._find(proposal.anchor_length, proposal.anchor_hash)
+        if anchor == _DEAD:
+            return 0
+        places: list[int] = []
+        known = 0
+        columns = (proposal.tokens.tolist(), proposal.parents.tolist(), proposal.log_scores.tolist())
+        for token, parent, log_score in zip(*columns, strict=True):
+            place = anchor if parent < 0 else places[parent]
+            place = self._descend(place, token, min(log_score, 0.0))
+            places.append(place)
+            known += place >= 0
+        return known
+
+    def _find(self, length: int, path: int) -> int:
+        if length < self.length:
+            return -length - 3 if int(self._hashes[length]) == path else _DEAD
+        if length == self.length:
+            return ROOT if self.root_hash == path else _DEAD
+        return self._index.get(path, _DEAD)
+
+    def _descend(self, place: int, token: int, log_score: float) -> int:
+        if place == _DEAD:
+            return _DEAD
+        if place >= ROOT:
+            node = self.add(place, token, log_score)
+            return _DEAD if node is None else node
+        length = -place - 3
+        if extend_hash(int(self._hashes[length]), token) != int(self._hashes[length + 1]):
+            return _DEAD
+        return ROOT if length + 1 == self.length else -(length + 1) - 3
+
+    def commit(self, tokens: NDArray[np.integer]) -> list[int]:
+        """Move the root down along committed tokens and forget what is no longer below it.
+
+        tokens: [n]. Returns, for each surviving node in its new order, its old index.
+        """
+        node: int | None = ROOT
+        for token in tokens.tolist():
+            path = extend_hash(self.root_hash, token)
+            node = None if node is None else self._index.get(path)
+            self.length += 1
+            if self.length >= len(self._hashes):
+                self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
+            self._hashes[self.length] = path
+        if node is None:
+            self._clear()
+            return []
+        return list(range(len(self))) if node == ROOT else self._reroot(node)
+
+    def _reroot(self, root: int) -> list[int]:
+        old = self.token, self.parent, self.log_score
+        kept: list[int] = []
+        renumbered = {root: ROOT}
+        for node in range(root + 1, len(old[0])):
+            if old[1][node] in renumbered:
+                renumbered[node] = len(kept)
+                kept.append(node)
+        self._clear()
+        for node in kept:
+            self.add(renumbered[old[1][node]], old[0][node], old[2][node])
+        return kept
+
+    def select(self, max_nodes: int, max_depth: int | None = None, max_children: int | None = None) -> TreeSlice:
+        """The most probable nodes that hang together, best first. Limits are in nodes, levels and nodes a parent."""
+        if max_nodes <= 0 or not self.token:
+            return EMPTY_SLICE
+        chosen: list[int] = []
+        frontier: list[tuple[float, int]] = []
+        self._push_children(frontier, ROOT, max_children)
+        while frontier and len(chosen) < max_nodes:
+            _, node = heapq.heappop(frontier)
+            chosen.append(node)
+            if max_depth is None or self.depth[node] < max_depth:
+                self._push_children(frontier, node, max_children)
+        row = {node: i for i, node in enumerate(chosen)}
+        row[ROOT] = ROOT
+        return TreeSlice(
+            np.array([self.token[i] for i in chosen], dtype=np.uint32),
+            np.array([row[self.parent[i]] for i in chosen], dtype=np.int32),
+            np.array([self.depth[i] for i in chosen], dtype=np.int32),
+        )
+
+    def _push_children(self, frontier: list[tuple[float, int]], node: int, max_children: int | None) -> None:
+        children = self.children_of(node)
+        if max_children is not None and len(children) > max_children:
+            children = sorted(children, key=lambda i: -self.path_score[i])[:max_children]
+        for child in children:
+            heapq.heappush(frontier, (-self.path_score[child], child))

@@ -1,0 +1,281 @@
+"""Between domain types and protobuf messages. The only place that knows how arrays lie in the frames' bytes.
+
+Raises InvalidRequest for frames whose arrays do not fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
+from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
+
+U8, U32, I32, U64, F32 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8", "<f4"))
+
+
+def pack(values: Iterable[Any] | NDArray[Any], dtype: np.dtype[Any]) -> bytes:
+    """Numbers as packed little-endian bytes."""
+    array = values if isinstance(values, np.ndarray) else np.array(list(values))
+    return array.astype(dtype, copy=False).tobytes()
+
+
+def unpack(data: bytes, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:
+    """Packed little-endian bytes as a read-only array. Raises InvalidRequest if the length is another."""
+    if len(data) % dtype.itemsize:
+        raise InvalidRequest(f"{len(data)} bytes are no array of {dtype.itemsize}-byte numbers")
+    array = np.frombuffer(data, dtype=dtype)
+    if length is not None and len(array) != length:
+        raise InvalidRequest(f"an array has {len(array)} elements where its frame needs {length}")
+    return array
+
+
+def _concatenate(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> bytes:
+    return pack(np.concatenate(arrays), dtype) if arrays else b""
+
+
+def _split(counts: NDArray[np.uint32], total: int) -> list[slice]:
+    ends = np.cumsum(counts, dtype=np.int64)
+    if (int(ends[-1]) if len(ends) else 0) != total:
+        raise InvalidRequest(f"the counts of a frame do not add up to its {total} elements")
+    return [slice(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]
+
+
+# --- sessions ---
+
+
+def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
+    """An OpenSession message."""
+    sampling, stop = request.sampling, request.stop
+    return common_pb2.OpenSession(
+        session_id=request.session_id,
+        tokens=pack(request.tokens, U32),
+        prompt_length=request.prompt_length,
+        sampling=common_pb2.SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        stop=common_pb2.StopConditions(
+            max_tokens=stop.max_tokens,
+            min_tokens=stop.min_tokens,
+            stop_token_ids=stop.stop_token_ids,
+            ignore_eos=stop.ignore_eos,
+        ),
+    )
+
+
+def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
+    """The session that a message opens. Raises InvalidRequest for parameters out of range."""
+    sampling, stop = message.sampling, message.stop
+    return OpenSession(
+        session_id=message.session_id,
+        tokens=unpack(message.tokens, U32),
+        prompt_length=message.prompt_length,
+        sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed),
+        stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
+    )
+
+
+# --- proposals and commits ---
+
+
+def proposals_to_pb(proposals: Sequence[Proposal]) -> common_pb2.ProposalBatch:
+    """A ProposalBatch message."""
+    return common_pb2.ProposalBatch(
+        session_ids=pack((p.session_id for p in proposals), U64),
+        anchor_lengths=pack((p.anchor_length for p in proposals), U32),
+        anchor_hashes=pack((p.anchor_hash for p in proposals), U64),
+        node_counts=pack((len(p.tokens) for p in proposals), U32),
+        tokens=_concatenate([p.tokens for p in proposals], U32),
+        parents=_concatenate([p.parents for p in proposals], I32),
+        log_scores=_concatenate([p.log_scores for p in proposals], F32),
+        committed_lengths=pack((p.committed_length for p in proposals), U32),
+    )
+
+
+def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
+    """The proposals of a message. Raises InvalidRequest if a node stands before its parent."""
+    ids = unpack(message.session_ids, U64)
+    count = len(ids)
+    tokens = unpack(message.tokens, U32)
+    parents = unpack(message.parents, I32, len(tokens))
+    log_scores = unpack(message.log_scores, F32, len(tokens))
+    columns = (
+        ids.tolist(),
+        unpack(message.anchor_lengths, U32, count).tolist(),
+        unpack(message.anchor_hashes, U64, count).tolist(),
+        _split(unpack(message.node_counts, U32, count), len(tokens)),
+        unpack(message.committed_lengths, U32, count).tolist(),
+    )
+    proposals = []
+    for session_id, length, path, nodes, committed in zip(*columns, strict=True):
+        own = parents[nodes]
+        if np.any(own >= np.arange(len(own))) or np.any(own < -1):
+            raise InvalidRequest("a proposed node does not stand behind its parent")
+        proposals.append(
+            Proposal(session_id, length, path, tokens[nodes], own, log_scores[nodes], committed_length=committed)
+        )
+    return proposals
+
+
+def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
+    """A CommitBatch message."""
+    return common_pb2.CommitBatch(
+        session_ids=pack((c.session_id for c in commits), U64),
+        base_lengths=pack((c.base_length for c in commits), U32),
+        token_counts=pack((len(c.tokens) for c in commits), U32),
+        tokens=_concatenate([c.tokens for c in commits], U32),
+        root_hashes=pack((c.root_hash for c in commits), U64),
+        verified_counts=pack((c.verified for c in commits), U32),
+        accepted_counts=pack((c.accepted for c in commits), U32),
+        finish_reasons=pack((int(c.finish_reason) for c in commits), U8),
+    )
+
+
+def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
+    """The commits of a message."""
+    ids = unpack(message.session_ids, U64)
+    count = len(ids)
+    tokens = unpack(message.tokens, U32)
+    columns = (
+        ids.tolist(),
+        unpack(message.base_lengths, U32, count).tolist(),
+        _split(unpack(message.token_counts, U32, count), len(tokens)),
+        unpack(message.root_hashes, U64, count).tolist(),
+        unpack(message.verified_counts, U32, count).tolist(),
+        unpack(message.accepted_counts, U32, count).tolist(),
+        unpack(message.finish_reasons, U8, count).tolist(),
+    )
+    return [
+        Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason))
+        for session_id, base, span, root, verified, accepted, reason in zip(*columns, strict=True)
+    ]
+
+
+# --- frames ---
+
+
+def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
+    """An EngineLoad message."""
+    return common_pb2.EngineLoad(
+        running_sessions=load.running_sessions,
+        waiting_sessions=load.waiting_sessions,
+        free_pages=load.free_pages,
+        total_pages=load.total_pages,
+        step_microseconds=load.step_microseconds,
+        step_tokens=load.step_tokens,
+    )
+
+
+def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
+    """The load that a message tells."""
+    return EngineLoad(
+        message.running_sessions,
+        message.waiting_sessions,
+        message.free_pages,
+        message.total_pages,
+        message.step_microseconds,
+        message.step_tokens,
+    )
+
+
+def _failures_to_pb(failures: Sequence[SessionFailure]) -> list[common_pb2.SessionError]:
+    return [
+        common_pb2.SessionError(session_id=f.session_id, code=grpc_code(f.error), message=f.error.message)
+        for f in failures
+    ]
+
+
+def _failures_from_pb(messages: Iterable[common_pb2.SessionError]) -> list[SessionFailure]:
+    return [SessionFailure(m.session_id, from_grpc_code(m.code, m.message)) for m in messages]
+
+
+def opens_from_pb(
+    messages: Iterable[common_pb2.OpenSession],
+) -> tuple[list[OpenSession], list[SessionFailure]]:
+    """The sessions to open, and those whose parameters are refused."""
+    opens: list[OpenSession] = []
+    failures: list[SessionFailure] = []
+    for message in messages:
+        try:
+            opens.append(open_from_pb(message))
+        except InvalidRequest as error:
+            failures.append(SessionFailure(message.session_id, error))
+    return opens, failures
+
+
+def verify_request_to_pb(message: Message) -> target_pb2.VerifyRequest:
+    """A frame for the target."""
+    return target_pb2.VerifyRequest(
+        opens=[open_to_pb(request) for request in message.opens],
+        proposals=proposals_to_pb(message.proposals) if message.proposals else None,
+        closes=pack(message.closes, U64),
+    )
+
+
+def verify_request_from_pb(frame: target_pb2.VerifyRequest) -> tuple[Message, list[SessionFailure]]:
+    """What a frame for the target says."""
+    opens, failures = opens_from_pb(frame.opens)
+    closes = unpack(frame.closes, U64).tolist()
+    return Message(opens=opens, proposals=proposals_from_pb(frame.proposals), closes=closes), failures
+
+
+def verify_response_to_pb(output: StepOutput) -> target_pb2.VerifyResponse:
+    """A frame of the target."""
+    return target_pb2.VerifyResponse(
+        commits=commits_to_pb(output.commits),
+        errors=_failures_to_pb(output.failures),
+        load=load_to_pb(output.load),
+    )
+
+
+def verify_response_from_pb(frame: target_pb2.VerifyResponse) -> StepOutput:
+    """What a frame of the target says."""
+    return StepOutput(
+        commits=commits_from_pb(frame.commits),
+        failures=_failures_from_pb(frame.errors),
+        load=load_from_pb(frame.load),
+    )
+
+
+def propose_request_to_pb(message: Message) -> draft_pb2.ProposeRequest:
+    """A frame for the draft service."""
+    return draft_pb2.ProposeRequest(
+        opens=[open_to_pb(request) for request in message.opens],
+        commits=commits_to_pb(message.commits) if message.commits else None,
+        closes=pack(message.closes, U64),
+    )
+
+
+def propose_request_from_pb(frame: draft_pb2.ProposeRequest) -> tuple[Message, list[SessionFailure]]:
+    """What a frame for the draft service says."""
+    opens, failures = opens_from_pb(frame.opens)
+    closes = unpack(frame.closes, U64).tolist()
+    return Message(opens=opens, commits=commits_from_pb(frame.commits), closes=closes), failures
+
+
+def propose_response_to_pb(output: StepOutput) -> draft_pb2.ProposeResponse:
+    """A frame of the draft service."""
+    return draft_pb2.ProposeResponse(
+        proposals=proposals_to_pb(output.proposals),
+        errors=_failures_to_pb(output.failures),
+        load=load_to_pb(output.load),
+    )
+
+
+def propose_response_from_pb(frame: draft_pb2.ProposeResponse) -> StepOutput:
+    """What a frame of the draft service says."""
+    return StepOutput(
+        proposals=proposals_from_pb(frame.proposals),
+        failures=_failures_from_pb(frame.errors),
+        load=load_from_pb(frame.load),
+    )

@@ -1,0 +1,48 @@
+from outrider.wire.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetDraftInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDraftInfoResponse(_message.Message):
+    __slots__ = ("protocol_version", "software_version", "drafters", "model", "max_session_tokens", "max_running_sessions")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    software_version: str
+    drafters: _containers.RepeatedScalarFieldContainer[str]
+    model: _common_pb2.ModelInfo
+    max_session_tokens: int
+    max_running_sessions: int
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ...) -> None: ...
+
+class ProposeRequest(_message.Message):
+    __slots__ = ("opens", "commits", "closes")
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    opens: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSession]
+    commits: _common_pb2.CommitBatch
+    closes: bytes
+    def __init__(self, opens: _Optional[_Iterable[_Union[_common_pb2.OpenSession, _Mapping]]] = ..., commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., closes: _Optional[bytes] = ...) -> None: ...
+
+class ProposeResponse(_message.Message):
+    __slots__ = ("proposals", "errors", "load")
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    proposals: _common_pb2.ProposalBatch
+    errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
+    load: _common_pb2.EngineLoad
+    def __init__(self, proposals: _Optional[_Union[_common_pb2.ProposalBatch, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.EngineLoad, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""The draft service and the target service; strangers to one another."""

@@ -1,0 +1,1 @@
+"""The draft service (JAX): proposes tokens ahead of the target."""

@@ -1,0 +1,1 @@
+"""The target service (PyTorch): verifies proposals and commits tokens."""
