@@ -22,8 +22,9 @@ U8, U32, I32, U64, F32 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8"
 
 def pack(values: Iterable[Any] | NDArray[Any], dtype: np.dtype[Any]) -> bytes:
     """Numbers as packed little-endian bytes."""
-    array = values if isinstance(values, np.ndarray) else np.array(list(values))
-    return array.astype(dtype, copy=False).tobytes()
+    if isinstance(values, np.ndarray):
+        return values.astype(dtype, copy=False).tobytes()
+    return np.array(list(values), dtype=dtype).tobytes()
 
 
 def unpack(data: bytes, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:

@@ -1,0 +1,106 @@
+"""The codec: every frame comes back as it went out; frames whose arrays do not fit are refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import ContextTooLong, InvalidRequest, Overloaded
+from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire import codec
+from outrider.wire.v1 import common_pb2
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def proposals(draw):
+    n = draw(st.integers(0, 5))
+    tokens = np.array(draw(st.lists(U32, min_size=n, max_size=n)), np.uint32)
+    parents = np.array([draw(st.integers(-1, i - 1)) for i in range(n)], np.int32)
+    scores = np.array(draw(st.lists(st.floats(-30, 0, width=32), min_size=n, max_size=n)), np.float32)
+    return Proposal(draw(U64), draw(U32), draw(U64), tokens, parents, scores, draw(U32))
+
+
+@st.composite
+def commits(draw):
+    tokens = np.array(draw(st.lists(U32, min_size=1, max_size=5)), np.uint32)
+    reason = draw(st.sampled_from(FinishReason))
+    return Commit(draw(U64), draw(U32), tokens, draw(U64), draw(U32), draw(U32), reason)
+
+
+def same(a, b):
+    assert type(a) is type(b)
+    for name in a.__dataclass_fields__:
+        left, right = getattr(a, name), getattr(b, name)
+        assert left.tolist() == right.tolist() if isinstance(left, np.ndarray) else left == right, name
+
+
+def opened():
+    sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1)
+    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, StopConditions(9, 2, (5, 6), True))
+
+
+@given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
+def test_frames_for_the_target(items, closes):
+    sent = Message(opens=[opened()], proposals=items, closes=closes)
+    frame = codec.verify_request_to_pb(sent)
+    got, failures = codec.verify_request_from_pb(type(frame).FromString(frame.SerializeToString()))
+    assert failures == []
+    assert list(got.closes) == closes
+    for a, b in zip([*sent.opens, *sent.proposals], [*got.opens, *got.proposals], strict=True):
+        same(a, b)
+
+
+@given(st.lists(commits(), max_size=4))
+def test_frames_for_the_draft_and_of_the_target(items):
+    frame = codec.propose_request_to_pb(Message(commits=items))
+    got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
+    for a, b in zip(items, got.commits, strict=True):
+        same(a, b)
+    load = EngineLoad(1, 2, 3, 4, 5, 6)
+    failures = [SessionFailure(7, ContextTooLong("too long")), SessionFailure(8, Overloaded("full"))]
+    answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
+    assert answer.load == load
+    assert [(f.session_id, type(f.error), f.error.message) for f in answer.failures] == [
+        (7, ContextTooLong, "too long"), (8, Overloaded, "full"),
+    ]  # fmt: skip
+    for a, b in zip(items, answer.commits, strict=True):
+        same(a, b)
+
+
+@given(st.lists(proposals(), max_size=4))
+def test_frames_of_the_draft(items):
+    got = codec.propose_response_from_pb(codec.propose_response_to_pb(StepOutput(proposals=items)))
+    for a, b in zip(items, got.proposals, strict=True):
+        same(a, b)
+
+
+def test_one_bad_open_spares_the_others():
+    bad = codec.open_to_pb(opened())
+    bad.sampling.temperature = -1
+    opens, failures = codec.opens_from_pb([codec.open_to_pb(opened()), bad])
+    assert len(opens) == 1
+    assert failures[0].session_id == 2**63
+    assert "temperature" in failures[0].error.message
+
+
+@pytest.mark.parametrize("field", ["session_ids", "anchor_hashes", "node_counts", "parents", "log_scores"])
+def test_arrays_that_do_not_fit_are_refused(field):
+    node = np.zeros(1, np.uint32), np.full(1, -1, np.int32), np.zeros(1, np.float32)
+    message = codec.proposals_to_pb([Proposal(1, 1, 1, *node), Proposal(2, 1, 1, *node)])
+    for broken in (getattr(message, field)[:-1], getattr(message, field) * 2):
+        copy = common_pb2.ProposalBatch()
+        copy.CopyFrom(message)
+        setattr(copy, field, broken)
+        with pytest.raises(InvalidRequest):
+            codec.proposals_from_pb(copy)
+
+
+@pytest.mark.parametrize("parent", [0, 1, -2])
+def test_a_node_before_its_parent_is_refused(parent):
+    node = np.zeros(1, np.uint32), np.full(1, parent, np.int32), np.zeros(1, np.float32)
+    with pytest.raises(InvalidRequest):
+        codec.proposals_from_pb(codec.proposals_to_pb([Proposal(1, 1, 1, *node)]))
