@@ -1,0 +1,71 @@
+"""An engine whose answers can be worked out by hand: the next token is the last one plus one.
+
+A proposal is believed as far as it counts on. Used wherever the machinery around an engine is under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.errors import InvalidRequest
+from outrider.serving.loop import Engine
+from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, path_hash
+
+
+class CountingEngine(Engine):
+    """Commits one token a session and step, plus as many proposed ones as are right."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, tuple[OpenSession, list[int]]] = {}
+        self.proposed: dict[int, list[int]] = {}
+        self.closed: list[int] = []
+        self.steps = 0
+        self.broken = False
+
+    def open(self, request: OpenSession) -> None:
+        if int(request.tokens[-1]) == 666:
+            raise InvalidRequest("666 is not welcome", param="prompt")
+        self.sessions[request.session_id] = (request, request.tokens.tolist())
+
+    def close(self, session_id: int) -> None:
+        if self.sessions.pop(session_id, None) is not None:
+            self.closed.append(session_id)
+
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+        for proposal in proposals:
+            self.proposed[proposal.session_id] = proposal.tokens.tolist()
+
+    @property
+    def idle(self) -> bool:
+        return not self.sessions
+
+    def step(self) -> StepOutput:
+        if self.broken:
+            raise RuntimeError("the device is on fire")
+        self.steps += 1
+        output = StepOutput(load=self.load())
+        for session_id, (request, tokens) in list(self.sessions.items()):
+            base = len(tokens)
+            hints = self.proposed.pop(session_id, [])
+            accepted = [t for i, t in enumerate(hints) if t == tokens[-1] + 1 + i]
+            new = [*accepted, tokens[-1] + len(accepted) + 1]
+            new = new[: request.prompt_length + request.stop.max_tokens - base]
+            tokens += new
+            done = len(tokens) == request.prompt_length + request.stop.max_tokens
+            reason = FinishReason.LENGTH if done else FinishReason.RUNNING
+            root = path_hash(np.array(tokens))
+            output.commits.append(
+                Commit(session_id, base, np.array(new, np.uint32), root, len(hints), len(accepted), reason)
+            )
+            if done:
+                del self.sessions[session_id]
+        return output
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(running_sessions=len(self.sessions))
+
+    def check(self) -> None:
+        pass
