@@ -1,0 +1,87 @@
+"""Finding a model's files: what is accepted, and a clear word for everything that is not."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from outrider import checkpoint
+from outrider.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def shard(folder):
+    save_file({"b": np.ones(2, np.float32)}, folder / "model-2.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_folders_are_taken_as_they_are(folder):
+    assert checkpoint.resolve(str(folder)) == folder
+    shard(folder)
+    assert [f.name for f in checkpoint.weight_files(checkpoint.resolve(str(folder)))] == [
+        "model-1.safetensors",
+        "model-2.safetensors",
+    ]
+
+
+def test_missing_pieces_are_named(folder):
+    shard(folder)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"model-2\.safetensors"):
+        checkpoint.resolve(str(folder))
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
+        checkpoint.resolve(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        checkpoint.resolve(str(folder))
+
+
+@pytest.mark.parametrize("path", ["/nowhere/at/all", "./nowhere", "/nowhere/model.gguf", "one-word", "a/b/c"])
+def test_paths_that_do_not_exist_are_refused(path):
+    with pytest.raises(ConfigError, match="there is no"):
+        checkpoint.resolve(path)
+
+
+def test_an_id_that_the_hub_cannot_give_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match="somebody/some-model"):
+        checkpoint.resolve("somebody/some-model")
+
+
+def test_fingerprints_tell_checkpoints_apart(folder):
+    first = checkpoint.fingerprint(folder)
+    assert first == checkpoint.fingerprint(folder)
+    save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
+    assert checkpoint.fingerprint(folder) != first
+
+
+def test_vocabularies_are_compared_by_content(folder):
+    assert checkpoint.vocab_hash(folder) == ""
+
+    def hash_of(vocab, added=()):
+        content = {"model": {"vocab": vocab}, "added_tokens": list(added)}
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        return checkpoint.vocab_hash(folder)
+
+    assert hash_of({"a": 0, "b": 1}) == hash_of({"b": 1, "a": 0}) == hash_of([["a", -1.0], ["b", -2.0]])
+    assert hash_of({"a": 0, "b": 1}) != hash_of({"a": 1, "b": 0})
+    assert hash_of({"a": 0}, [{"content": "b", "id": 1}]) == hash_of({"a": 0, "b": 1})
+
+
+def test_json_that_is_none_is_refused(tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match="no valid JSON"):
+        checkpoint.load_json(tmp_path / "bad.json")
+    with pytest.raises(ConfigError, match="missing"):
+        checkpoint.load_json(tmp_path / "absent.json")
