@@ -1,0 +1,1 @@
+"""Benchmarks: each runs both sides in one call, prints ratios and states the floor beside the figure."""

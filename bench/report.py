@@ -1,0 +1,102 @@
+"""Results of a benchmark: a JSON file, a Markdown page and a plot, each with its recipe, hardware and commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks"
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were taken on."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "memory_gb": round(memory / 2**20), "gpu": _gpu()}
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+def _gpu() -> str | None:
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def commit() -> str:
+    """The commit of the code that was measured; "+changes" if the tree differs from it."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(RESULTS.parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    dirty = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if dirty else "")
+
+
+@dataclass
+class Report:
+    """A benchmark's result under way; `write` puts it into docs/benchmarks."""
+
+    name: str
+    title: str
+    notes: list[str] = field(default_factory=list)
+    columns: Sequence[str] = ()
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, **row: Any) -> None:
+        """Add a row and print it."""
+        self.rows.append(row)
+        print("  ".join(f"{key}={_text(value)}" for key, value in row.items()), flush=True)
+
+    def write(self, folder: Path = RESULTS) -> None:
+        """Write NAME.json and NAME.md."""
+        facts = {
+            "command": "python -m bench " + " ".join(sys.argv[1:]),
+            "commit": commit(),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "hardware": hardware(),
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"title": self.title, **facts, "notes": self.notes, "rows": self.rows}
+        (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / f"{self.name}.md").write_text(self._markdown(facts, (folder / f"{self.name}.png").exists()))
+
+    def _markdown(self, facts: dict[str, Any], plot: bool) -> str:
+        machine = facts["hardware"]
+        columns = self.columns or list(dict.fromkeys(key for row in self.rows for key in row))
+        where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB"
+        where += f", {machine['gpu']}" if machine["gpu"] else ""
+        lines = [
+            f"# {self.title}",
+            "",
+            f"`{facts['command']}`, commit {facts['commit']}, {facts['date']}; {where}",
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|" + " --- |" * len(columns),
+            *("| " + " | ".join(_text(row.get(c, "")) for c in columns) + " |" for row in self.rows),
+            "",
+            *(f"- {note}" for note in self.notes),
+        ]
+        if plot:
+            lines += ["", f"![{self.title}]({self.name}.png)"]
+        return "\n".join(lines) + "\n"
+
+
+def _text(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
