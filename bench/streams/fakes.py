@@ -1,0 +1,218 @@
+"""A target and a draft whose engines cost nothing, behind the real servers and streams.
+
+They work in lockstep: the target steps once every session has a fresh hint, the draft hints once per commit. A step is
+then one frame of commits and one frame of proposals, each over two streams, and nothing else.
+
+`python -m bench.streams.fakes target|draft ADDRESS`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import uvloop
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from outrider import PROTOCOL_VERSION
+from outrider.serving.loop import Engine
+from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
+from outrider.serving.rpc import serve_engine
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, path_hash
+from outrider.wire import codec
+from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+
+VOCAB = 4096
+NODES = 4
+_PARENTS = np.arange(-1, NODES - 1, dtype=np.int32)
+_SCORES = np.full(NODES, -0.2, dtype=np.float32)
+
+
+class Counted:
+    """A sequence in which every token is the one before it plus one."""
+
+    def __init__(self, request: OpenSession) -> None:
+        self.length, self.last = len(request.tokens), int(request.tokens[-1])
+        self.hash = path_hash(request.tokens)
+        self.end = request.prompt_length + request.stop.max_tokens
+
+    def advance(self, count: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        """The next tokens."""
+        tokens = (np.arange(self.last + 1, self.last + 1 + count) % VOCAB).astype(np.uint32)
+        for token in tokens.tolist():
+            self.hash = extend_hash(self.hash, token)
+        self.length += count
+        self.last = int(tokens[-1])
+        return tokens
+
+
+class LockstepEngine(Engine):
+    """Sessions, and those of them that have something to say."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[int, Counted] = {}
+        self.ready: set[int] = set()
+
+    def open(self, request: OpenSession) -> None:
+        """Take a session on."""
+        self.sessions[request.session_id] = Counted(request)
+        self.opened(request.session_id)
+
+    def opened(self, session_id: int) -> None:
+        """A session was opened."""
+
+    def close(self, session_id: int) -> None:
+        """Forget a session."""
+        self.sessions.pop(session_id, None)
+        self.ready.discard(session_id)
+
+    def load(self) -> EngineLoad:
+        """Sessions at present."""
+        return EngineLoad(running_sessions=len(self.sessions))
+
+    def check(self) -> None:
+        """Nothing to audit."""
+
+
+class LockstepTarget(LockstepEngine):
+    """Commits one accepted and one bonus token a session, once all sessions have a hint."""
+
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:  # noqa: ARG002
+        """Note whose hints are there."""
+        for proposal in proposals:
+            session = self.sessions.get(proposal.session_id)
+            if session is not None and session.hash == proposal.anchor_hash:
+                self.ready.add(proposal.session_id)
+
+    @property
+    def idle(self) -> bool:
+        """True until every session has a hint."""
+        return not self.sessions or len(self.ready) < len(self.sessions)
+
+    def step(self) -> StepOutput:
+        """One step for all."""
+        commits = []
+        for session_id, session in list(self.sessions.items()):
+            base = session.length
+            tokens = session.advance(min(2, session.end - base))
+            done = session.length == session.end
+            reason = FinishReason.LENGTH if done else FinishReason.RUNNING
+            commits.append(Commit(session_id, base, tokens, session.hash, NODES, len(tokens) - 1, reason))
+            if done:
+                del self.sessions[session_id]
+        self.ready.clear()
+        return StepOutput(commits=commits, load=self.load())
+
+
+class LockstepDraft(LockstepEngine):
+    """Proposes a chain per commit."""
+
+    def opened(self, session_id: int) -> None:
+        """The first hint needs no commit."""
+        self.ready.add(session_id)
+
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:  # noqa: ARG002
+        """Follow the commits."""
+        for commit in commits:
+            if commit.finish_reason != FinishReason.RUNNING:
+                self.close(commit.session_id)
+            elif (session := self.sessions.get(commit.session_id)) is not None:
+                session.length, session.last = commit.base_length + len(commit.tokens), int(commit.tokens[-1])
+                session.hash = commit.root_hash
+                self.ready.add(commit.session_id)
+
+    @property
+    def idle(self) -> bool:
+        """True if every commit was answered."""
+        return not self.ready
+
+    def step(self) -> StepOutput:
+        """A hint for each session whose commit has come."""
+        proposals = []
+        for session_id in self.ready:
+            session = self.sessions[session_id]
+            tokens = (np.arange(session.last + 1, session.last + 1 + NODES) % VOCAB).astype(np.uint32)
+            proposals.append(
+                Proposal(session_id, session.length, session.hash, tokens, _PARENTS, _SCORES, session.length)
+            )
+        self.ready.clear()
+        return StepOutput(proposals=proposals, load=self.load())
+
+
+def _model() -> common_pb2.ModelInfo:
+    return common_pb2.ModelInfo(
+        model_path="counting", architecture="Counting", vocab_size=VOCAB, context_length=1 << 20
+    )
+
+
+def _tokenizer() -> bytes:
+    tokenizer = Tokenizer(models.BPE(vocab={f"Ġw{i}": i for i in range(VOCAB)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer.to_str().encode()
+
+
+class _Target(target_pb2_grpc.TargetServiceServicer):
+    def __init__(self, hub: Any) -> None:
+        self._hub = hub
+
+    async def GetTargetInfo(self, request: Any, context: Any) -> target_pb2.GetTargetInfoResponse:  # noqa: ARG002, N802
+        """Facts."""
+        return target_pb2.GetTargetInfoResponse(
+            protocol_version=PROTOCOL_VERSION,
+            model=_model(),
+            max_session_tokens=1 << 20,
+            max_running_sessions=1024,
+            max_draft_tokens=8,
+            page_size=16,
+        )
+
+    async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+        """The tokenizer."""
+        yield target_pb2.GetTokenizerResponse(file_name="tokenizer.json", content=_tokenizer())
+
+    def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+        """The stream."""
+        return self._hub.serve(request_iterator)  # type: ignore[no-any-return]
+
+
+class _Draft(draft_pb2_grpc.DraftServiceServicer):
+    def __init__(self, hub: Any) -> None:
+        self._hub = hub
+
+    async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:  # noqa: ARG002, N802
+        """Facts."""
+        return draft_pb2.GetDraftInfoResponse(
+            protocol_version=PROTOCOL_VERSION, drafters=["COUNTING"], max_running_sessions=1024
+        )
+
+    def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+        """The stream."""
+        return self._hub.serve(request_iterator)  # type: ignore[no-any-return]
+
+
+def main(role: str, address: str) -> int:
+    """Serve until a signal."""
+    if role == "target":
+
+        def register(server: Any, hub: Any) -> list[str]:
+            target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
+            return ["outrider.wire.v1.TargetService"]
+
+        engine: LockstepEngine = LockstepTarget()
+        coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
+    else:
+
+        def register(server: Any, hub: Any) -> list[str]:
+            draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub), server.server)
+            return ["outrider.wire.v1.DraftService"]
+
+        engine = LockstepDraft()
+        coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
+    return uvloop.run(serve_engine(engine, address, *coders, register, warm_up=lambda: None))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
