@@ -103,6 +103,8 @@ class DraftConfig(ProcessConfig):
     """NGRAM: length of the paths that are stored, in tokens."""
     speculative_ngram_capacity: int = MAX_NGRAM_CAPACITY
     """NGRAM: most nodes that are stored."""
+    speculative_ngram_insert_prompts: bool = True
+    """NGRAM: store prompts too, so that answers can copy from them; SGLang stores answers only."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ def to_argv(config: ProcessConfig) -> list[str]:
         flag = "--" + field.name.replace("_", "-")
         if value is True:
             argv.append(flag)
+        elif value is False:
+            argv.append("--no-" + flag.removeprefix("--"))
         elif isinstance(value, Sequence) and not isinstance(value, str):
             argv += [flag, *map(str, value)]
         else:

@@ -1,0 +1,162 @@
+"""The process: flags, cores, the drafter, then the port, warm-up and requests.
+
+JAX is imported only once the process stands on its cores, and never for NGRAM.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+import uvloop
+
+import outrider
+from outrider.config import DraftConfig, parse_cores
+from outrider.errors import ConfigError
+from outrider.serving.rpc import GrpcServer, serve_engine
+from outrider.serving.stream import StreamHub
+from outrider.telemetry import setup_logging
+from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
+from outrider.wire.v1 import common_pb2, draft_pb2
+from services.draft.drafters.base import Drafter
+from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.draft.engine import DraftEngine
+from services.draft.service import DraftServicer
+from services.draft.session import TreeLimits
+
+log = logging.getLogger(__name__)
+
+_MAX_NODES = 256
+_DEFAULT_DEPTH = 16
+_STANDALONE_CHILDREN = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
+    config = tyro.cli(DraftConfig, args=argv, prog="outrider draft")
+    setup_logging("draft", config.log_level)
+    try:
+        take_cores(config.cores)
+        engine, model = build(config)
+        return uvloop.run(serve(config, engine, model))
+    except ConfigError as error:
+        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def take_cores(cores: str | None) -> None:
+    """Put the process on its cores, with as many threads. Raises ConfigError for cores that it may not use."""
+    if cores is None:
+        return
+    wanted = parse_cores(cores)
+    missing = sorted(set(wanted) - os.sched_getaffinity(0))
+    if missing or not wanted:
+        raise ConfigError(f"--cores {cores}: this process may not use core {missing[0] if missing else cores}")
+    os.sched_setaffinity(0, wanted)
+    os.environ["NPROC"] = str(len(wanted))  # size of XLA's thread pool; read when JAX starts its CPU device
+
+
+async def serve(config: DraftConfig, engine: DraftEngine, model: common_pb2.ModelInfo | None) -> int:
+    """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
+    info = draft_pb2.GetDraftInfoResponse(
+        protocol_version=outrider.PROTOCOL_VERSION,
+        software_version=outrider.__version__,
+        drafters=[engine.drafter.name],
+        model=model,
+        max_session_tokens=engine.drafter.max_session_tokens,
+        max_running_sessions=config.max_running_requests,
+    )
+
+    def register(server: GrpcServer, hub: StreamHub[Any, Any]) -> Sequence[str]:
+        return DraftServicer(hub, info).register(server)
+
+    return await serve_engine(
+        engine, config.listen, propose_request_from_pb, propose_response_to_pb, register, engine.drafter.warm_up
+    )
+
+
+def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None]:
+    """The engine of a configuration, not warmed up, and the facts of its model. Raises ConfigError."""
+    check(config)
+    drafter: Drafter
+    model = None
+    if config.speculative_algorithm == "NGRAM":
+        drafter = NgramDrafter(ngram_options(config))
+    else:
+        from services.draft.loading import load_standalone
+
+        drafter, model = load_standalone(config, config.speculative_eagle_topk or _STANDALONE_CHILDREN)
+    return DraftEngine(drafter, tree_limits(config), config.max_running_requests), model
+
+
+def check(config: DraftConfig) -> None:
+    """Refuse flags that do not fit together. Raises ConfigError saying which."""
+    if config.speculative_algorithm == "NONE":
+        raise ConfigError("--speculative-algorithm NONE needs no draft service; name NGRAM or STANDALONE")
+    if config.speculative_algorithm == "STANDALONE" and config.speculative_draft_model_path is None:
+        raise ConfigError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path")
+    positive = {
+        "--max-running-requests": config.max_running_requests,
+        "--draft-page-size": config.draft_page_size,
+        "--speculative-num-steps": config.speculative_num_steps,
+        "--speculative-eagle-topk": config.speculative_eagle_topk,
+        "--draft-max-total-tokens": config.draft_max_total_tokens,
+        "--speculative-ngram-capacity": config.speculative_ngram_capacity,
+    }
+    for flag, value in positive.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{flag} must be 1 or more, not {value}")
+    if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
+        raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
+    if config.speculative_algorithm == "NGRAM":
+        _check_ngram(config)
+
+
+def _check_ngram(config: DraftConfig) -> None:
+    windows = (config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size)
+    breadths = (config.speculative_ngram_min_bfs_breadth, config.speculative_ngram_max_bfs_breadth)
+    length = config.speculative_ngram_branch_length
+    if length <= 1:
+        raise ConfigError(f"--speculative-ngram-branch-length must be 2 or more, not {length}")
+    if not 0 < windows[0] <= windows[1] < length:
+        raise ConfigError(
+            "the NGRAM windows must satisfy 0 < --speculative-ngram-min-match-window-size <= "
+            "--speculative-ngram-max-match-window-size < --speculative-ngram-branch-length, "
+            f"not {windows[0]}, {windows[1]}, {length}"
+        )
+    if not 0 < breadths[0] <= breadths[1]:
+        raise ConfigError(
+            "the NGRAM breadths must satisfy 0 < --speculative-ngram-min-bfs-breadth <= "
+            f"--speculative-ngram-max-bfs-breadth, not {breadths[0]}, {breadths[1]}"
+        )
+
+
+def ngram_options(config: DraftConfig) -> NgramOptions:
+    """The NGRAM flags. The default of nodes a lookup is SGLang's, the longest window."""
+    return NgramOptions(
+        match_type=config.speculative_ngram_match_type,
+        min_match_window_size=config.speculative_ngram_min_match_window_size,
+        max_match_window_size=config.speculative_ngram_max_match_window_size,
+        min_bfs_breadth=config.speculative_ngram_min_bfs_breadth,
+        max_bfs_breadth=config.speculative_ngram_max_bfs_breadth,
+        branch_length=config.speculative_ngram_branch_length,
+        capacity=config.speculative_ngram_capacity,
+        draft_token_num=config.speculative_num_draft_tokens or max(config.speculative_ngram_max_match_window_size, 2),
+        insert_prompts=config.speculative_ngram_insert_prompts,
+    )
+
+
+def tree_limits(config: DraftConfig) -> TreeLimits:
+    """Limits of the trees: what was asked for, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
+    ngram = config.speculative_algorithm == "NGRAM"
+    return TreeLimits(
+        nodes=_MAX_NODES,
+        depth=config.speculative_num_steps or _DEFAULT_DEPTH,
+        children=config.speculative_eagle_topk or (_MAX_NODES if ngram else _STANDALONE_CHILDREN),
+    )

@@ -1,0 +1,81 @@
+"""What every drafter does, be it a table of n-grams or a model.
+
+    open / close     a session comes and goes
+    commit           the root of a session's tree has moved down
+    grow             say what may follow the most promising nodes
+
+The engine decides what is promising and keeps the trees; a drafter keeps what it needs to answer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.serving.messages import EngineLoad
+from services.draft.session import DraftSession
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A node (or ROOT) whose children are wanted. log_reach: log-probability that verification gets there."""
+
+    session: DraftSession
+    node: int
+    log_reach: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What may follow a node, as N scored nodes. parents: index among them, or -1 for the node itself."""
+
+    session: DraftSession
+    node: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    log_scores: Sequence[float]
+
+
+class Drafter(ABC):
+    """An algorithm that proposes tokens. Called from the engine thread only."""
+
+    name: str
+    eos_token_ids: tuple[int, ...] = ()
+    max_session_tokens: int = 0
+    """Longest session that can be drafted for, in tokens; 0 is without limit."""
+
+    @abstractmethod
+    def open(self, session: DraftSession) -> None:
+        """Take a session on. Raises OutOfPages if there is no room for it now."""
+
+    @abstractmethod
+    def close(self, session: DraftSession) -> None:
+        """Forget a session and free what it holds."""
+
+    @abstractmethod
+    def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
+        """`count` tokens are about to be committed; `path` are the tree's nodes among them, from below the root on.
+
+        Returns True if the new root's children are in the tree already, as this drafter would give them now. Raises
+        OutOfPages if there is no room to go on.
+        """
+
+    @abstractmethod
+    def did_commit(self, session: DraftSession, kept: list[int]) -> None:
+        """The tree has been renumbered. kept: the old index of each surviving node, in its new order."""
+
+    @abstractmethod
+    def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
+        """Grant those wishes that pay in one round. wishes: best first, at least one."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Get ready before the first session."""
+
+    def load(self) -> EngineLoad:
+        """Pages and work of the last round."""
+        return EngineLoad()
+
+    def check(self) -> None:  # noqa: B027  (a drafter without pages has nothing to audit)
+        """Audit the pages. Raises EngineFault."""

@@ -1,0 +1,1 @@
+"""The draft model in JAX: configuration, weights, decoder, noise and candidates."""

@@ -1,0 +1,48 @@
+"""The two compiled programs: a step of the model, and the moving of rows. Both take the pools and give them back."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.batch import StepInputs
+from services.draft.kernels.attention import Context
+from services.draft.kv_cache import Pools, move_rows
+from services.draft.model.config import ModelConfig
+from services.draft.model.decoder import Rows, head, hidden_states
+from services.draft.model.sampling import Sampling, candidates
+from services.draft.model.weights import Params
+
+
+class Constants(NamedTuple):
+    """What a program is compiled for, besides shapes. children: candidates a row; vocab_limit: ids below are real."""
+
+    config: ModelConfig
+    page_size: int
+    children: int
+    vocab_limit: int
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def step(
+    constants: Constants, params: Params, pools: Pools, inputs: StepInputs
+) -> tuple[tuple[jax.Array, jax.Array], Pools]:
+    """One step. DONATES pools. Returns candidates and their log-scores, [S, R, children] each, and the pools."""
+    bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [S, Q, words, 32]
+    mask = bits.reshape(*inputs.tokens.shape, -1).astype(bool)
+    context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
+    rows = Rows(inputs.tokens, inputs.positions, inputs.slots)
+    x, pools = hidden_states(params, constants.config, pools, rows, context, inputs.moves, constants.page_size)
+    x = jnp.take_along_axis(x, inputs.head_rows[..., None], axis=1)  # [S, R, H]
+    logits = head(params, x, constants.vocab_limit)
+    sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.keys)
+    return candidates(logits, sampling, constants.children), pools
+
+
+@partial(jax.jit, donate_argnums=0)
+def move(pools: Pools, moves: jax.Array) -> Pools:
+    """Copy slots in every layer. DONATES pools. moves: [2, M] int32, sources and targets."""
+    return [move_rows(pool, moves[0], moves[1]) for pool in pools]

@@ -1,0 +1,93 @@
+"""Runs the draft model: holds weights and KV pools, compiles each shape once, and measures what a step costs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from services.draft.batch import Shape, StepInputs, empty_inputs
+from services.draft.kv_cache import make_pools
+from services.draft.model import program
+from services.draft.model.config import ModelConfig
+from services.draft.model.weights import load_params
+
+log = logging.getLogger(__name__)
+
+_MOVES = 64  # rows that the separate move program copies at a time
+_TRIALS = 3
+# Cost of a row relative to a step's own, where nothing has been measured.
+_GUESSED_ROW_COST = 0.1
+
+
+class ModelRunner:
+    """The device's only user. `compilations` counts the programs that were compiled."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        *,
+        dtype: Any,
+        total_pages: int,
+        page_size: int,
+        table_pages: int,
+        children: int,
+        vocab_limit: int,
+    ) -> None:
+        """table_pages: pages of the longest session. children: candidates a row. vocab_limit: ids below are real."""
+        self.config = config
+        self.page_size = page_size
+        self.table_pages = table_pages
+        self.compilations = 0
+        self._constants = program.Constants(config, page_size, children, vocab_limit)
+        self._params = load_params(folder, config, dtype)
+        self._pools = make_pools(config, total_pages, page_size, dtype)
+        self._seconds: dict[Shape, float] = {}
+
+    def warm_up(self, shapes: list[Shape]) -> None:
+        """Compile every shape and measure it."""
+        start = time.perf_counter()
+        self.move([(0, 0)])
+        for done, shape in enumerate(shapes, start=1):
+            padding = empty_inputs(shape, self.table_pages)
+            self.run(shape, padding)
+            self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
+            log.info(
+                "shape %d of %d: a step of %d x %d rows takes %.1f ms",
+                done, len(shapes), shape.sessions, shape.rows, 1e3 * self._seconds[shape],
+            )  # fmt: skip
+        log.info("warmed up in %.1f s, %d programs compiled", time.perf_counter() - start, self.compilations)
+
+    def cost(self, shape: Shape) -> float:
+        """Seconds that a step of a shape takes; before it is measured, a guess in no particular unit."""
+        return self._seconds.get(shape, 1 + _GUESSED_ROW_COST * shape.sessions * shape.rows)
+
+    def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """One step. Returns candidates [S, R, K] and their log-scores [S, R, K]; the only wait for the device."""
+        assert inputs.tokens.shape == shape[:2]
+        known = program.step._cache_size()
+        result, self._pools = program.step(self._constants, self._params, self._pools, inputs)
+        self.compilations += program.step._cache_size() - known
+        ids, log_scores = jax.device_get(result)
+        return ids, log_scores
+
+    def move(self, moves: list[tuple[int, int]]) -> None:
+        """Copy rows between slots, (source, target) each, without a step."""
+        for start in range(0, len(moves), _MOVES):
+            part = moves[start : start + _MOVES]
+            padded = np.zeros((2, _MOVES), dtype=np.int32)
+            padded[:, : len(part)] = np.array(part, dtype=np.int32).T
+            known = program.move._cache_size()
+            self._pools = program.move(self._pools, padded)
+            self.compilations += program.move._cache_size() - known
+
+    def _trial(self, shape: Shape, inputs: StepInputs) -> float:
+        start = time.perf_counter()
+        self.run(shape, inputs)
+        return time.perf_counter() - start

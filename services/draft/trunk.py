@@ -1,0 +1,96 @@
+"""The KV memory of one session: a trunk of committed tokens, and a scratch for the nodes of its speculation tree.
+
+    trunk     pages, in order of position     0 ........ computed-1 | room for what is committed next
+    scratch   SCRATCH_SLOTS slots             keys and values of expanded nodes, in any order
+
+A node in the scratch remembers, as a bit mask over slots, which others are its ancestors. When nodes are committed,
+their rows move from the scratch into the trunk; what is no longer in the tree frees its slot.
+
+Ruler: the root's children are known exactly if computed = length; else computed < length and the tree is empty.
+"""
+
+from __future__ import annotations
+
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.table import PageTable
+from outrider.speculation.tree import ROOT
+
+SCRATCH_SLOTS = 64
+
+
+class Trunk:
+    """Trunk and scratch of one session; both are leased while it runs."""
+
+    def __init__(self, allocator: PageAllocator, length: int) -> None:
+        """length: committed tokens. Raises OutOfPages."""
+        self.table = PageTable(allocator)
+        self.scratch = PageTable(allocator)
+        self.computed = 0
+        self._slot: list[int] = []  # of each node; -1 if it is not expanded
+        self._mask: list[int] = []  # of each node: its own and its ancestors' slots
+        self._free = list(range(SCRATCH_SLOTS - 1, -1, -1))
+        self._vacated = 0  # slots whose rows move into the trunk with the commit under way
+        self.scratch.reserve(SCRATCH_SLOTS)
+        try:
+            self.table.reserve(length)
+        except Exception:
+            self.scratch.release()
+            raise
+
+    @property
+    def leased_pages(self) -> int:
+        """Pages of trunk and scratch."""
+        return len(self.table.pages) + len(self.scratch.pages)
+
+    @property
+    def free_slots(self) -> int:
+        """Nodes that can still be expanded."""
+        return len(self._free)
+
+    def release(self) -> None:
+        """Give all pages back."""
+        self.table.release()
+        self.scratch.release()
+
+    def mask(self, node: int) -> int:
+        """Slots of an expanded node and its ancestors, as bits; none for the root."""
+        return 0 if node == ROOT else self._mask[node]
+
+    def expand(self, node: int, parent: int) -> int:
+        """Give a node a slot of the scratch, below an expanded parent or the root. Returns the slot."""
+        missing = node + 1 - len(self._slot)
+        self._slot += [-1] * missing
+        self._mask += [0] * missing
+        assert self._slot[node] < 0, "a node is expanded once"
+        assert parent == ROOT or self._slot[parent] >= 0, "a parent is expanded before its children"
+        slot = self._free.pop()
+        self._slot[node] = slot
+        self._mask[node] = self.mask(parent) | 1 << slot
+        return slot
+
+    def accept(self, length: int, count: int, path: list[int]) -> list[tuple[int, int]]:
+        """Tokens are about to be committed, of which `path` are nodes. length: committed tokens before.
+
+        Returns the rows to move, as (slot, slot) of the pool. Raises OutOfPages and changes nothing then.
+        """
+        self.table.reserve(length + count)
+        moves: list[tuple[int, int]] = []
+        scratch = self.scratch.slots(0, SCRATCH_SLOTS)
+        for node in path:
+            if node >= len(self._slot) or self._slot[node] < 0:
+                break
+            assert self.computed == length + len(moves), "nodes are expanded only once the trunk is complete"
+            target = self.table.slots(self.computed, self.computed + 1)
+            moves.append((int(scratch[self._slot[node]]), int(target[0])))
+            self._vacated |= 1 << self._slot[node]
+            self.computed += 1
+        return moves
+
+    def renumber(self, kept: list[int]) -> None:
+        """The tree has moved its root down. kept: old index of each surviving node."""
+        known = len(self._slot)
+        self._slot = [self._slot[old] if old < known else -1 for old in kept]
+        self._mask = [self._mask[old] & ~self._vacated if old < known else 0 for old in kept]
+        self._vacated = 0
+        used = set(self._slot)
+        self._free = [slot for slot in range(SCRATCH_SLOTS - 1, -1, -1) if slot not in used]
