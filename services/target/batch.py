@@ -1,0 +1,120 @@
+"""From sessions' work to flat rows: what one forward pass computes, for every session together.
+
+A session brings a *span* of rows: committed tokens that are not in the cache yet (a prompt chunk, or the root alone),
+and behind them the draft nodes to verify, which hang below the last committed token.
+
+    slot position   0 ........ start-1 | start .... start+committed-1 | ...... start+rows-1
+                    in the cache       | committed rows (last = root) | draft nodes, in slice order
+    sees            -                  | all before it, itself        | all committed, its ancestors, itself
+
+A node's slot position is its place in the span; its *logical* position, which RoPE and windows use, is the root's plus
+its depth. Siblings share a logical position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.serving.scheduler import Chunk
+from outrider.speculation.tree import EMPTY_SLICE, ROOT, TreeSlice
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one session wants of a step: a chunk of committed tokens, and draft nodes if the chunk is its last."""
+
+    chunk: Chunk
+    draft: TreeSlice = EMPTY_SLICE
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows first .. first + rows - 1 of a batch, all of one session.
+
+    start:     tokens of the session that are in the cache already
+    committed: rows that are committed tokens; the others are draft nodes
+    slots:     [keys] int64, the slots of the session's keys in order, cached ones and the span's own
+    positions: [rows] int64, logical positions
+    tree_mask: [nodes, nodes] bool, which nodes a node sees (itself and its ancestors)
+    """
+
+    first: int
+    rows: int
+    start: int
+    committed: int
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    tree_mask: NDArray[np.bool_]
+
+    @property
+    def keys(self) -> int:
+        """Keys that the span's last committed row and its nodes may see, in tokens."""
+        return self.start + self.rows
+
+    @property
+    def nodes(self) -> int:
+        """Draft nodes."""
+        return self.rows - self.committed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """T rows of S sessions.
+
+    ids, positions, slots: [T] int64; a slot is where the row's key and value go
+    sampled:               [R] int64, the rows after which a token is drawn: each root and its nodes, session by session
+    """
+
+    spans: Sequence[Span]
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    sampled: Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
+    """Which nodes each node sees: itself and its ancestors. parents: [N], before their children. Returns [N, N]."""
+    mask = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents.tolist()):
+        if parent != ROOT:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def build(works: Sequence[Work], device: torch.device) -> Batch:
+    """Lay out a step's work. The page tables must hold start + rows tokens of every session."""
+    spans: list[Span] = []
+    ids: list[NDArray[np.integer]] = []
+    sampled: list[NDArray[np.int64]] = []
+    first = 0
+    for work in works:
+        span = _span(work, first)
+        spans.append(span)
+        ids += [work.chunk.session.tokens[work.chunk.start : work.chunk.stop], work.draft.tokens]
+        if work.chunk.last:
+            sampled.append(np.arange(first + span.committed - 1, first + span.rows))
+        first += span.rows
+    flat_ids = np.concatenate(ids).astype(np.int64)
+    positions = np.concatenate([span.positions for span in spans])
+    slots = np.concatenate([span.slots[span.start :] for span in spans])
+    rows = np.concatenate(sampled) if sampled else np.empty(0, np.int64)
+    return Batch(spans, *(torch.from_numpy(array).to(device) for array in (flat_ids, positions, slots, rows)))
+
+
+def _span(work: Work, first: int) -> Span:
+    chunk, draft = work.chunk, work.draft
+    assert chunk.last or not len(draft), "only the last committed token has draft nodes below it"
+    rows = len(chunk) + len(draft)
+    positions = np.arange(chunk.start, chunk.start + rows)
+    positions[len(chunk) :] = chunk.stop - 1 + draft.depths
+    slots = chunk.session.table.slots(0, chunk.start + rows)
+    return Span(first, rows, chunk.start, len(chunk), slots, positions, tree_mask(draft.parents))

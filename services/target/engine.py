@@ -1,0 +1,286 @@
+"""The target's engine: every step verifies the hints that are there, and commits at least a token a session.
+
+    1. plan     which sessions take part, with which committed tokens; the best hints of those that reach their root
+    2. forward  all rows of all sessions through the model, in one pass
+    3. draw     a token after each root and each node
+    4. settle   walk along the draws, commit, compact the cache, end what has ended
+
+Hints are taken as they lie when a step begins; without any, a step is plain decoding. A session is refused when it
+opens at or past its limit of tokens, for there is nothing left to commit and its finish was said before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError, EngineFault, InvalidRequest
+from outrider.paging.allocator import PageAllocator
+from outrider.serving.loop import Engine
+from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
+from outrider.serving.scheduler import Scheduler
+from outrider.serving.session import Session
+from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
+from services.target import sampler
+from services.target.batch import Batch, Work, build
+from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
+from services.target.model.load import Model
+from services.target.verifier import Verdict, settle
+
+log = logging.getLogger(__name__)
+
+# Rows of a session in a step, root included, where no flag says it, as long as all sessions together stay within the
+# second number; then fewer. Up to about so many rows a step costs little more than its reading of the weights.
+_ROWS_PER_SESSION = 8
+_ROWS_PER_STEP = 64
+_WARM_UP_ID = 0
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A session, its hints, and the token ids that end it."""
+
+    session: Session
+    tree: SpeculationTree
+    stop_ids: frozenset[int]
+
+
+class TargetEngine(Engine):
+    """Sessions, pages and the speculation trees around a loaded model."""
+
+    def __init__(self, model: Model, config: TargetConfig) -> None:
+        """Raises ConfigError for limits that cannot be met."""
+        _check_limits(config)
+        self.model = model
+        pages = pages_that_fit(
+            token_bytes(model.shapes, model.cache_dtype),
+            config.page_size,
+            config.max_total_tokens,
+            config.mem_fraction_static,
+            model.device,
+        )
+        self.cache = KVCache(model.shapes, pages, config.page_size, model.cache_dtype, model.device)
+        self.scheduler = Scheduler(
+            PageAllocator(pages, config.page_size),
+            config.max_running_requests,
+            max(config.chunked_prefill_size, config.max_running_requests),
+        )
+        self.max_session_tokens = min(model.context_length, pages * config.page_size)
+        self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
+        self._fixed_rows = config.speculative_num_draft_tokens is not None
+        self._max_depth = config.speculative_num_steps
+        self._max_children = config.speculative_eagle_topk
+        self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
+        self._entries: dict[int, _Entry] = {}
+        self._step_tokens = 0
+        if self.max_session_tokens < model.context_length:
+            log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
+
+    def open(self, request: OpenSession) -> None:
+        """Take a session on. Raises InvalidRequest; also for one that has its max_tokens already."""
+        request.validate(self.model.vocab_size, self.max_session_tokens)
+        stop_ids = request.stop.stop_ids(self._eos)
+        if stop_ids and not 0 <= min(stop_ids) <= max(stop_ids) < self.model.vocab_size:
+            raise InvalidRequest(
+                f"stop token ids must lie in the vocabulary of {self.model.vocab_size} tokens", param="stop_token_ids"
+            )
+        if len(request.tokens) - request.prompt_length >= request.stop.max_tokens:
+            raise InvalidRequest("the session has all of its max_tokens already", param="max_tokens")
+        self.close(request.session_id)
+        session = Session(request, self.scheduler.allocator)
+        self._entries[session.id] = _Entry(session, SpeculationTree(request.tokens), stop_ids)
+        self.scheduler.add(session)
+
+    def close(self, session_id: int) -> None:
+        """Forget a session and free its pages."""
+        entry = self._entries.pop(session_id, None)
+        if entry is not None:
+            self.scheduler.remove(entry.session)
+
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+        """Merge hints. Those with tokens that the model does not know are dropped."""
+        assert not commits, "the target is not told of commits"
+        for proposal in proposals:
+            entry = self._entries.get(proposal.session_id)
+            if entry is not None and len(proposal.tokens) and int(proposal.tokens.max()) < self.model.vocab_size:
+                entry.tree.merge(proposal)
+
+    @property
+    def idle(self) -> bool:
+        """True without sessions."""
+        return not self._entries
+
+    def step(self) -> StepOutput:
+        """Compute one batch and commit what it says."""
+        works = self._plan()
+        if not works:
+            return StepOutput(load=self.load())
+        batch = build(works, self.model.device)
+        self._step_tokens = len(batch)
+        draws = self._draw(batch, [work for work in works if work.chunk.last])
+        return self._settle(works, draws)
+
+    def load(self) -> EngineLoad:
+        """Sessions and pages at present."""
+        allocator = self.scheduler.allocator
+        return EngineLoad(
+            running_sessions=self.scheduler.running,
+            waiting_sessions=self.scheduler.waiting,
+            free_pages=allocator.free_pages,
+            total_pages=allocator.total_pages,
+            step_tokens=self._step_tokens,
+        )
+
+    def check(self) -> None:
+        """Audit the pages. Raises EngineFault."""
+        self.scheduler.check()
+
+    def warm_up(self) -> None:
+        """Run every kind of step once, so that the first request does not pay for what is done lazily."""
+        stop = StopConditions(max_tokens=3, ignore_eos=True)
+        tokens = np.zeros(min(4, self.max_session_tokens - 1), np.uint32)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
+            self.open(OpenSession(_WARM_UP_ID, tokens, len(tokens), params, stop))
+            while not self.idle:
+                tree = self._entries[_WARM_UP_ID].tree
+                parent: int | None = tree.add(-1, 0, 0.0)
+                if parent is not None:
+                    tree.add(parent, 0, 0.0)
+                self.step()
+        self._step_tokens = 0
+
+    # --- 1. plan ---
+
+    def _plan(self) -> list[Work]:
+        chunks = self.scheduler.plan()
+        rows = self._rows_per_session(sum(chunk.last for chunk in chunks))
+        return [Work(chunk, self._hints(chunk.session, rows - 1) if chunk.last else EMPTY_SLICE) for chunk in chunks]
+
+    def _rows_per_session(self, sessions: int) -> int:
+        if self._fixed_rows or not sessions:
+            return self.max_rows
+        return max(1, min(self.max_rows, _ROWS_PER_STEP // sessions))
+
+    def _hints(self, session: Session, nodes: int) -> TreeSlice:
+        """The nodes of a session to verify: what its limits, and pages that nobody needs, have room for."""
+        allocator = self.scheduler.allocator
+        spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
+        depth = self._room(session) - 1  # the bonus token needs a place too
+        if self._max_depth is not None:
+            depth = min(depth, self._max_depth)
+        if depth < 1:
+            return EMPTY_SLICE
+        draft = self._entries[session.id].tree.select(min(nodes, spare), depth, self._max_children)
+        reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
+        assert reserved, "spare pages were counted wrongly"
+        return draft
+
+    def _room(self, session: Session) -> int:
+        """Tokens that may still be committed; at least 1."""
+        limit = min(session.prompt_length + session.stop.max_tokens, self.max_session_tokens)
+        return limit - session.length
+
+    # --- 2. forward, 3. draw ---
+
+    @torch.inference_mode()
+    def _draw(self, batch: Batch, works: Sequence[Work]) -> NDArray[np.int64]:
+        """The tokens after the batch's sampled rows, [R]. Waits for the device, the only time in a step."""
+        if not works:
+            self.model.forward(batch, self.cache)
+            return np.empty(0, np.int64)
+        rows = sampler.gather([self._request(work) for work in works], self.model.device)
+        tokens = sampler.draw(self.model.forward(batch, self.cache), rows)
+        return np.asarray(tokens.cpu().numpy())
+
+    def _request(self, work: Work) -> sampler.RowRequest:
+        session = work.chunk.session
+        depths = [0, *work.draft.depths.tolist()]
+        stop_ids = sorted(self._entries[session.id].stop_ids)
+        missing = session.stop.min_tokens - session.new_tokens  # new tokens before one may end the session
+        banned = [stop_ids if depth < missing else [] for depth in depths]
+        return sampler.RowRequest(session.sampling, [session.length + depth for depth in depths], banned)
+
+    # --- 4. settle ---
+
+    def _settle(self, works: Sequence[Work], draws: NDArray[np.int64]) -> StepOutput:
+        output = StepOutput()
+        moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        first = 0
+        for work in works:
+            session, draft = work.chunk.session, work.draft
+            session.computed = work.chunk.stop
+            if not work.chunk.last:
+                continue
+            sampled = draws[first : first + len(draft) + 1]
+            first += len(draft) + 1
+            try:
+                verdict = settle(draft, sampled, self._entries[session.id].stop_ids, self._room(session))
+            except EngineFault as error:
+                output.failures.append(SessionFailure(session.id, error))
+                self.close(session.id)
+                continue
+            if verdict.reason == FinishReason.RUNNING:
+                moves.append(_moves(session, verdict.path))
+            output.commits.append(self._commit(session, draft, verdict))
+        self._move(moves)
+        output.load = self.load()
+        return output
+
+    def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict) -> Commit:
+        tree = self._entries[session.id].tree
+        base = session.length
+        session.append(verdict.tokens)
+        tree.commit(verdict.tokens)
+        if verdict.reason == FinishReason.RUNNING:
+            session.computed = session.length - 1
+            session.table.truncate(session.length)
+        else:
+            self.close(session.id)
+        accepted = len(verdict.path)
+        return Commit(session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason)
+
+    @torch.inference_mode()
+    def _move(self, moves: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> None:
+        """Compact the cache, for all sessions at once. Pages given back are not leased again before this."""
+        moves = [pair for pair in moves if len(pair[0])]
+        if moves:
+            sources, destinations = (
+                torch.from_numpy(np.concatenate(side)).to(self.model.device) for side in zip(*moves, strict=True)
+            )
+            self.cache.move(sources, destinations)
+
+
+def _moves(session: Session, path: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slots from and to which an accepted path's rows move: node rows lie at length + index, in slice order."""
+    nodes = np.array(path, dtype=np.int64)
+    if not len(nodes):
+        return nodes, nodes
+    slots = session.table.slots(session.length, session.length + int(nodes.max()) + 1)
+    away = nodes != np.arange(len(nodes))
+    return slots[nodes[away]], slots[: len(nodes)][away]
+
+
+def _check_limits(config: TargetConfig) -> None:
+    """Raise ConfigError for numbers that make no sense."""
+    least = {
+        "page_size": 1,
+        "max_running_requests": 1,
+        "chunked_prefill_size": 1,
+        "speculative_num_steps": 0,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 1,
+    }
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")
+    if not 0.0 < config.mem_fraction_static <= 1.0:
+        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")

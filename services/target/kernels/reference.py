@@ -1,0 +1,73 @@
+"""The plain twin of ragged paged attention with a tree mask: one session after the other, the softmax written out.
+
+What every other kernel is tested against. It also serves the rare models whose attention has soft-capped scores or
+sinks, which fused attention cannot express.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from services.target.batch import Batch, Span
+
+
+def visible(span: Span, window: int | None, device: torch.device) -> Tensor:
+    """Which keys each row of a span sees. window: tokens seen back from a row, itself included.
+
+    Returns [rows, keys] bool.
+    """
+    key_positions = torch.arange(span.keys, device=device)
+    slot_positions = key_positions[span.start :, None]  # [rows, 1]
+    mask = key_positions[None, :] <= slot_positions.clamp(max=span.start + span.committed - 1)
+    positions = torch.from_numpy(span.positions).to(device)
+    if span.nodes:
+        own = span.start + span.committed
+        mask[span.committed :, own:] = torch.from_numpy(span.tree_mask).to(device)
+    if window is not None:
+        key_positions = torch.cat([key_positions[: span.start], positions])
+        mask &= key_positions[None, :] > positions[:, None] - window
+    return mask
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    batch: Batch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of every row over the pages of its session.
+
+    q: [T, heads, D]; k_pool, v_pool: [pages, page_size, kv_heads, D or Dv], with the batch's own rows already written;
+    heads is a multiple of kv_heads. window: see `visible`. softcap: scores become softcap * tanh(score / softcap).
+    sinks: [heads], logits of a key without value. Scores and softmax in float32 (float64 if q is).
+    Returns [T, heads, Dv] in q's dtype.
+    """
+    kv_heads = k_pool.shape[2]
+    keys, values = k_pool.flatten(0, 1), v_pool.flatten(0, 1)  # [slots, kv_heads, D]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
+    for span in batch.spans:
+        slots = torch.from_numpy(span.slots).to(q.device)
+        queries = q[span.first : span.first + span.rows].to(wide).unflatten(1, (kv_heads, -1))  # [rows, kv, group, D]
+        scores = torch.einsum("rhgd,khd->hgrk", queries, keys[slots].to(wide)) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible(span, window, q.device), -torch.inf)
+        weights = _softmax(scores, sinks)
+        attended = torch.einsum("hgrk,khd->rhgd", weights, values[slots].to(wide))
+        out[span.first : span.first + span.rows] = attended.flatten(1, 2).to(q.dtype)
+    return out
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over keys, with the sinks' share left out. scores: [kv, group, rows, keys]; sinks: [heads]."""
+    if sinks is None:
+        return scores.softmax(-1)
+    share = sinks.to(scores.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, share], dim=-1).softmax(-1)[..., :-1]

@@ -1,0 +1,132 @@
+"""Our attention inside `transformers` models: registered once, it serves every model that uses their interface.
+
+A model is called with packed rows of many sessions, [1, T]. Which rows are whose stands in a context that the caller
+sets around the forward pass; the one thread that owns the device owns the context too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from outrider.errors import ConfigError
+from services.target.batch import Batch
+from services.target.kernels import plan
+from services.target.kv_cache import KVCache, LayerShape
+
+NAME = "outrider_paged"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer's call: q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, Dv], and how to attend."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scaling: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class _Context(Protocol):
+    def attend(self, call: Call) -> Tensor:
+        """Returns [T, heads, Dv]."""
+        ...
+
+
+_context: ContextVar[_Context] = ContextVar("attention")
+
+
+@contextlib.contextmanager
+def _attending(context: _Context) -> Iterator[None]:
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+class _Paged:
+    """Writes the rows of a batch into the cache and attends over pages."""
+
+    def __init__(self, batch: Batch, cache: KVCache) -> None:
+        self._slots = batch.slots
+        self._cache = cache
+        self._attention = plan(batch)
+
+    def attend(self, call: Call) -> Tensor:
+        cache = self._cache
+        cache.write(call.layer, self._slots, call.k, call.v)
+        return self._attention(
+            call.q, cache.keys[call.layer], cache.values[call.layer],
+            scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
+        )  # fmt: skip
+
+
+class Probe:
+    """Notes what each layer stores and how it attends, while one token passes through the model."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+        self.dtype: torch.dtype | None = None
+
+    def attend(self, call: Call) -> Tensor:
+        if call.layer in self.shapes:
+            raise ConfigError(f"layer {call.layer} of the model attends twice, which the paged cache cannot serve")
+        self.shapes[call.layer] = LayerShape(call.k.shape[1], call.k.shape[2], call.v.shape[2])
+        self.windows[call.layer] = call.window
+        self.dtype = call.k.dtype
+        return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)  # one token sees itself alone
+
+
+def paged(batch: Batch, cache: KVCache) -> contextlib.AbstractContextManager[None]:
+    """Forward passes inside attend over a batch's pages."""
+    return _attending(_Paged(batch, cache))
+
+
+def probing(probe: Probe) -> contextlib.AbstractContextManager[None]:
+    """A forward pass of one token inside is noted by the probe."""
+    return _attending(probe)
+
+
+def _forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention interface of `transformers`. query: [1, heads, T, D]. Returns [1, T, heads, Dv]."""
+    if position_bias is not None or attention_mask is not None:
+        raise ConfigError("the model's attention has a bias or mask of its own, which is not supported")
+    call = Call(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        q=query[0].transpose(0, 1),
+        k=key[0].transpose(0, 1),
+        v=value[0].transpose(0, 1),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return _context.get().attend(call)[None], None
+
+
+AttentionInterface.register(NAME, _forward)

@@ -1,0 +1,209 @@
+"""Loading a model: any causal LM that `transformers` knows and that uses its attention interface.
+
+The folder's tensors must be exactly those that the model needs; a missing one is refused, for it would be random.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from outrider import checkpoint
+from outrider.config import DType, TargetConfig
+from outrider.errors import ConfigError
+from services.target.batch import Batch
+from services.target.kv_cache import KVCache, LayerShape
+from services.target.model import attention
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# RoPE whose frequencies change with the longest sequence of a batch: one session would change another's text.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_NAMED_TENSORS = 5
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded model and the facts of it that others need.
+
+    shapes: what each layer stores for a token; cache_dtype: in which format
+    context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
+    """
+
+    module: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    architecture: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    shapes: tuple[LayerShape, ...]
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Write the batch's keys and values, and return the logits of its sampled rows. [R, V]."""
+        with attention.paged(batch, cache):
+            output = self.module(
+                input_ids=batch.ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.sampled,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def load(folder: Path, config: TargetConfig) -> Model:
+    """Load a model from a folder. Raises ConfigError saying what does not fit."""
+    device = pick_device(config.device)
+    checkpoint.weight_files(folder)  # raises for missing files
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    settings = _read_config(folder, config.trust_remote_code)
+    module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), config.trust_remote_code)
+    module.to(device).eval().requires_grad_(False)
+    text = module.config.get_text_config()
+    probe = _probe(module, device)
+    assert probe.dtype is not None
+    return Model(
+        module=module,
+        device=device,
+        dtype=module.dtype,
+        cache_dtype=probe.dtype,
+        architecture=type(module).__name__,
+        vocab_size=module.get_output_embeddings().weight.shape[0],
+        context_length=_context_length(text, config.context_length),
+        eos_token_ids=_eos_token_ids(module),
+        shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a flag. Raises ConfigError if it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f'"{name}" is no device; write auto, cpu, cuda or cuda:1') from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name} is not supported; choose cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"there is no device {name}; PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
+    """The number format of a flag: auto is float32 on the CPU and the checkpoint's elsewhere."""
+    if name != "auto":
+        return _DTYPES[name]
+    stored = settings.get_text_config().dtype or settings.dtype
+    return torch.float32 if device.type == "cpu" or stored is None else stored
+
+
+def _read_config(folder: Path, trust_remote_code: bool) -> Any:
+    checkpoint.load_json(folder / "config.json")
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ConfigError(f"{folder}/config.json cannot be used: {_first_line(error)}") from error
+    text = settings.get_text_config()
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if kinds:
+        raise ConfigError(f"{folder}: layers of type {', '.join(kinds)} are not supported")
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(f"{folder}: layers that share keys and values are not supported")
+    return settings
+
+
+def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    log.info("loading %s as %s", folder, str(dtype).removeprefix("torch."))
+    try:
+        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=settings,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            local_files_only=True,
+            use_safetensors=True,
+        )
+    except Exception as error:
+        raise ConfigError(f"{folder} cannot be loaded: {_first_line(error)}") from error
+    if report["missing_keys"]:
+        raise ConfigError(f"{folder} lacks tensors that the model needs: {_names(report['missing_keys'])}")
+    if report["mismatched_keys"]:
+        raise ConfigError(f"{folder} has tensors of the wrong shape: {_names(report['mismatched_keys'])}")
+    if report["unexpected_keys"]:
+        log.warning("%s has tensors that the model does not use: %s", folder, _names(report["unexpected_keys"]))
+    return module
+
+
+@torch.inference_mode()
+def _probe(module: Any, device: torch.device) -> attention.Probe:
+    """Pass one token through the model. Raises ConfigError if the paged cache cannot serve it."""
+    probe = attention.Probe()
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
+    with attention.probing(probe):
+        try:
+            output = module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
+        except TypeError as error:
+            raise ConfigError(f"{type(module).__name__} cannot be called as needed: {_first_line(error)}") from error
+    text = module.config.get_text_config()
+    layers = text.num_hidden_layers
+    if sorted(probe.shapes) != list(range(layers)):
+        raise ConfigError(
+            f"{type(module).__name__}: {len(probe.shapes)} of {layers} layers use the attention interface of "
+            "transformers; the others cannot be served from a paged cache"
+        )
+    if output.logits.shape[:2] != (1, 1):
+        raise ConfigError(f"{type(module).__name__} cannot compute the logits of chosen rows alone")
+    kinds = getattr(text, "layer_types", None) or ()
+    for layer, kind in enumerate(kinds[:layers]):
+        if kind == "sliding_attention" and probe.windows[layer] is None:
+            raise ConfigError(f"{type(module).__name__} does not say how wide the window of layer {layer} is")
+    return probe
+
+
+def _context_length(text: Any, wanted: int | None) -> int:
+    """Longest sequence, in tokens. Raises ConfigError for a length that would change other sessions' text."""
+    longest = int(
+        getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or wanted or 2048
+    )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+        longest = int(rope.get("original_max_position_embeddings") or longest)
+        if wanted is not None and wanted > longest:
+            raise ConfigError(f"--context-length {wanted}: this model's RoPE changes past {longest} tokens; lower it")
+    if wanted is not None and wanted < 2:
+        raise ConfigError(f"--context-length must be 2 or more, not {wanted}")
+    return longest if wanted is None else wanted
+
+
+def _eos_token_ids(module: Any) -> tuple[int, ...]:
+    for source in (getattr(module, "generation_config", None), module.config.get_text_config()):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    return ()
+
+
+def _names(keys: Any) -> str:
+    names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
+    more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
+    return ", ".join(names[:_NAMED_TENSORS]) + more
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

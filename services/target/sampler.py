@@ -1,0 +1,199 @@
+"""Drawing tokens on the device: outrider.speculation.sampling for many rows at once, in PyTorch.
+
+The same tokens as the NumPy oracle, for less work. Gumbel noise is computed for every token in float32 first, which
+names a few candidates; only these are weighed in float64. Filters need the order of the likeliest tokens alone, and
+rows without filters, and greedy rows, don't pay for those that have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.speculation import noise
+from outrider.speculation.sampling import SamplingParams
+
+# The winner is among the best of the approximate scores: these err by less than 0.3, and the chance that as many
+# tokens as this come within that of the best one is below 1e-20.
+_CANDIDATES = 32
+# Tokens that are put in order at first where top_p alone limits them; all of them if that does not suffice.
+_ORDERED = 1024
+_LOW16, _LOW17, _LOW32 = 0xFFFF, 0x1FFFF, 0xFFFFFFFF
+
+
+def _signed(word: int) -> int:
+    """A 32-bit word as the int32 of the same bits."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def _mix(x: Tensor) -> Tensor:
+    """outrider.speculation.noise's mixer. int32 stands for uint32: products wrap alike, shifts are masked."""
+    x = x ^ ((x >> 16) & _LOW16)
+    x = x * _signed(noise.MIX_A)
+    x = x ^ ((x >> 15) & _LOW17)
+    x = x * _signed(noise.MIX_B)
+    return x ^ ((x >> 16) & _LOW16)
+
+
+def _bits32(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Random bits as int32. keys: [..., 2] int64 words; tokens: int64, broadcasts against keys[..., 0]."""
+    keys = keys.to(torch.int32)
+    x = _mix((tokens.to(torch.int32) * _signed(noise.TOKEN_STEP)) ^ keys[..., 0])
+    return _mix(x ^ keys[..., 1])
+
+
+def token_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Random bits of tokens, those of outrider.speculation.noise.token_bits.
+
+    keys: [n, 2] int64, words in [0, 2^32); tokens: [v] int64. Returns [n, v] int64 in [0, 2^32).
+    """
+    return _bits32(keys[:, None, :], tokens).to(torch.int64) & _LOW32
+
+
+def _gumbel(bits: Tensor) -> Tensor:
+    """Gumbel noise of bits (int32), as the oracle has it: computed in float64, rounded to float32; as float64."""
+    u = ((bits.to(torch.int64) & _LOW32).to(torch.float64) + 0.5) * 2.0**-32
+    return (-torch.log(-torch.log(u))).to(torch.float32).to(torch.float64)
+
+
+def _rough_gumbel(bits: Tensor) -> Tensor:
+    """Gumbel noise of bits (int32) in float32; off by less than 0.3 for the least of it and by 1e-5 for most."""
+    # As 1 - u, because float32 is fine near 0, where the large noise is. ~bits is 2^32 - 1 - bits.
+    rest = ((~bits).to(torch.float32) + 0.5) * 2.0**-32
+    rest = torch.where(rest < 0, rest + 1.0, rest)
+    return -torch.log(-torch.log1p(-rest).clamp(min=-noise.GUMBEL_MAX))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How each of R sampled rows is drawn. Tensors lie on the device; `any_*` flags on the host.
+
+    temperature: [R] float64, 1 for greedy rows; greedy: [R] bool
+    top_k: [R] int64, 0 is off; top_p, min_p: [R] float64, 1 and 0 are off
+    keys: [R, 2] int64, the noise keys of the drawn positions
+    banned_rows, banned_tokens: [B] int64, pairs that cannot be drawn
+    """
+
+    temperature: Tensor
+    greedy: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    keys: Tensor
+    banned_rows: Tensor
+    banned_tokens: Tensor
+    all_greedy: bool
+    any_filter: bool
+    any_top_p_alone: bool
+    max_top_k: int
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """How the rows of one session are drawn.
+
+    positions: absolute positions of the drawn tokens, one a row; banned: for each row, token ids that cannot be drawn
+    """
+
+    params: SamplingParams
+    positions: Sequence[int]
+    banned: Sequence[Sequence[int]]
+
+
+def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
+    """Lay out the sessions' requests row by row."""
+    counts = [len(request.positions) for request in requests]
+    params = [request.params for request in requests]
+
+    def column(values: Sequence[float], dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
+
+    keys = [noise.position_keys(r.params.seed, np.array(r.positions)) for r in requests if not r.params.greedy]
+    all_keys = np.zeros((sum(counts), 2), dtype=np.int64)
+    noisy = np.repeat([not p.greedy for p in params], counts)
+    if keys:
+        all_keys[noisy] = np.concatenate(keys)
+    banned = [tokens for request in requests for tokens in request.banned]
+    pairs = np.array([(row, token) for row, tokens in enumerate(banned) for token in tokens], np.int64).reshape(-1, 2)
+    drawn = [p for p in params if not p.greedy]
+    return Rows(
+        temperature=column([1.0 if p.greedy else p.temperature for p in params], np.float64),
+        greedy=column([p.greedy for p in params], np.bool_),
+        top_k=column([p.top_k for p in params], np.int64),
+        top_p=column([p.top_p for p in params], np.float64),
+        min_p=column([p.min_p for p in params], np.float64),
+        keys=torch.from_numpy(all_keys).to(device),
+        banned_rows=torch.from_numpy(pairs[:, 0].copy()).to(device),
+        banned_tokens=torch.from_numpy(pairs[:, 1].copy()).to(device),
+        all_greedy=not drawn,
+        any_filter=any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in drawn),
+        any_top_p_alone=any((p.top_p < 1.0 or p.min_p > 0.0) and not p.top_k for p in drawn),
+        max_top_k=max((p.top_k for p in drawn), default=0),
+    )
+
+
+def draw(logits: Tensor, rows: Rows) -> Tensor:
+    """The token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 where logits are not finite."""
+    logits = logits.float()
+    if len(rows.banned_rows):
+        logits = logits.index_put((rows.banned_rows, rows.banned_tokens), logits.new_tensor(-torch.inf))
+    best, argmax = logits.max(dim=-1)
+    tokens = argmax
+    if not rows.all_greedy:
+        tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows))
+    return torch.where(best.isfinite(), tokens, -1)
+
+
+def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows) -> Tensor:
+    """argmax(log p + noise); as log p is used up to a constant a row, nothing is normalised. Returns [R] int64."""
+    if rows.any_filter:
+        logits = logits.masked_fill(~_kept(logits, best, rows), -torch.inf)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    rough = (logits - best[:, None]) / rows.temperature.float()[:, None]
+    rough += _rough_gumbel(_bits32(rows.keys[:, None, :], tokens))
+    _, candidates = rough.topk(min(_CANDIDATES, logits.shape[1]), dim=-1, sorted=False)
+    candidates, _ = candidates.sort(dim=-1)  # so that the first of equals is the lowest id
+    scores = logits.gather(1, candidates).double() / rows.temperature[:, None]
+    scores += _gumbel(_bits32(rows.keys[:, None, :], candidates))
+    return candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+
+
+def _kept(logits: Tensor, best: Tensor, rows: Rows) -> Tensor:
+    """Which tokens the filters leave. logits: [R, V] float32. Returns [R, V] bool."""
+    vocab = logits.shape[1]
+    width = min(vocab, max(rows.max_top_k, _ORDERED if rows.any_top_p_alone else 1))
+    ordered, counts = _count_kept(logits, best, rows, width)
+    if rows.any_top_p_alone and width < vocab and bool(((rows.top_k == 0) & (counts == width)).any()):
+        ordered, counts = _count_kept(logits, best, rows, vocab)
+    # The first `count` tokens in stable descending order: all above the last one's value, and of its equals the
+    # lowest ids.
+    last = ordered.gather(1, (counts - 1).clamp(max=ordered.shape[1] - 1)[:, None])
+    above, equal = logits > last, logits == last
+    room = counts[:, None] - above.sum(-1, keepdim=True)
+    return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None]
+
+
+def _count_kept(logits: Tensor, best: Tensor, rows: Rows, width: int) -> tuple[Tensor, Tensor]:
+    """The `width` largest logits [R, width] in descending order, and how many of them the filters leave [R] int64.
+
+    Rows without filters count V. A row without top_k that counts `width` may have more tokens left.
+    """
+    ordered = logits.topk(width, dim=-1).values
+    p = ((ordered.double() - best[:, None].double()) / rows.temperature[:, None]).exp()
+    limit = torch.where(rows.top_k > 0, rows.top_k, logits.shape[1])
+    rank = torch.arange(width, device=logits.device)
+    p = torch.where(rank < limit[:, None], p, 0.0)
+    total = p.sum(-1)
+    if rows.any_top_p_alone and width < logits.shape[1]:
+        mass = ((logits.double() - best[:, None].double()) / rows.temperature[:, None]).exp().sum(-1)
+        total = torch.where(rows.top_k > 0, total, mass)
+    keep = rank < limit[:, None]
+    nucleus = p.cumsum(-1) - p < (rows.top_p * total)[:, None]
+    keep &= nucleus | (rows.top_p >= 1.0)[:, None]
+    keep &= (p >= rows.min_p[:, None] * p[:, :1]) | (rows.min_p <= 0.0)[:, None]
+    off = rows.greedy | ((rows.top_k == 0) & (rows.top_p >= 1.0) & (rows.min_p <= 0.0))
+    return ordered, torch.where(off, logits.shape[1], keep.sum(-1))
