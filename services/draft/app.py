@@ -91,7 +91,7 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     else:
         from services.draft.loading import load_standalone
 
-        drafter, model = load_standalone(config, config.speculative_eagle_topk or _STANDALONE_CHILDREN)
+        drafter, model = load_standalone(config, max(config.speculative_eagle_topk or 0, _STANDALONE_CHILDREN))
     return DraftEngine(drafter, tree_limits(config), config.max_running_requests), model
 
 

@@ -62,8 +62,8 @@ def _layer(
 ) -> tuple[jax.Array, jax.Array]:
     """One layer on states x [S, Q, H]. Jitted by itself so that it is traced once for all layers; XLA inlines it.
 
-    A scan over stacked weights would compile faster, but XLA's CPU backend copies every layer's weights out of the stack
-    first, which costs a third at one row.
+    A scan over stacked weights would compile faster, but XLA's CPU backend copies every layer's weights out of the
+    stack first, which costs a third at one row.
     """
     q, kv = _project(layer, config, _norm(x, layer["attention_norm"], config), rotation)
     filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *pool.shape[1:]))

@@ -1,0 +1,281 @@
+"""The JAX decoder against transformers, its cache against recomputation, its candidates against the oracle."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.paging.allocator import PageAllocator
+from outrider.speculation import noise
+from outrider.speculation.sampling import SamplingParams, filtered_log_probs
+from outrider.speculation.tree import ROOT
+from services.draft.batch import Job, Shape, build_inputs
+from services.draft.kernels.attention import Context
+from services.draft.kv_cache import make_pools
+from services.draft.model.config import Rope, read_config
+from services.draft.model.decoder import Rows, head, hidden_states
+from services.draft.model.noise import gumbel_from_bits, token_bits
+from services.draft.model.sampling import Sampling, candidates
+from services.draft.model.weights import load_params
+from services.draft.session import DraftSession, TreeLimits
+from services.draft.trunk import Trunk
+from tests.draft.helpers import all_logits, request
+from tests.tiny import VOCAB, write_model
+
+PAGE = 8
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+MODELS = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama3 rope, biases": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
+    "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
+    "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+}
+
+
+class Model:
+    """Decoder, pools and one session, stepped by hand; gives logits where the drafter gives candidates."""
+
+    def __init__(self, folder, tokens):
+        self.config = read_config(folder)
+        self.params = load_params(folder, self.config, jnp.float32)
+        self.allocator = PageAllocator(64, PAGE)
+        self.pools = make_pools(self.config, 64, PAGE, jnp.float32)
+        self.session = DraftSession(request(1, tokens), TreeLimits(), ())
+        self.trunk = Trunk(self.allocator, len(tokens))
+        self.moves = []
+
+    def run(self, rows, **job):
+        inputs = build_inputs(Shape(1, rows, rows), 40, [Job(self.session, self.trunk, **job)], self.moves)
+        self.moves = []
+        logits, self.pools = _logits(self.config, self.params, self.pools, inputs)
+        self.trunk.computed += job.get("feed", 0)
+        return np.asarray(logits)[0]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _logits(config, params, pools, inputs):
+    bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    context = Context(
+        inputs.pages, inputs.visible, inputs.scratch_slots, bits.reshape(*inputs.tokens.shape, -1).astype(bool)
+    )
+    rows = Rows(inputs.tokens, inputs.positions, inputs.slots)
+    x, pools = hidden_states(params, config, pools, rows, context, inputs.moves, PAGE)
+    return head(params, x, config.vocab_size), pools
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
+    family, options = MODELS[request.param]
+    folder = tmp_path_factory.mktemp(family)
+    rng = np.random.default_rng(0)
+    write_model(folder, family, **options)
+    _randomise_vectors(folder, rng)
+    return folder
+
+
+def _randomise_vectors(folder, rng):
+    """Biases and norms of a fresh model are 0 and 1, which would hide a mistake."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 1:
+            tensors[name] = (tensor + rng.standard_normal(tensor.shape) * 0.3).astype(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_trunk_tree_and_commit_equal_recomputation(folder):
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, VOCAB, 70).tolist()
+    model = Model(folder, tokens)
+    whole = all_logits(folder, tokens)
+    # The trunk, in odd chunks and single steps.
+    for feed in (7, 13, 1, 16, 16, 16, 1):
+        start = model.trunk.computed
+        logits = model.run(16, feed=feed)
+        np.testing.assert_allclose(logits[:feed][-1], whole[start + feed - 1], atol=2e-4)
+        if feed > 1:
+            np.testing.assert_allclose(logits[1], whole[start + 1], atol=2e-4)
+
+    # A tree of three levels: each row equals the recomputation of its own path.
+    def expand(nodes):
+        logits = model.run(4, nodes=tuple(nodes))
+        for i, node in enumerate(nodes):
+            path = tokens + model.session.tree.path_tokens(node)
+            np.testing.assert_allclose(logits[i], all_logits(folder, path)[-1], atol=2e-4)
+
+    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    expand([0, 1, 2])
+    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.add(1, [8], [-1], [-0.1])
+    expand([3, 5])
+    model.session.add(3, [9, 4], [-1, -1], [-0.1, -1.0])
+    expand([6, 4])
+
+    # Committing 5, 8 moves their rows into the trunk; what is below survives and can be grown on.
+    session, trunk = model.session, model.trunk
+    model.moves = trunk.accept(session.length, 2, session.path_of([5, 8]))
+    assert trunk.computed == session.length + 2
+    kept = session.commit(np.array([5, 8], np.uint32), root_expanded=True)
+    trunk.renumber(kept)
+    tokens = [*tokens, 5, 8]
+    assert [session.tree.token[i] for i in range(len(session.tree))] == [9, 4]
+    session.add(0, [11], [-1], [-0.1])
+    expand([1, 2])
+    assert trunk.free_slots == 64 - 3
+
+    # A miss: the tree is gone, the root is fed as a row of the trunk.
+    model.moves = trunk.accept(session.length, 1, session.path_of([77]))
+    trunk.renumber(session.commit(np.array([77], np.uint32), root_expanded=False))
+    tokens = [*tokens, 77]
+    np.testing.assert_allclose(model.run(4, feed=1)[0], all_logits(folder, tokens)[-1], atol=2e-4)
+    trunk.release()
+    model.allocator.check(expected_leased=0)
+
+
+def test_rope_scaling_changes_long_waves_only():
+    plain, scaled = Rope(500.0), Rope(500.0, "llama3", 8.0, 1.0, 4.0, 64)
+    ratio = scaled.inverse_frequencies(64) / plain.inverse_frequencies(64)
+    assert ratio[0] == 1.0
+    assert ratio[-1] == pytest.approx(1 / 8)
+    assert np.all(np.diff(ratio) <= 0)
+
+
+# --- noise and candidates ---
+
+
+def test_noise_equals_the_shared_one():
+    keys = noise.position_keys(99, np.arange(50))
+    bits = token_bits(jnp.asarray(keys), jnp.arange(4000, dtype=jnp.uint32))
+    np.testing.assert_array_equal(np.asarray(bits), noise.token_bits(keys[:, None], np.arange(4000)[None]))
+    hard = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1], np.uint32)
+    for sample in (np.asarray(bits), hard):
+        got = np.asarray(gumbel_from_bits(jnp.asarray(sample)))
+        np.testing.assert_allclose(got, noise.gumbel_from_bits(sample), rtol=2e-6, atol=2e-6)
+
+
+PARAMS = [
+    SamplingParams(0.0),
+    SamplingParams(1.0, seed=3),
+    SamplingParams(0.6, top_k=5, seed=2**63 + 1),
+    SamplingParams(1.3, top_p=0.7, seed=5),
+    SamplingParams(1.0, min_p=0.2, seed=6),
+    SamplingParams(0.9, top_k=40, top_p=0.5, min_p=0.05, seed=7),
+    SamplingParams(1.0, top_k=1, seed=8),
+    SamplingParams(2.0, top_p=1e-6, seed=9),
+]
+
+
+def test_candidates_equal_the_oracle():
+    rng = np.random.default_rng(4)
+    count, rows, vocab = 4, 25, 1000
+    logits = (rng.standard_normal((len(PARAMS), rows, vocab)) * 3).astype(np.float32)
+    positions = np.arange(rows) + 10
+    keys = np.stack([noise.position_keys(p.seed, positions) for p in PARAMS])
+    sampling = Sampling(
+        jnp.array([p.temperature for p in PARAMS], jnp.float32),
+        jnp.array([p.top_k for p in PARAMS], jnp.int32),
+        jnp.array([p.top_p for p in PARAMS], jnp.float32),
+        jnp.array([p.min_p for p in PARAMS], jnp.float32),
+        jnp.asarray(keys),
+    )
+    ids, scores = (np.asarray(x) for x in jax.jit(candidates, static_argnums=2)(jnp.asarray(logits), sampling, count))
+    assert scores.max() <= 0
+    assert np.all(np.exp(scores).sum(-1) <= 1 + 1e-5)
+    assert np.all(scores[..., 1:] <= scores[..., :-1])
+    for s, params in enumerate(PARAMS):
+        for r in range(rows):
+            ranked = logits[s, r].astype(np.float64)
+            if not params.greedy:
+                ranked = filtered_log_probs(logits[s, r], params)
+                ranked = ranked + noise.gumbel(params.seed, positions[r : r + 1], np.arange(vocab))[0]
+            expected = np.argsort(-ranked, kind="stable")[:count]
+            possible = np.isfinite(ranked[expected])
+            assert ids[s, r][possible].tolist() == expected[possible].tolist()
+            assert not np.isfinite(scores[s, r][~possible]).any()
+
+
+# --- refusals ---
+
+
+def rewrite(folder, change):
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"lacks 1 tensors.*layers\.1\.mlp\.up_proj"),
+        (
+            lambda t: t.update({"model.layers.0.extra": np.zeros(3, np.float32)}),
+            r"does not know: model\.layers\.0\.extra",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(5, np.float32)}),
+            r"model\.norm\.weight has shape \[5\]; config\.json expects \[48\]",
+        ),
+        (lambda t: t.update({"model.norm.weight": np.zeros(48, np.int32)}), r"number format I32"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path, change, message):
+    folder = write_model(tmp_path / "model")
+    rewrite(folder, change)
+    with pytest.raises(ConfigError, match=message):
+        load_params(folder, read_config(folder), jnp.float32)
+
+
+def test_sharded_bfloat16_checkpoint(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path / "whole", tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    params = load_params(tmp_path / "shards", read_config(tmp_path / "shards"), jnp.float32)
+    np.testing.assert_array_equal(np.asarray(params["head"]).T, model.lm_head.weight.detach().float().numpy())
+    next((tmp_path / "shards").glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match="lacks weight files"):
+        load_params(tmp_path / "shards", read_config(tmp_path / "shards"), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "holds a GPT2LMHeadModel"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "lacks 'factor'"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_configurations_that_do_not_fit(tmp_path, change, message):
+    folder = write_model(tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text()) | change
+    raw = {key: value for key, value in raw.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=message):
+        read_config(folder)
+
+
+def test_old_style_configuration(tmp_path):
+    folder = write_model(tmp_path / "model")
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["rope_parameters"]
+    raw |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}, "eos_token_id": [1, 2]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    config = read_config(folder)
+    assert config.rope == Rope(5e5, "linear", 4.0)
+    assert config.eos_token_ids == (1, 2)
