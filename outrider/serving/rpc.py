@@ -124,7 +124,11 @@ async def serve_engine(
     hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
     server = GrpcServer()
     await server.start(address, register(server, hub))
-    await asyncio.to_thread(warm_up)
+    try:
+        await asyncio.to_thread(warm_up)
+    except BaseException:
+        await server.stop(grace=0.0)
+        raise
     loop.start(hub.publish)
     await server.set_serving(True)
     log.info("ready on %s", address)
