@@ -56,7 +56,7 @@ def growth_shapes(max_running: int) -> list[Shape]:
     """Shapes of rounds of growth, small to large."""
     sizes = [1, 4, 16, 64]
     count = next((i for i, size in enumerate(sizes) if size >= max_running), len(sizes) - 1)
-    rows = {1: (1, 2, 4, 8), 4: (1, 4), 16: (1, 4), 64: (1, 2)}
+    rows = {1: (1, 4, 8), 4: (1, 4), 16: (1, 4), 64: (2,)}
     return [Shape(size, q, q) for size in sizes[: count + 1] for q in rows[size]]
 
 

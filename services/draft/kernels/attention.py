@@ -69,7 +69,7 @@ def attention(q: jax.Array, pool: jax.Array, context: Context, page_size: int) -
 
     blocks = (jnp.max(context.visible) + block - 1) // block
     running = lax.fori_loop(0, blocks, body, running)
-    output = running.output / jnp.maximum(running.total, 1e-30)[..., None]
+    output: jax.Array = running.output / jnp.maximum(running.total, 1e-30)[..., None]
     return output.transpose(0, 3, 1, 2, 4).reshape(sessions, rows, heads, dim).astype(q.dtype)
 
 

@@ -25,6 +25,11 @@ _TRIALS = 3
 _GUESSED_ROW_COST = 0.1
 
 
+def _compiled(function: Any) -> int:
+    """Programs that a jitted function has compiled in this process."""
+    return int(function._cache_size())
+
+
 class ModelRunner:
     """The device's only user. `compilations` counts the programs that were compiled."""
 
@@ -71,9 +76,9 @@ class ModelRunner:
     def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """One step. Returns candidates [S, R, K] and their log-scores [S, R, K]; the only wait for the device."""
         assert inputs.tokens.shape == shape[:2]
-        known = program.step._cache_size()
+        known = _compiled(program.step)
         result, self._pools = program.step(self._constants, self._params, self._pools, inputs)
-        self.compilations += program.step._cache_size() - known
+        self.compilations += _compiled(program.step) - known
         ids, log_scores = jax.device_get(result)
         return ids, log_scores
 
@@ -83,9 +88,9 @@ class ModelRunner:
             part = moves[start : start + _MOVES]
             padded = np.zeros((2, _MOVES), dtype=np.int32)
             padded[:, : len(part)] = np.array(part, dtype=np.int32).T
-            known = program.move._cache_size()
+            known = _compiled(program.move)
             self._pools = program.move(self._pools, padded)
-            self.compilations += program.move._cache_size() - known
+            self.compilations += _compiled(program.move) - known
 
     def _trial(self, shape: Shape, inputs: StepInputs) -> float:
         start = time.perf_counter()
