@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ConfigError
+from outrider.paging.allocator import NULL_PAGE
 
 # On a CPU a memory fraction would lock up gigabytes that nobody fills; this many tokens are plenty.
 _MAX_CPU_TOKENS = 64 * 1024
@@ -36,14 +37,15 @@ class KVCache:
         self, shapes: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """pages: usable pages; NULL_PAGE comes on top."""
-        self.page_size = page_size
-        self.keys, self.values = (
-            [
-                torch.zeros(pages + 1, page_size, shape.kv_heads, dim(shape), dtype=dtype, device=device)
-                for shape in shapes
-            ]
-            for dim in (_key_dim, _value_dim)
-        )
+
+        def pool(kv_heads: int, dim: int) -> Tensor:
+            # Memory is taken as pages are first used. What padded rows read must be finite, though.
+            rows = torch.empty(pages + 1, page_size, kv_heads, dim, dtype=dtype, device=device)
+            rows[NULL_PAGE].zero_()
+            return rows
+
+        self.keys = [pool(shape.kv_heads, shape.key_dim) for shape in shapes]
+        self.values = [pool(shape.kv_heads, shape.value_dim) for shape in shapes]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows. slots: [T] int64; keys: [T, kv_heads, key_dim]; values: [T, kv_heads, value_dim]."""
@@ -55,14 +57,6 @@ class KVCache:
         for pool in (*self.keys, *self.values):
             rows = pool.flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
-
-
-def _key_dim(shape: LayerShape) -> int:
-    return shape.key_dim
-
-
-def _value_dim(shape: LayerShape) -> int:
-    return shape.value_dim
 
 
 def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -1,0 +1,91 @@
+"""Drives a target engine step by step, with hints as a test likes them, and checks what must always hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from outrider.config import TargetConfig
+from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import FinishReason, Proposal, path_hash
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from services.target.engine import TargetEngine
+from services.target.model.load import Model, load
+
+GREEDY = SamplingParams(temperature=0.0)
+# Given a session's id and tokens: proposals for its next step.
+Hints = Callable[[int, list[int]], Sequence[Proposal]]
+
+
+def load_model(folder: Path) -> Model:
+    return load(folder, TargetConfig(device="cpu"))
+
+
+def engine_of(model: Model, **flags) -> TargetEngine:
+    """An engine with a small cache."""
+    return TargetEngine(model, TargetConfig(**({"page_size": 16, "max_total_tokens": 4096} | flags)))
+
+
+def opening(session_id, prompt, params=GREEDY, *, max_tokens=24, committed=(), **stop) -> OpenSession:
+    tokens = np.array([*prompt, *committed], np.uint32)
+    conditions = StopConditions(max_tokens, **({"ignore_eos": True} | stop))
+    return OpenSession(session_id, tokens, len(prompt), params, conditions)
+
+
+def chain(session_id, tokens, nodes, score=-0.1) -> Proposal:
+    """A proposal of a single path below the last token."""
+    count = len(nodes)
+    parents = np.arange(-1, count - 1, dtype=np.int32)
+    scores = np.full(count, score, np.float32)
+    return Proposal(session_id, len(tokens), path_hash(np.array(tokens)), np.array(nodes, np.uint32), parents, scores)
+
+
+def random_tree(rng, session_id, tokens, vocab, size) -> Proposal:
+    """A random tree, whose tokens come from a few so that it branches and repeats."""
+    nodes = rng.integers(0, vocab, size).astype(np.uint32)
+    parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32)
+    scores = -rng.random(size).astype(np.float32)
+    return Proposal(session_id, len(tokens), path_hash(np.array(tokens)), nodes, parents, scores)
+
+
+@dataclass
+class Run:
+    """What an engine said until it was idle."""
+
+    new: dict[int, list[int]] = field(default_factory=dict)
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    steps: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+
+def run(engine: TargetEngine, requests: Sequence[OpenSession], hints: Hints | None = None) -> Run:
+    """Serve requests to their end. Checks that commits are contiguous, hashes true and pages home."""
+    tokens = {request.session_id: request.tokens.tolist() for request in requests}
+    result = Run(new={session_id: [] for session_id in tokens})
+    for request in requests:
+        engine.open(request)
+    while not engine.idle:
+        if hints is not None:
+            for session_id, path in tokens.items():
+                engine.receive(hints(session_id, path), ())
+        output = engine.step()
+        result.steps += 1
+        assert not output.failures
+        for commit in output.commits:
+            path = tokens[commit.session_id]
+            assert commit.base_length == len(path)
+            assert commit.accepted <= min(commit.verified, len(commit.tokens))
+            path += commit.tokens.tolist()
+            assert commit.root_hash == path_hash(np.array(path))
+            result.new[commit.session_id] += commit.tokens.tolist()
+            result.verified += commit.verified
+            result.accepted += commit.accepted
+            if commit.finish_reason != FinishReason.RUNNING:
+                result.reasons[commit.session_id] = commit.finish_reason
+        engine.check()
+    engine.scheduler.allocator.check(expected_leased=0)
+    return result

@@ -1,0 +1,158 @@
+"""Ragged paged attention with tree masks, against dense attention in float64 that knows nothing of pages."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.paging.allocator import PageAllocator
+from outrider.serving.scheduler import Chunk
+from outrider.serving.session import Session
+from outrider.speculation.tree import TreeSlice
+from services.target.batch import Work, build, tree_mask
+from services.target.kernels import plan
+from services.target.kernels.reference import paged_attention
+from services.target.kv_cache import KVCache, LayerShape, pages_that_fit
+from tests.target.driving import opening
+
+CPU = torch.device("cpu")
+
+
+def random_slice(rng, size):
+    parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32).reshape(size)
+    depths = np.zeros(size, np.int32)
+    for i, parent in enumerate(parents):
+        depths[i] = 1 if parent < 0 else depths[parent] + 1
+    return TreeSlice(rng.integers(0, 50, size).astype(np.uint32), parents, depths)
+
+
+def random_works(rng, page_size, sessions):
+    """Prompt chunks, plain rows and tree rows, over leased pages in random order."""
+    allocator = PageAllocator(sessions * (200 // page_size + 2), page_size)
+    rng.shuffle(allocator._free)
+    works = []
+    for i in range(sessions):
+        kind = rng.choice(["chunk", "plain", "tree", "prompt and tree"])
+        length = int(rng.integers(1, 120))
+        session = Session(opening(i, rng.integers(0, 50, length).tolist()), allocator)
+        start = 0 if kind == "prompt and tree" else int(rng.integers(0, length))
+        start = length - 1 if kind in ("plain", "tree") else start
+        stop = int(rng.integers(start + 1, length + 1)) if kind == "chunk" else length
+        draft = random_slice(rng, int(rng.integers(1, 17)) if "tree" in kind else 0)
+        session.table.reserve(stop + len(draft))
+        works.append(Work(Chunk(session, start, stop), draft))
+    return works
+
+
+def path_rows(span):
+    """For each row of a span the key indices that it sees: its own path, and nothing else."""
+    for row in range(span.rows):
+        if row < span.committed:
+            yield list(range(span.start + row + 1))
+        else:
+            node = row - span.committed
+            own = span.start + span.committed
+            yield list(range(own)) + [own + int(i) for i in np.flatnonzero(span.tree_mask[node])]
+
+
+def dense(q, keys, values, span, scaling, window, softcap, sinks):
+    """keys, values: [keys, kv_heads, D] of one session, in order. Row by row, head by head, in float64."""
+    out = np.zeros((span.rows, q.shape[1], values.shape[2]))
+    position = {**{i: i for i in range(span.start)}, **{span.start + r: p for r, p in enumerate(span.positions)}}
+    group = q.shape[1] // keys.shape[1]
+    for row, seen in enumerate(path_rows(span)):
+        if window is not None:
+            seen = [key for key in seen if position[key] > span.positions[row] - window]
+        for head in range(q.shape[1]):
+            scores = keys[seen, head // group] @ q[span.first + row, head] * scaling
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            weights = np.exp(scores)
+            total = weights.sum() + (0.0 if sinks is None else math.exp(sinks[head]))
+            out[row, head] = (weights / total) @ values[seen, head // group]
+    return out
+
+
+@settings(max_examples=25)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    page_size=st.sampled_from([1, 16, 64]),
+    heads=st.sampled_from([(4, 4), (6, 2), (4, 1)]),
+    window=st.sampled_from([None, 1, 7, 64]),
+    extra=st.sampled_from([None, "softcap", "sinks"]),
+    dims=st.sampled_from([(8, 8), (8, 12)]),
+)
+def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extra, dims):
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
+    works = random_works(rng, page_size, int(rng.integers(1, 7)))
+    batch = build(works, CPU)
+    allocator = works[0].chunk.session.table._allocator
+    cache = KVCache([LayerShape(heads[1], *dims)], allocator.total_pages, page_size, torch.float32, CPU)
+    q = torch.randn(len(batch), heads[0], dims[0])
+    history = []  # [keys, kv_heads, D] of each session, as if it had been written row by row
+    for span in batch.spans:
+        rows = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
+        cache.write(0, torch.from_numpy(span.slots), *rows)
+        history.append([row.double().numpy() for row in rows])
+    options = {"scaling": 0.3, "window": window}
+    options |= {"softcap": 2.0} if extra == "softcap" else {}
+    options |= {"sinks": torch.randn(heads[0])} if extra == "sinks" else {}
+    sinks = options.get("sinks")
+    expected = np.concatenate(
+        [
+            dense(
+                q.double().numpy(), *kv, span, 0.3, window, options.get("softcap"),
+                None if sinks is None else sinks.tolist(),
+            )
+            for span, kv in zip(batch.spans, history, strict=True)
+        ]
+    )  # fmt: skip
+    twin = paged_attention(q, cache.keys[0], cache.values[0], batch, **options)
+    fused = plan(batch)(q, cache.keys[0], cache.values[0], **options)
+    np.testing.assert_allclose(twin.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(fused.numpy(), expected, atol=1e-5)
+
+
+def test_a_batch_lays_out_rows_positions_slots_and_draws():
+    allocator = PageAllocator(20, 4)
+    first = Session(opening(1, [10, 11, 12, 13, 14]), allocator)  # its chunk ends before its prompt does
+    second = Session(opening(2, [20, 21, 22]), allocator)
+    first.table.reserve(5)
+    second.table.reserve(6)
+    draft = TreeSlice(np.array([7, 8, 9], np.uint32), np.array([-1, 0, -1], np.int32), np.array([1, 2, 1], np.int32))
+    batch = build([Work(Chunk(first, 1, 4)), Work(Chunk(second, 2, 3), draft)], CPU)
+    assert batch.ids.tolist() == [11, 12, 13, 22, 7, 8, 9]
+    assert batch.positions.tolist() == [1, 2, 3, 2, 3, 4, 3]
+    slots = [*first.table.slots(1, 4), *second.table.slots(2, 6)]
+    assert batch.slots.tolist() == slots
+    assert batch.sampled.tolist() == [3, 4, 5, 6]
+
+
+def test_tree_mask_is_ancestry():
+    assert tree_mask(np.array([-1, 0, 1, 0, -1])).astype(int).tolist() == [
+        [1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 0, 0, 1],
+    ]  # fmt: skip
+
+
+def test_move_reads_everything_before_it_writes():
+    cache = KVCache([LayerShape(1, 1, 1), LayerShape(2, 1, 3)], 4, 2, torch.float32, CPU)
+    slots = torch.arange(2, 10)
+    for layer, shape in enumerate([(1, 1), (2, 3)]):
+        keys = torch.arange(2.0, 10).reshape(8, 1, 1).expand(8, shape[0], 1)
+        cache.write(layer, slots, keys, keys.expand(8, shape[0], shape[1]).contiguous())
+    cache.move(torch.tensor([3, 4, 9]), torch.tensor([2, 3, 4]))
+    for pool in (*cache.keys, *cache.values):
+        assert pool.flatten(0, 1)[2:6].reshape(4, -1)[:, 0].tolist() == [3.0, 4.0, 9.0, 5.0]
+
+
+def test_pool_size_follows_the_flag_and_refuses_nothing_at_all():
+    from outrider.errors import ConfigError
+
+    assert pages_that_fit(100, 16, 1000, 0.5, CPU) == 62
+    assert pages_that_fit(1, 16, None, 0.5, CPU) == 4096
+    with pytest.raises(ConfigError, match="max-total-tokens"):
+        pages_that_fit(100, 64, 63, 0.5, CPU)
