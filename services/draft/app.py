@@ -5,6 +5,7 @@ JAX is imported only once the process stands on its cores, and never for NGRAM.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.draft.engine import DraftEngine
 from services.draft.service import DraftServicer
 from services.draft.session import TreeLimits
+from services.draft.trunk import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     setup_logging("draft", config.log_level)
     try:
         take_cores(config.cores)
+        _collect_rarely()
         engine, model = build(config)
         return uvloop.run(serve(config, engine, model))
     except ConfigError as error:
@@ -60,6 +63,12 @@ def take_cores(cores: str | None) -> None:
         raise ConfigError(f"--cores {cores}: this process may not use core {missing[0] if missing else cores}")
     os.sched_setaffinity(0, wanted)
     os.environ["NPROC"] = str(len(wanted))  # size of XLA's thread pool; read when JAX starts its CPU device
+
+
+def _collect_rarely() -> None:
+    # The trie's millions of nodes live long and hold no cycles once they are evicted; the collector would visit them
+    # all again and again. With Python's own thresholds, storing a prompt takes ten times as long.
+    gc.set_threshold(50_000, 20, 1000)
 
 
 async def serve(config: DraftConfig, engine: DraftEngine, model: common_pb2.ModelInfo | None) -> int:
@@ -159,4 +168,5 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
         nodes=_MAX_NODES,
         depth=config.speculative_num_steps or _DEFAULT_DEPTH,
         children=config.speculative_eagle_topk or (_MAX_NODES if ngram else _STANDALONE_CHILDREN),
+        expansions=_MAX_NODES if ngram else SCRATCH_SLOTS,
     )

@@ -27,6 +27,7 @@ from services.draft.session import DraftSession
 
 # Where siblings are ranked with noise, no more than these are looked at.
 _NOISY_CHILDREN = 32
+_LOOKUPS_A_ROUND = 64
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,8 @@ class NgramDrafter(Drafter):
         self.trie.insert(session.tokens[-self.options.branch_length :].tolist())
 
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
-        """Look every wish up."""
-        return [self._look_up(wish.session, wish.node) for wish in wishes]
+        """Look the best wishes up; the round is short, so that new roots do not wait for far leaves."""
+        return [self._look_up(wish.session, wish.node) for wish in wishes[:_LOOKUPS_A_ROUND]]
 
     def warm_up(self) -> None:
         """Nothing to do."""
