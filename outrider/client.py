@@ -1,0 +1,284 @@
+"""A Python client of the gateway's gRPC service, blocking and asynchronous.
+
+    with Client("127.0.0.1:30001") as client:
+        for part in client.generate("Once upon a time", max_tokens=64):
+            print(part.text, end="", flush=True)
+
+A prompt is a text, a list of token ids, or a conversation: a list of messages such as
+{"role": "user", "content": "Hello"}. Leaving a loop over parts early cancels the generation. Errors of the gateway are
+raised as the OutriderError that it met: InvalidRequest, ModelNotFound, ContextTooLong, Overloaded, Unavailable, ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, TypedDict, Unpack
+
+import grpc
+
+from outrider.errors import InvalidRequest, OutriderError, from_grpc_code
+from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+FinishReason = Literal["stop", "length", "abort"]
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_ABORT: "abort",
+}
+_CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+
+
+class Options(TypedDict, total=False):
+    """What a generation may be told; what is left out has the gateway's default."""
+
+    model: str
+    """Name of the model; "default" is the one that is served."""
+    max_tokens: int
+    """Limit of new tokens; by default the rest of the context."""
+    min_tokens: int
+    """New tokens before which no stop token can be drawn."""
+    temperature: float
+    """Divisor of the logits; 0 is greedy; 1 by default."""
+    top_k: int
+    """Most likely tokens kept; 0 keeps all."""
+    top_p: float
+    """Probability mass kept, in (0, 1]."""
+    min_p: float
+    """Least probability kept, relative to the most likely token, in [0, 1]."""
+    seed: int
+    """Seed of the noise; the same seed gives the same text."""
+    stop: Sequence[str]
+    """Texts that end the generation and are not part of the answer."""
+    stop_token_ids: Sequence[int]
+    """Token ids that end the generation."""
+    ignore_eos: bool
+    """True if the model's own end-of-sequence ids do not end the generation."""
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How speculation went: verification steps, draft nodes that were verified, and those that were accepted."""
+
+    steps: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of an answer.
+
+    text, token_ids: what this part adds
+    finish_reason: in the last part alone
+    completion_tokens, speculation: of all parts so far
+    seed: of the noise that was used; sending it again gives the same text
+    """
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: Speculation
+    seed: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. Fields as in Part."""
+
+    request_id: str
+    text: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    speculation: Speculation = field(default_factory=Speculation)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens committed per verification step, bonus included; 1 is plain decoding."""
+        return len(self.token_ids) / self.speculation.steps if self.speculation.steps else 0.0
+
+
+@dataclass(frozen=True)
+class GatewayInfo:
+    """Facts about the model that is served. max_session_tokens: longest prompt plus answer."""
+
+    software_version: str
+    served_model_name: str
+    architecture: str
+    vocab_size: int
+    drafters: list[str]
+    max_session_tokens: int
+
+
+class Client:
+    """Blocking client. Use as a context manager, or call `close`. Safe to share between threads."""
+
+    def __init__(self, address: str) -> None:
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path"."""
+        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; generations under way are cancelled."""
+        self._channel.close()
+
+    def info(self, timeout: float | None = 10.0) -> GatewayInfo:
+        """What the gateway serves. timeout: seconds. Raises OutriderError."""
+        try:
+            return _info(self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout))
+        except grpc.RpcError as error:
+            raise _outrider_error(error) from error
+
+    def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Part]:
+        """The answer, part by part as it is committed. timeout: seconds for the whole. Raises OutriderError."""
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout)
+        try:
+            for message in call:
+                yield _part(message)
+        except grpc.RpcError as error:
+            raise _outrider_error(error) from error
+        finally:
+            call.cancel()
+
+    def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Answer:
+        """The whole answer. timeout: seconds. Raises OutriderError."""
+        return _answer(list(self.generate(prompt, timeout=timeout, **options)))
+
+
+class AsyncClient:
+    """Asynchronous client. Use as an async context manager, or call `close`. Belongs to one event loop."""
+
+    def __init__(self, address: str) -> None:
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path"."""
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; generations under way are cancelled."""
+        await self._channel.close()
+
+    async def info(self, timeout: float | None = 10.0) -> GatewayInfo:  # noqa: ASYNC109
+        """What the gateway serves. timeout: seconds. Raises OutriderError."""
+        try:
+            return _info(await self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout))
+        except grpc.aio.AioRpcError as error:
+            raise _outrider_error(error) from error
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        **options: Unpack[Options],
+    ) -> AsyncIterator[Part]:
+        """The answer, part by part as it is committed. timeout: seconds for the whole. Raises OutriderError."""
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout)
+        try:
+            async for message in call:
+                yield _part(message)
+        except grpc.aio.AioRpcError as error:
+            raise _outrider_error(error) from error
+        except asyncio.CancelledError:
+            if call.cancelled():  # the channel was closed, not this task cancelled
+                raise _outrider_error(call) from None
+            raise
+        finally:
+            call.cancel()
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109
+        **options: Unpack[Options],
+    ) -> Answer:
+        """The whole answer. timeout: seconds. Raises OutriderError."""
+        return _answer([part async for part in self.generate(prompt, timeout=timeout, **options)])
+
+
+def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
+    request = gateway_pb2.GenerateRequest(**options)
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif all(isinstance(item, Mapping) for item in prompt) and prompt:
+        for item in prompt:
+            assert isinstance(item, Mapping)
+            request.chat.messages.add(role=item["role"], content=item["content"])
+    elif all(isinstance(item, int) for item in prompt):
+        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+        request.token_ids.SetInParent()
+    else:
+        raise InvalidRequest("a prompt is a text, a list of token ids, or a list of messages", param="prompt")
+    return request
+
+
+def _part(message: gateway_pb2.GenerateResponse) -> Part:
+    speculation = message.speculation
+    return Part(
+        message.request_id,
+        message.text,
+        list(message.token_ids),
+        _FINISH_REASONS.get(message.finish_reason),
+        message.prompt_tokens,
+        message.completion_tokens,
+        Speculation(speculation.steps, speculation.proposed_tokens, speculation.accepted_tokens),
+        message.seed,
+    )
+
+
+def _answer(parts: Sequence[Part]) -> Answer:
+    if not parts:
+        raise OutriderError("the gateway ended the answer before it began")
+    last = parts[-1]
+    return Answer(
+        last.request_id,
+        "".join(part.text for part in parts),
+        last.finish_reason,
+        last.prompt_tokens,
+        last.seed,
+        [token for part in parts for token in part.token_ids],
+        last.speculation,
+    )
+
+
+def _info(message: gateway_pb2.GetGatewayInfoResponse) -> GatewayInfo:
+    return GatewayInfo(
+        message.software_version,
+        message.served_model_name,
+        message.model.architecture,
+        message.model.vocab_size,
+        list(message.drafters),
+        message.max_session_tokens,
+    )
+
+
+def _outrider_error(error: Any) -> OutriderError:
+    """The error behind a failed call; statuses that only gRPC itself gives, such as a deadline, keep their name."""
+    code: grpc.StatusCode = error.code()
+    details: str = error.details() or ""
+    return from_grpc_code(int(code.value[0]), details or code.name.lower().replace("_", " "))
