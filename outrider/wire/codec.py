@@ -5,6 +5,7 @@ Raises InvalidRequest for frames whose arrays do not fit together.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionF
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
+
+log = logging.getLogger(__name__)
 
 U8, U32, I32, U64, F32 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8", "<f4"))
 
@@ -196,8 +199,9 @@ def _failures_to_pb(failures: Sequence[SessionFailure]) -> list[common_pb2.Sessi
     ]
 
 
-def _failures_from_pb(messages: Iterable[common_pb2.SessionError]) -> list[SessionFailure]:
-    return [SessionFailure(m.session_id, from_grpc_code(m.code, m.message)) for m in messages]
+def failure_from_pb(message: common_pb2.SessionError) -> SessionFailure:
+    """The error that a message reports."""
+    return SessionFailure(message.session_id, from_grpc_code(message.code, message.message))
 
 
 def opens_from_pb(
@@ -224,10 +228,15 @@ def verify_request_to_pb(message: Message) -> target_pb2.VerifyRequest:
 
 
 def verify_request_from_pb(frame: target_pb2.VerifyRequest) -> tuple[Message, list[SessionFailure]]:
-    """What a frame for the target says."""
+    """What a frame for the target says. Hints that cannot be read are dropped: they must not end the stream."""
     opens, failures = opens_from_pb(frame.opens)
     closes = unpack(frame.closes, U64).tolist()
-    return Message(opens=opens, proposals=proposals_from_pb(frame.proposals), closes=closes), failures
+    try:
+        proposals = proposals_from_pb(frame.proposals)
+    except InvalidRequest as error:
+        log.warning("proposals were dropped: %s", error.message)
+        proposals = []
+    return Message(opens=opens, proposals=proposals, closes=closes), failures
 
 
 def verify_response_to_pb(output: StepOutput) -> target_pb2.VerifyResponse:
@@ -243,7 +252,7 @@ def verify_response_from_pb(frame: target_pb2.VerifyResponse) -> StepOutput:
     """What a frame of the target says."""
     return StepOutput(
         commits=commits_from_pb(frame.commits),
-        failures=_failures_from_pb(frame.errors),
+        failures=[failure_from_pb(error) for error in frame.errors],
         load=load_from_pb(frame.load),
     )
 
@@ -277,6 +286,6 @@ def propose_response_from_pb(frame: draft_pb2.ProposeResponse) -> StepOutput:
     """What a frame of the draft service says."""
     return StepOutput(
         proposals=proposals_from_pb(frame.proposals),
-        failures=_failures_from_pb(frame.errors),
+        failures=[failure_from_pb(error) for error in frame.errors],
         load=load_from_pb(frame.load),
     )

@@ -1,0 +1,8 @@
+"""`python -m gateway [flags]`."""
+
+import sys
+
+from gateway.app import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The REST edge: OpenAI-style routes, their bodies and their errors."""

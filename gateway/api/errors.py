@@ -1,0 +1,81 @@
+"""Errors as OpenAI-style clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from outrider.errors import OutriderError
+
+log = logging.getLogger(__name__)
+
+_KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+    """The JSON body of an error."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def body_of(error: OutriderError) -> bytes:
+    """The JSON body of one of our errors."""
+    return error_body(error.message, error.status.kind, error.status.code, error.param)
+
+
+def response_to(error: OutriderError) -> Response:
+    """The response for one of our errors. Overload and absence invite a retry, other server errors do not."""
+    headers = {}
+    if error.status.http == 503:
+        headers["retry-after"] = "1"
+    elif error.status.http >= 500:
+        headers["x-should-retry"] = "false"
+    return _json(error.status.http, body_of(error), headers)
+
+
+def install(app: FastAPI) -> None:
+    """Give an app these error bodies for everything that goes wrong."""
+
+    @app.exception_handler(OutriderError)
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, OutriderError)
+        return response_to(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _json(400, _validation_body(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = error_body(message, "invalid_request_error", _KINDS.get(error.status_code))
+        return _json(error.status_code, body, dict(error.headers or {}))
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        body = error_body("the gateway failed; see its log", "server_error", "internal_error")
+        return _json(500, body, {"x-should-retry": "false"})
+
+
+def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status_code=status, media_type="application/json", headers=headers)
+
+
+def _validation_body(error: RequestValidationError) -> bytes:
+    first: dict[str, Any] = dict(error.errors()[0])
+    place = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return error_body(f"the body is no valid JSON: {first.get('ctx', {}).get('error', '')}",
+                          "invalid_request_error", "invalid_json")  # fmt: skip
+    # Members of a union stand in the place too; the field's own name is what the caller knows.
+    param = ".".join(part for part in place if "[" not in part and "(" not in part) or None
+    message = str(first["msg"])
+    return error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)

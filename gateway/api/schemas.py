@@ -1,0 +1,171 @@
+"""Bodies of requests, as OpenAI's clients send them. Unknown fields are ignored.
+
+A field that would change the text and is not supported is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.generation import GenerationRequest
+from outrider.errors import InvalidRequest
+from outrider.speculation.sampling import SamplingParams
+
+MAX_CHOICES = 8
+COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as OpenAI has it
+
+Count = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+# Fields that are not supported, and the values with which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "logprobs": (None, False),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None, 0),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0, 0.0),
+    "frequency_penalty": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "tools": (None, []),
+    "functions": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells besides text."""
+
+    include_usage: bool = False
+
+
+class GenerationBody(BaseModel):
+    """What both kinds of requests share."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    max_tokens: Count | None = Field(None, ge=1)
+    min_tokens: Count = Field(0, ge=0)
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Count | None = None
+    min_p: Number | None = None
+    seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] = []
+    ignore_eos: bool = False
+    n: Count | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Number of answers."""
+        return self.n or 1
+
+    @property
+    def include_usage(self) -> bool:
+        """True if a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check_supported(self) -> None:
+        """Raise InvalidRequest for a field that is not supported and not neutral."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _NEUTRAL and value not in _NEUTRAL[name]:
+                raise InvalidRequest(f"`{name}` is not supported by this server; leave it out", param=name)
+        if self.best_of not in (None, self.choices):
+            raise InvalidRequest("`best_of` is supported only where it equals `n`", param="best_of")
+
+    def limit(self) -> int | None:
+        """New tokens at most; None is the rest of the context."""
+        return self.max_tokens
+
+    def request(self, prompt: list[int], index: int) -> GenerationRequest:
+        """What choice number `index` of a prompt asks for. Choices have seeds one after the other."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        sampling = SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k or 0, 0),  # -1 is off, too
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+        )
+        return GenerationRequest(
+            prompt,
+            sampling,
+            self.limit(),
+            self.min_tokens,
+            None if self.seed is None else self.seed + index,
+            stops,
+            tuple(self.stop_token_ids),
+            self.ignore_eos,
+        )
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[Count] | list[list[Count]]
+
+    def limit(self) -> int | None:
+        """OpenAI's default is short."""
+        return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each as text or as token ids. Raises InvalidRequest if there are none or too many."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return list(prompt)
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def rendered(self) -> dict[str, Any]:
+        """The message as chat templates take it: content as one text."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        return {**(self.model_extra or {}), "role": role, "content": text}
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Count | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, Any] = {}
+
+    def limit(self) -> int | None:
+        """The newer name goes before the older one."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,0 +1,1 @@
+"""Streams to the services: one multiplexed, reconnecting stream a replica."""

@@ -1,0 +1,44 @@
+"""Batches as they lie in frames: joined, split by session and read, without an object a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+from outrider.speculation.proposal import Commit, Proposal
+from outrider.wire import codec
+from outrider.wire.v1 import common_pb2
+
+Batch = TypeVar("Batch", common_pb2.ProposalBatch, common_pb2.CommitBatch)
+Key = TypeVar("Key", bound=Hashable)
+
+_PROPOSAL_FIELDS = tuple(field.name for field in common_pb2.ProposalBatch.DESCRIPTOR.fields)
+_COMMIT_FIELDS = tuple(field.name for field in common_pb2.CommitBatch.DESCRIPTOR.fields)
+
+
+def join(batches: Sequence[Batch]) -> Batch | None:
+    """One batch with the rows of all, in order. Every field is an array of rows, so the bytes follow one another."""
+    if len(batches) <= 1:
+        return batches[0] if batches else None
+    fields = _PROPOSAL_FIELDS if isinstance(batches[0], common_pb2.ProposalBatch) else _COMMIT_FIELDS
+    return type(batches[0])(**{name: b"".join(getattr(batch, name) for batch in batches) for name in fields})
+
+
+def split_proposals(
+    batch: common_pb2.ProposalBatch, owner: Callable[[int], Key | None]
+) -> dict[Key, common_pb2.ProposalBatch]:
+    """The rows of a batch by who owns their session; rows without an owner are left out."""
+    groups: dict[Key, list[Proposal]] = {}
+    for proposal in codec.proposals_from_pb(batch):
+        if (key := owner(proposal.session_id)) is not None:
+            groups.setdefault(key, []).append(proposal)
+    return {key: codec.proposals_to_pb(rows) for key, rows in groups.items()}
+
+
+def split_commits(commits: Sequence[Commit], owner: Callable[[int], Key | None]) -> dict[Key, common_pb2.CommitBatch]:
+    """Commits by who owns their session; those without an owner are left out."""
+    groups: dict[Key, list[Commit]] = {}
+    for commit in commits:
+        if (key := owner(commit.session_id)) is not None:
+            groups.setdefault(key, []).append(commit)
+    return {key: codec.commits_to_pb(rows) for key, rows in groups.items()}

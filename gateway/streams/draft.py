@@ -1,0 +1,86 @@
+"""The link to a draft replica, and whether its model fits the target's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from gateway.streams.batches import join
+from gateway.streams.link import CALL_TIMEOUT, Link
+from outrider import PROTOCOL_VERSION
+from outrider.errors import ConfigError
+from outrider.wire.codec import U64, pack
+from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+
+
+class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse]):
+    """Opens, commits and closes go out; proposals come in."""
+
+    service = "draft"
+
+    def __init__(self, address: str, target_model: common_pb2.ModelInfo) -> None:
+        """target_model: what the draft's model must fit."""
+        super().__init__(address)
+        self._target_model = target_model
+        self._clear()
+
+    def _clear(self) -> None:
+        self._opens: list[common_pb2.OpenSession] = []
+        self._commits: list[common_pb2.CommitBatch] = []
+        self._closes: list[int] = []
+
+    def open(self, request: common_pb2.OpenSession) -> None:
+        """Open a session. What is said of it before is said first."""
+        self._opens.append(request)
+        self.wake()
+
+    def commit(self, batch: common_pb2.CommitBatch) -> None:
+        """Pass commits on."""
+        self._commits.append(batch)
+        self.wake()
+
+    def close(self, session_id: int) -> None:
+        """Close a session."""
+        self._closes.append(session_id)
+        self.wake()
+
+    def _take(self) -> draft_pb2.ProposeRequest:
+        frame = draft_pb2.ProposeRequest(opens=self._opens, commits=join(self._commits), closes=pack(self._closes, U64))
+        self._clear()
+        return frame
+
+    async def _handshake(self, channel: grpc.aio.Channel) -> draft_pb2.GetDraftInfoResponse:
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        info: draft_pb2.GetDraftInfoResponse = await stub.GetDraftInfo(
+            draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT
+        )
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the draft at {self.address} speaks protocol version {info.protocol_version}, "
+                f"this gateway {PROTOCOL_VERSION}; run the same release everywhere"
+            )
+        if info.HasField("model"):
+            check_vocabularies(info.model, self._target_model)
+        return info
+
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+        stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        return stub.Propose()
+
+
+def check_vocabularies(draft: common_pb2.ModelInfo, target: common_pb2.ModelInfo) -> None:
+    """Raise ConfigError, naming the fact that differs, unless token ids mean the same to both models."""
+    if draft.vocab_hash and target.vocab_hash:
+        if draft.vocab_hash != target.vocab_hash:
+            raise ConfigError(
+                f"the draft model {draft.model_path} has another vocabulary than the target {target.model_path}: "
+                f"tokenizer hash {draft.vocab_hash}, not {target.vocab_hash} "
+                f"(sizes {draft.vocab_size} and {target.vocab_size}); choose a draft of the target's family"
+            )
+        return
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model {draft.model_path} has a vocabulary of {draft.vocab_size} tokens, the target "
+            f"{target.model_path} one of {target.vocab_size}; choose a draft of the target's family"
+        )

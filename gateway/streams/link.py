@@ -1,0 +1,154 @@
+"""One replica of a service: a channel, a handshake, and a bidirectional stream that comes back by itself.
+
+    connect -> handshake -> stream (frames out, frames in) -> lost -> wait a little -> connect ...
+
+What is to be said gathers while a frame is being written, and leaves as one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, TypeVar
+
+import grpc
+
+from outrider.errors import ConfigError, Unavailable
+from outrider.serving.rpc import CHANNEL_OPTIONS
+
+log = logging.getLogger(__name__)
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts
+CALL_TIMEOUT = 10.0  # seconds for the calls of a handshake
+
+Info = TypeVar("Info")
+Frame = TypeVar("Frame")  # what comes in
+
+
+class Link(ABC, Generic[Info, Frame]):
+    """A stream to one replica. `up` is true between handshake and loss."""
+
+    service: str
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.up = False
+        self.info: Info | None = None
+        self.refusal: ConfigError | None = None
+        self.on_up: Callable[[], None] = lambda: None
+        self.on_down: Callable[[], None] = lambda: None
+        self.on_frame: Callable[[Frame], None] = lambda _: None
+        self._pending = asyncio.Event()
+        self._settled = asyncio.Event()  # up, or refused
+        self._task: asyncio.Task[None] | None = None
+
+    # --- what a service fills in ---
+
+    @abstractmethod
+    async def _handshake(self, channel: grpc.aio.Channel) -> Info:
+        """Ask for facts and check them. Raises ConfigError for a replica that does not fit."""
+
+    @abstractmethod
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+        """The stream call."""
+
+    @abstractmethod
+    def _take(self) -> Any:
+        """What has gathered, as one frame; empties it."""
+
+    @abstractmethod
+    def _clear(self) -> None:
+        """Forget what has gathered."""
+
+    # --- life ---
+
+    def start(self) -> None:
+        """Connect, and stay connected."""
+        self._task = asyncio.create_task(self._run(), name=f"{self.service} {self.address}")
+
+    async def stop(self) -> None:
+        """End the stream."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def wait_up(self, seconds: float) -> None:
+        """Wait for the first handshake. Raises ConfigError if it was refused, else Unavailable."""
+        try:
+            await asyncio.wait_for(self._settled.wait(), seconds)
+        except TimeoutError:
+            raise Unavailable(f"the {self.service} at {self.address} did not answer in {seconds:.0f} s") from None
+        if self.refusal is not None:
+            raise self.refusal
+
+    def wake(self) -> None:
+        """Something has gathered."""
+        self._pending.set()
+
+    async def _run(self) -> None:
+        wait = _FIRST_WAIT
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                    self.info = await self._handshake(channel)
+                    self.refusal = None
+                    wait = _FIRST_WAIT
+                    await self._stream(channel)
+            except ConfigError as error:
+                self.refusal = error
+                self._settled.set()
+                log.error("%s", error.message)
+                wait = _LONGEST_WAIT
+            except (grpc.aio.AioRpcError, Unavailable, TimeoutError) as error:
+                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+                log.debug("%s at %s: %s", self.service, self.address, reason)
+            finally:
+                self._lost()
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+    def _lost(self) -> None:
+        self._clear()
+        if self.up:
+            self.up = False
+            log.warning("the stream to the %s at %s is lost", self.service, self.address)
+            self.on_down()
+
+    async def _stream(self, channel: grpc.aio.Channel) -> None:
+        call = self._open_stream(channel)
+        self._clear()
+        self.up = True
+        log.info("connected to the %s at %s", self.service, self.address)
+        self._settled.set()
+        self.on_up()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                self.on_frame(frame)
+        finally:
+            writer.cancel()
+            call.cancel()
+            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await writer
+        raise Unavailable("the stream ended")
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._pending.wait()
+            self._pending.clear()
+            try:
+                await call.write(self._take())
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return  # the reader sees why
+
+
+async def collect_files(parts: AsyncIterator[Any]) -> dict[str, bytes]:
+    """Files that arrive in parts, by name."""
+    files: dict[str, bytearray] = {}
+    async for part in parts:
+        files.setdefault(part.file_name, bytearray()).extend(part.content)
+    return {name: bytes(content) for name, content in files.items()}

@@ -1,0 +1,78 @@
+"""The link to a target replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from gateway.streams.batches import join
+from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
+from outrider import PROTOCOL_VERSION
+from outrider.errors import ConfigError
+from outrider.wire.codec import U64, pack
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+
+class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyResponse]):
+    """Opens, proposals and closes go out; commits come in. Replicas of a pool must serve the same checkpoint."""
+
+    service = "target"
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.tokenizer_files: dict[str, bytes] = {}
+        self.fingerprint: str | None = None  # of the checkpoint that must be served; the first one seen
+        self._clear()
+
+    def _clear(self) -> None:
+        self._opens: list[common_pb2.OpenSession] = []
+        self._proposals: list[common_pb2.ProposalBatch] = []
+        self._closes: list[int] = []
+
+    def open(self, request: common_pb2.OpenSession) -> None:
+        """Open a session."""
+        self._opens.append(request)
+        self.wake()
+
+    def propose(self, batch: common_pb2.ProposalBatch) -> None:
+        """Pass hints on."""
+        self._proposals.append(batch)
+        self.wake()
+
+    def close(self, session_id: int) -> None:
+        """Close a session."""
+        self._closes.append(session_id)
+        self.wake()
+
+    def _take(self) -> target_pb2.VerifyRequest:
+        frame = target_pb2.VerifyRequest(
+            opens=self._opens, proposals=join(self._proposals), closes=pack(self._closes, U64)
+        )
+        self._clear()
+        return frame
+
+    async def _handshake(self, channel: grpc.aio.Channel) -> target_pb2.GetTargetInfoResponse:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
+            target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
+        )
+        if info.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the target at {self.address} speaks protocol version {info.protocol_version}, "
+                f"this gateway {PROTOCOL_VERSION}; run the same release everywhere"
+            )
+        if self.fingerprint not in (None, info.model.fingerprint):
+            raise ConfigError(
+                f"the target at {self.address} serves the checkpoint {info.model.fingerprint}, the sessions under way "
+                f"belong to {self.fingerprint}; restart the gateway to change the model"
+            )
+        if not self.tokenizer_files:
+            parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
+            self.tokenizer_files = await collect_files(parts)
+        self.fingerprint = info.model.fingerprint
+        return info
+
+    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+        return stub.Verify()

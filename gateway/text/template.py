@@ -1,0 +1,53 @@
+"""Chat templates: Jinja in a sandbox, with the extras that published templates use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.errors import ConfigError, InvalidRequest
+
+
+class ChatTemplate:
+    """Renders conversations as the model was trained on them."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        """source: None if the model has no template. special_tokens: such as bos_token. Raises ConfigError."""
+        self._special_tokens = special_tokens
+        extensions: list[type[Extension]] = [loopcontrols]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = _now
+        try:
+            self._template = environment.from_string(source) if source is not None else None
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a conversation, ending where the assistant speaks. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
+        try:
+            arguments = {"messages": messages, "add_generation_prompt": True, **self._special_tokens, **options}
+            return self._template.render(**arguments)
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
