@@ -1,0 +1,40 @@
+"""Real engines on tiny checkpoints, made as the services make them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from outrider.config import DraftConfig, TargetConfig
+from outrider.serving.loop import Engine
+
+
+def target_engine(folder: Path, **options: Any) -> Engine:
+    """A float32 target engine on the CPU. options: page_size, max_step_tokens, max_total_tokens, max_running."""
+    from services.target.engine import TargetEngine
+    from services.target.model.load import load
+
+    names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
+    flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}
+    config = TargetConfig(model_path=str(folder), device="cpu", dtype="float32", **flags)
+    return TargetEngine(load(folder, config), config)
+
+
+def draft_engine(algorithm: str, folder: Path | None = None, **options: Any) -> Engine:
+    """A draft engine. options: match_type, max_running, children."""
+    from services.draft.app import build
+
+    names = {
+        "match_type": "speculative_ngram_match_type",
+        "max_running": "max_running_requests",
+        "children": "speculative_eagle_topk",
+    }
+    config = DraftConfig(
+        speculative_algorithm=algorithm,
+        speculative_draft_model_path=str(folder) if folder else None,
+        draft_max_total_tokens=8192,
+        **{names.get(name, name): value for name, value in ({"max_running": 8} | options).items()},
+    )
+    engine, _ = build(config)
+    engine.drafter.warm_up()
+    return engine

@@ -1,0 +1,229 @@
+"""A target and a drafter joined by transports in memory, with faults on demand. Stands where the gateway stands.
+
+Every message crosses as the bytes of its real frame. The engines are the real ones, stepped by hand, so that a run
+repeats exactly and messages can be lost, doubled, delayed and reordered at will.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from outrider.serving.loop import Engine
+from outrider.serving.messages import Message, OpenSession, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire import codec
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Chances that a message is lost or doubled, and most rounds of delay, which also reorders."""
+
+    lost: float = 0.0
+    doubled: float = 0.0
+    delay: int = 0
+
+
+@dataclass
+class Transport:
+    """Frames under way in one direction."""
+
+    faults: Faults
+    random: random.Random
+    under_way: list[tuple[int, Any]] = field(default_factory=list)
+
+    def send(self, frame: Any, now: int) -> None:
+        copies = 0 if self.random.random() < self.faults.lost else 1 + (self.random.random() < self.faults.doubled)
+        for _ in range(copies):
+            self.under_way.append((now + self.random.randint(0, self.faults.delay), frame))
+
+    def arrivals(self, now: int) -> list[Any]:
+        due = [frame for when, frame in self.under_way if when <= now]
+        self.under_way = [(when, frame) for when, frame in self.under_way if when > now]
+        if self.faults.delay:
+            self.random.shuffle(due)
+        return [type(frame).FromString(frame.SerializeToString()) for frame in due]
+
+
+@dataclass
+class Result:
+    """New tokens by session, and how speculation went."""
+
+    tokens: dict[int, list[int]]
+    reasons: dict[int, FinishReason]
+    steps: int = 0
+    verified: int = 0
+    accepted: int = 0
+    reopened: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / max(1, self.verified)
+
+
+class Pair:
+    """Runs sessions to their end. `make_draft` makes a draft engine, or is None for plain decoding."""
+
+    def __init__(
+        self,
+        target: Engine,
+        make_draft: Callable[[], Engine] | None = None,
+        faults: Faults = Faults(),
+        *,
+        seed: int = 0,
+        growth: int = 6,
+        killed_from: int = -1,
+        killed_until: int = -1,
+    ) -> None:
+        """growth: draft steps between two target steps, at most. killed_from, killed_until: rounds without a draft."""
+        self.target, self.make_draft = target, make_draft
+        self.draft = make_draft() if make_draft else None
+        self.random = random.Random(seed)
+        self.proposals = Transport(faults, self.random)
+        self.commits = Transport(faults, self.random)
+        self.growth = growth
+        self.killed = (killed_from, killed_until)
+
+    def run(self, requests: Sequence[OpenSession], limit: int = 5000) -> Result:
+        self.truth = {r.session_id: r for r in requests}
+        self.tokens: dict[int, list[int]] = {r.session_id: r.tokens.tolist() for r in requests}
+        self.result = Result({}, {})
+        for request in requests:
+            self.target.open(request)
+            self._open_draft(request.session_id)
+        for now in range(limit):
+            if len(self.result.tokens) == len(requests):
+                break
+            self._round(now)
+        else:
+            raise AssertionError("the sessions do not end")
+        self._audit()
+        return self.result
+
+    def _round(self, now: int) -> None:
+        if now == self.killed[0]:
+            self.draft = None
+            self.proposals.under_way.clear()
+            self.commits.under_way.clear()
+        if now == self.killed[1]:
+            self.draft = self.make_draft()
+            for session_id in self.truth.keys() - self.result.tokens.keys():
+                self._open_draft(session_id)
+        for frame in self.proposals.arrivals(now):
+            self.target.receive(codec.propose_response_from_pb(frame).proposals, [])
+        output = self.target.step()
+        assert output.failures == []
+        self.result.steps += 1
+        for commit in output.commits:
+            self._commit(commit)
+        if self.draft is not None:
+            self.commits.send(codec.propose_request_to_pb(Message(commits=output.commits)), now)
+            self._draft(now)
+
+    def _draft(self, now: int) -> None:
+        for frame in self.commits.arrivals(now):
+            self.draft.receive([], codec.propose_request_from_pb(frame)[0].commits)
+        for _ in range(self.random.randint(0, self.growth) if self.proposals.faults.delay else self.growth):
+            if self.draft.idle:
+                break
+            output = self.draft.step()
+            for failure in output.failures:
+                self.result.reopened += 1
+                if failure.session_id not in self.result.tokens:
+                    self._open_draft(failure.session_id)
+            if output.proposals:
+                self.proposals.send(codec.propose_response_to_pb(output), now)
+
+    def _open_draft(self, session_id: int) -> None:
+        if self.draft is not None:
+            tokens = np.array(self.tokens[session_id], np.uint32)
+            self.draft.open(replace(self.truth[session_id], tokens=tokens))
+
+    def _commit(self, commit: Commit) -> None:
+        tokens = self.tokens[commit.session_id]
+        assert commit.base_length == len(tokens)
+        assert 0 <= commit.accepted <= commit.verified
+        tokens += commit.tokens.tolist()
+        self.result.verified += commit.verified
+        self.result.accepted += commit.accepted
+        if commit.finish_reason != FinishReason.RUNNING:
+            prompt = self.truth[commit.session_id].prompt_length
+            self.result.tokens[commit.session_id] = tokens[prompt:]
+            self.result.reasons[commit.session_id] = commit.finish_reason
+
+    def _audit(self) -> None:
+        """Nothing is left behind: every page is home on both sides once the sessions are over."""
+        for session_id in self.truth:
+            if self.draft is not None:
+                self.draft.close(session_id)
+        for engine in (self.target, self.draft):
+            if engine is not None:
+                engine.check()
+                load = engine.load()
+                assert load.running_sessions == load.waiting_sessions == 0
+                assert load.free_pages == load.total_pages
+
+
+def request(
+    session_id: int, prompt: Sequence[int], temperature: float, max_tokens: int = 48, **options: Any
+) -> OpenSession:
+    """A session with a seed of its own. options: of SamplingParams."""
+    params = SamplingParams(temperature=temperature, seed=1000 + session_id, **options)
+    stop = StopConditions(max_tokens, ignore_eos=True)
+    return OpenSession(session_id, np.array(prompt, np.uint32), len(prompt), params, stop)
+
+
+class GarbageDraft(Engine):
+    """Says anything: random tokens, impossible tokens, hung on real, stale and invented anchors."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.vocab = vocab
+        self.sessions: dict[int, tuple[int, int]] = {}
+        self.fresh = False
+
+    def open(self, request: OpenSession) -> None:
+        from outrider.speculation.proposal import path_hash
+
+        self.sessions[request.session_id] = (len(request.tokens), path_hash(request.tokens))
+        self.fresh = True
+
+    def close(self, session_id: int) -> None:
+        self.sessions.pop(session_id, None)
+
+    def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+        for commit in commits:
+            if self.random.random() < 0.9:  # else it stays behind
+                self.sessions[commit.session_id] = (commit.base_length + len(commit.tokens), commit.root_hash)
+        self.fresh = True
+
+    @property
+    def idle(self) -> bool:
+        return not self.fresh
+
+    def step(self) -> StepOutput:
+        self.fresh = False
+        return StepOutput(proposals=[self._proposal(i, *anchor) for i, anchor in self.sessions.items()])
+
+    def _proposal(self, session_id: int, length: int, path: int) -> Proposal:
+        n = int(self.random.integers(1, 24))
+        highest = 2**32 if self.random.random() < 0.05 else self.vocab
+        tokens = self.random.integers(0, highest, n).astype(np.uint32)
+        parents = np.array([self.random.integers(-1, i) if i else -1 for i in range(n)], np.int32)
+        scores = self.random.uniform(-3, 0.5, n).astype(np.float32)
+        if self.random.random() < 0.1:
+            length, path = int(self.random.integers(0, 100)), int(self.random.integers(0, 2**63))
+        return Proposal(session_id, length, path, tokens, parents, scores)
+
+    def load(self) -> Any:
+        from outrider.serving.messages import EngineLoad
+
+        return EngineLoad()
+
+    def check(self) -> None:
+        pass

@@ -1,0 +1,68 @@
+"""Sampled text follows the model's distribution: chi-square of the engine's output against the softmax."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import AutoModelForCausalLM
+
+from outrider.serving.messages import OpenSession
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from tests.invariance.engines import draft_engine, target_engine
+from tests.invariance.pair import Pair
+from tests.tiny import write_model
+
+PROMPT = [5, 9, 11, 3]
+SESSIONS = 3000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), seed=5, vocab=24)
+
+
+def probabilities(folder, path, temperature, top_p):
+    """The next token's distribution, by an independent implementation of the rules."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    logits = model(torch.tensor([path])).logits[0, -1].detach().numpy() / temperature
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    order = np.argsort(-p)
+    kept = order[: int(np.searchsorted(np.cumsum(p[order]), top_p)) + 1] if top_p < 1 else order
+    filtered = np.zeros_like(p)
+    filtered[kept] = p[kept]
+    return filtered / filtered.sum()
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8)])
+@pytest.mark.parametrize("drafter", [None, "self"])
+def test_two_tokens_over_many_seeds(model, drafter, temperature, top_p):
+    target = target_engine(model)
+    draft = draft_engine("STANDALONE", model, max_running=16) if drafter else None
+    counts = np.zeros((24, 24))
+    accepted = 0
+    for first in range(0, SESSIONS, 15):
+        params = [SamplingParams(temperature, top_p=top_p, seed=seed) for seed in range(first, first + 15)]
+        stop = StopConditions(3, ignore_eos=True)
+        prompt = np.array(PROMPT, np.uint32)
+        run = Pair(target, (lambda: draft) if draft else None, growth=20).run(
+            [OpenSession(i, prompt, len(PROMPT), p, stop) for i, p in enumerate(params)]
+        )
+        accepted += run.accepted
+        for tokens in run.tokens.values():
+            counts[tokens[0], tokens[1]] += 1
+    assert (accepted > 0.7 * SESSIONS) == (draft is not None)
+    expected = probabilities(model, PROMPT, temperature, top_p)
+    assert _fits(counts.sum(axis=1), expected) > 1e-4
+    for token in np.argsort(-expected)[:3]:
+        conditional = probabilities(model, [*PROMPT, int(token)], temperature, top_p)
+        assert _fits(counts[token], conditional) > 1e-4
+
+
+def _fits(counts, expected):
+    """p-value of a chi-square test, with rare tokens gathered in one cell."""
+    assert counts[expected == 0].sum() == 0
+    common = expected * counts.sum() >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum()) * counts.sum()
+    return stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue

@@ -1,0 +1,175 @@
+"""The heart of the suite: the text never changes.
+
+The same prompts and seeds, at temperature 0, 0.7 and 1.0, give identical tokens in float32 under no drafter, good, bad
+and malicious ones, messages lost, doubled, delayed and reordered, a draft killed midway, alone and in a batch.
+"""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.invariance.engines import draft_engine, target_engine
+from tests.invariance.pair import Faults, GarbageDraft, Pair, request
+from tests.tiny import VOCAB, write_model
+
+TEMPERATURES = [0.0, 0.7, 1.0]
+PROMPTS = [
+    [5, 6, 7], [9] * 10, [20, 21, 22, 20, 21], list(range(30, 75)), [200], [8, 7, 8, 7, 8, 7], [4, 310, 4], [99, 98, 97]
+]  # fmt: skip
+LENGTH = 48
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders of a target and of an unrelated draft of the same vocabulary."""
+    base = tmp_path_factory.mktemp("models")
+    return write_model(base / "target", "llama", seed=1), write_model(base / "other", "qwen3", seed=2)
+
+
+@pytest.fixture(scope="session")
+def target(models):
+    """One target engine for all runs: what one session leaves behind must not reach the next."""
+    return target_engine(models[0])
+
+
+def requests(temperature, prompts=PROMPTS, **options):
+    return [request(i, prompt, temperature, LENGTH, **options) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="session")
+def plain(target):
+    """The text without any drafter, by temperature; each session alone in its batch."""
+    texts = {}
+    for temperature in TEMPERATURES:
+        runs = [Pair(target).run([one]) for one in requests(temperature)]
+        texts[temperature] = {i: run.tokens[i] for i, run in enumerate(runs)}
+        assert all(run.verified == 0 and run.steps == LENGTH for run in runs)
+        assert all(len(tokens) == LENGTH for tokens in texts[temperature].values())
+    assert texts[0.0] != texts[1.0]
+    return texts
+
+
+def test_greedy_text_is_that_of_transformers(models, plain):
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    for i, prompt in enumerate(PROMPTS):
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False)
+        assert text[0, len(prompt) :].tolist() == plain[0.0][i]
+
+
+DRAFTERS = {
+    "ngram": lambda models: lambda: draft_engine("NGRAM"),
+    "ngram by frequency": lambda models: lambda: draft_engine("NGRAM", match_type="PROB"),
+    "standalone": lambda models: lambda: draft_engine("STANDALONE", models[1]),
+    "self": lambda models: lambda: draft_engine("STANDALONE", models[0]),
+    "self, chain": lambda models: lambda: draft_engine("STANDALONE", models[0], children=1),
+    "garbage": lambda models: lambda: GarbageDraft(VOCAB),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_any_drafter(target, models, plain, drafter, temperature, batch):
+    todo = requests(temperature)
+    make = DRAFTERS[drafter](models)
+    runs = [Pair(target, make).run(todo[i : i + batch]) for i in range(0, len(todo) if batch > 1 else 3, batch)]
+    tokens = {i: text for run in runs for i, text in run.tokens.items()}
+    assert tokens == {i: plain[temperature][i] for i in tokens}
+    verified, accepted = sum(run.verified for run in runs), sum(run.accepted for run in runs)
+    assert verified > 0, "the drafter never said anything in time"
+    if drafter == "self, chain":
+        # Sharing the noise makes the drafter propose the target's own samples, at any temperature.
+        assert accepted / verified > 0.97
+        if temperature > 0 and batch == 1:
+            assert max(run.steps for run in runs) <= LENGTH / 8 * 1.5 + 2
+
+
+FAULTS = {
+    "lost": Faults(lost=0.3),
+    "doubled": Faults(doubled=0.5),
+    "delayed and reordered": Faults(delay=5),
+    "all at once": Faults(lost=0.2, doubled=0.3, delay=4),
+}
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("drafter", ["ngram", "self", "garbage"])
+def test_any_fault_of_the_transport(target, models, plain, drafter, fault, temperature):
+    for seed in range(2):
+        run = Pair(target, DRAFTERS[drafter](models), FAULTS[fault], seed=seed).run(requests(temperature))
+        assert run.tokens == plain[temperature]
+        if drafter == "self":
+            assert run.accepted > 0
+            assert run.reopened > 0 or FAULTS[fault].lost == FAULTS[fault].delay == 0
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("drafter", ["ngram", "self"])
+def test_a_draft_killed_midway(target, models, plain, drafter, temperature):
+    for back in (8, -1):
+        pair = Pair(target, DRAFTERS[drafter](models), killed_from=4, killed_until=back)
+        assert pair.run(requests(temperature)).tokens == plain[temperature]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_two_drafters_in_one_session(target, models, plain, temperature):
+    """Two drafts that know nothing of one another feed the same trees."""
+
+    class Both:
+        def __init__(self):
+            self.engines = [draft_engine("NGRAM"), draft_engine("STANDALONE", models[0])]
+
+        def __getattr__(self, name):
+            def call(*arguments):
+                return [getattr(engine, name)(*arguments) for engine in self.engines][-1]
+
+            return call
+
+        @property
+        def idle(self):
+            return all(engine.idle for engine in self.engines)
+
+        def step(self):
+            outputs = [engine.step() for engine in self.engines]
+            outputs[0].proposals += outputs[1].proposals
+            return outputs[0]
+
+    assert Pair(target, Both).run(requests(temperature)).tokens == plain[temperature]
+
+
+def test_page_sizes_chunks_and_preemption_leave_the_text_as_it_is(models, plain):
+    for options in (
+        {"page_size": 1, "max_step_tokens": 7},
+        {"page_size": 64, "max_step_tokens": 13},
+        {"page_size": 4, "max_total_tokens": 160},  # room for two sessions of eight
+        {"max_running": 3},
+    ):
+        engine = target_engine(models[0], **options)
+        run = Pair(engine, DRAFTERS["self"](models)).run(requests(1.0))
+        assert run.tokens == plain[1.0], options
+
+
+def test_a_target_that_restarts_goes_on_where_it_was(models, plain):
+    """A session reopened with prompt and committed tokens continues with exactly the tokens it would have had."""
+    for cut in (1, 17, LENGTH - 1):
+        engine = target_engine(models[0])
+        for i, prompt in enumerate(PROMPTS[:3]):
+            text = plain[1.0][i]
+            one = request(i, prompt, 1.0, LENGTH)
+            resumed = type(one)(i, np.array(prompt + text[:cut], np.uint32), len(prompt), one.sampling, one.stop)
+            assert Pair(engine, DRAFTERS["self"](models)).run([resumed]).tokens[i] == text
+
+
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]
+)
+def test_filters_are_coupled_too(target, models, filters):
+    todo = requests(1.0, **filters)
+    alone = Pair(target).run(todo)
+    run = Pair(target, DRAFTERS["self, chain"](models)).run(todo)
+    assert run.tokens == alone.tokens
+    assert run.acceptance > 0.97
