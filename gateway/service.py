@@ -92,7 +92,7 @@ def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
         request_id=request_id,
         text=part.text,
         token_ids=part.tokens,
-        finish_reason=common_pb2.FinishReason.ValueType(part.finish),
+        finish_reason=common_pb2.FinishReason.Name(int(part.finish)),
         prompt_tokens=part.prompt_tokens,
         completion_tokens=part.completion_tokens,
         speculation=gateway_pb2.SpeculationReport(
