@@ -1,0 +1,196 @@
+"""Loading: what does not fit is refused by name; what fits is described rightly; GGUF files become folders."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from outrider import checkpoint
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from services.target.kv_cache import LayerShape
+from services.target.model import convert
+from services.target.model.load import load, pick_device
+from tests.target.driving import engine_of, load_model, opening, run
+from tests.tiny import VOCAB, write_model
+
+CPU = TargetConfig(device="cpu")
+
+
+def edit_config(folder, **changes):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_facts_of_a_model(tmp_path):
+    model = load_model(write_model(tmp_path, num_hidden_layers=3))
+    assert model.architecture == "LlamaForCausalLM"
+    assert (model.vocab_size, model.context_length, model.eos_token_ids) == (VOCAB, 512, (1,))
+    assert model.shapes == (LayerShape(2, 16, 16),) * 3
+    assert model.dtype == model.cache_dtype == torch.float32
+
+
+def test_several_eos_ids_and_a_shorter_context(tmp_path):
+    folder = write_model(tmp_path)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [1, 7]}))
+    model = load(folder, TargetConfig(device="cpu", context_length=100))
+    assert model.eos_token_ids == (1, 7)
+    assert engine_of(model).max_session_tokens == 100
+
+
+@pytest.mark.parametrize(("flag", "stored", "expected"), [
+    ("auto", torch.bfloat16, torch.float32), ("bfloat16", torch.float32, torch.bfloat16),
+])  # fmt: skip
+def test_dtype(tmp_path, flag, stored, expected):
+    folder = write_model(tmp_path)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    safetensors.torch.save_file({name: t.to(stored) for name, t in tensors.items()}, folder / "model.safetensors")
+    model = load(folder, TargetConfig(device="cpu", dtype=flag))
+    assert model.dtype == expected
+    assert len(run(engine_of(model), [opening(1, [5, 6, 7])]).new[1]) == 24
+
+
+def test_sharded_weights(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    whole = write_model(tmp_path / "whole")
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    request = opening(1, [5, 6, 7])
+    texts = [run(engine_of(load_model(folder)), [request]).new for folder in (whole, tmp_path / "shards")]
+    assert texts[0] == texts[1]
+    next((tmp_path / "shards").glob("*.safetensors")).unlink()
+    with pytest.raises(ConfigError, match="lacks weight files"):
+        load_model(tmp_path / "shards")
+
+
+def test_missing_tensors_are_named(tmp_path):
+    folder = write_model(tmp_path)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks tensors .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder)
+
+
+def test_tensors_of_the_wrong_shape_are_refused(tmp_path):
+    folder = write_model(tmp_path)
+    edit_config(folder, intermediate_size=80)
+    with pytest.raises(ConfigError):
+        load_model(folder)
+
+
+def test_missing_weights_are_refused(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
+        load_model(folder)
+
+
+def test_damaged_weights_are_refused(tmp_path):
+    folder = write_model(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"no tensors at all")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(folder)
+
+
+def test_unknown_architectures_are_refused(tmp_path):
+    folder = write_model(tmp_path)
+    edit_config(folder, model_type="cathedral")
+    with pytest.raises(ConfigError, match="cathedral"):
+        load_model(folder)
+
+
+def test_models_without_paged_attention_are_refused(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    settings = MambaConfig(vocab_size=64, hidden_size=16, state_size=4, num_hidden_layers=1)
+    MambaForCausalLM(settings).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError):
+        load_model(tmp_path)
+
+
+def test_rope_that_depends_on_the_batch_is_kept_below_its_change(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128, "factor": 4.0}  # fmt: skip
+    folder = write_model(tmp_path, rope_parameters=rope)
+    assert load_model(folder).context_length == 128
+    with pytest.raises(ConfigError, match="RoPE"):
+        load(folder, TargetConfig(device="cpu", context_length=256))
+
+
+@pytest.mark.parametrize("name", ["abacus", "cuda:99", "meta"])
+def test_devices_that_are_not_there_are_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        pick_device(name)
+
+
+# --- GGUF ---
+
+
+def write_gguf(file, folder):
+    """The model of a folder as a GGUF file, with a byte-level vocabulary."""
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    settings = json.loads((folder / "config.json").read_text())
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(settings["max_position_embeddings"])
+    writer.add_embedding_length(settings["hidden_size"])
+    writer.add_block_count(settings["num_hidden_layers"])
+    writer.add_feed_forward_length(settings["intermediate_size"])
+    writer.add_head_count(settings["num_attention_heads"])
+    writer.add_head_count_kv(settings["num_key_value_heads"])
+    writer.add_key_length(settings["head_dim"])
+    writer.add_value_length(settings["head_dim"])
+    writer.add_rope_dimension_count(settings["head_dim"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
+    writer.add_vocab_size(VOCAB)
+    words = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"]
+    words += [f"<|unused{i}|>" for i in range(len(words), VOCAB)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
+    writer.add_token_merges(["h e", "l l"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    writer.add_chat_template("{{ messages[0].content }}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, settings["num_hidden_layers"])
+    for name, tensor in tensors.items():
+        array = tensor.float().numpy()
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if part in name:  # GGUF pairs neighbouring rows for RoPE where safetensors pairs halves
+                rows = array.reshape(settings[heads], 2, -1, array.shape[1])
+                array = rows.swapaxes(1, 2).reshape(array.shape)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_a_folder_with_the_same_model(tmp_path):
+    original = write_model(tmp_path / "original")
+    write_gguf(tmp_path / "tiny.gguf", original)
+    assert convert.main([str(tmp_path / "tiny.gguf"), str(tmp_path / "out")]) == 0
+    before = safetensors.torch.load_file(original / "model.safetensors")
+    after = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor.to(torch.bfloat16)), name
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1]
+    assert checkpoint.vocab_hash(tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+    assert len(run(engine_of(load_model(tmp_path / "out")), [opening(1, [5, 6, 7])]).new[1]) == 24
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF?" * 10)
+    assert convert.main([str(tmp_path / "bad.gguf"), str(tmp_path / "out")]) == 1
+    assert "cannot be converted" in capsys.readouterr().err
