@@ -1,0 +1,31 @@
+"""One gateway over one fake target and one fake draft, shared by the tests of a module that do not break it."""
+
+import pytest
+
+from tests.gateway.services import Draft, Gateway, Service, Target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gateway")
+
+
+@pytest.fixture(scope="module")
+def target(folder):
+    service = Service(Target, f"unix:{folder}/target").start()
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def draft(folder):
+    service = Service(Draft, f"unix:{folder}/draft").start()
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(folder, target, draft):
+    process = Gateway(folder, [target.address], [draft.address]).wait()
+    yield process
+    assert process.stop() == 0

@@ -1,0 +1,179 @@
+"""Every kind of bad input has its status, its code and the name of the field, in OpenAI's form."""
+
+import openai
+import pytest
+
+from tests.gateway.engines import REFUSED, VOCAB
+from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
+
+LONG = [5] * 500
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"seed": "seven"}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 9}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [VOCAB]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": [REFUSED]}, "prompt"),
+    ],
+)
+def test_bad_completions_are_refused_by_name(gateway, changes, param):
+    response = gateway.client.post("/v1/completions", json={"prompt": "A", **changes})
+    error = error_of(response, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),  # the template says so
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+    ],
+)
+def test_bad_chats_are_refused_by_name(gateway, changes, param):
+    response = gateway.client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, **changes})
+    error = error_of(response, 400)
+    assert (error["type"], (error["param"] or "").split(".")[0]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": None}, {"logit_bias": {}}, {"presence_penalty": 0}, {"response_format": {"type": "text"}},
+        {"echo": False}, {"best_of": 1}, {"suffix": None}, {"top_k": -1}, {"stop": None}, {"stop": []}, {"user": "u"},
+        {"max_tokens": None}, {"temperature": 1}, {"n": None}, {"stream": None},
+    ],
+)  # fmt: skip
+def test_values_that_change_nothing_are_allowed(gateway, changes):
+    assert gateway.client.post("/v1/completions", json={"prompt": "A", **changes}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "count"), [(LONG, {}, "500"), ([5] * 390, {"max_tokens": 11}, "390"), ([5] * 400, {}, "400")]
+)
+def test_too_long_for_the_context(gateway, prompt, options, count):
+    error = error_of(gateway.client.post("/v1/completions", json={"prompt": prompt, **options}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "400" in error["message"]
+    assert count in error["message"]
+
+
+def test_the_default_answer_is_cut_to_what_fits(gateway):
+    body = {"prompt": [5] * 390, "ignore_eos": True}
+    assert gateway.client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 10
+
+
+def test_unknown_models_are_404_also_for_the_openai_client(gateway):
+    error = error_of(gateway.client.post("/v1/completions", json={"prompt": "A", "model": "gpt-7"}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="gpt-7"):
+        client.chat.completions.create(model="gpt-7", messages=HELLO)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"null", b'"text"', b"\xff\xfe"])
+def test_bodies_that_are_no_json_object_are_400(gateway, content):
+    headers = {"Content-Type": "application/json"}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        error_of(gateway.client.post(path, content=content, headers=headers), 400)
+
+
+def test_unknown_routes_and_wrong_methods(gateway):
+    error_of(gateway.client.get("/v1/nothing"), 404)
+    error_of(gateway.client.post("/v1/embeddings", json={}), 404)
+    error_of(gateway.client.get("/v1/completions"), 405)
+    error_of(gateway.client.delete("/v1/models"), 405)
+
+
+def test_bodies_that_are_too_large_are_413(gateway):
+    large = b'{"prompt": "' + b"a" * (5 << 20) + b'"}'
+    error_of(gateway.client.post("/v1/completions", content=large), 413)
+
+    def parts():
+        for start in range(0, len(large), 1 << 16):
+            yield large[start : start + (1 << 16)]
+
+    error_of(gateway.client.post("/v1/completions", content=parts()), 413)
+    assert gateway.text("A", max_tokens=2) == "BC"
+
+
+def test_errors_of_the_target_keep_their_status_in_streams(gateway):
+    body = {"prompt": [REFUSED], "stream": True}
+    error = error_of(gateway.client.post("/v1/completions", json=body), 400)
+    assert "does not like" in error["message"]
+
+
+def test_bad_requests_leave_no_session_behind(gateway, target, draft):
+    gateway.client.post("/v1/completions", json={"prompt": ["A", "B", [1]], "max_tokens": 300})
+    gateway.client.post("/v1/completions", json={"prompt": [[5], [REFUSED], [6]], "max_tokens": 300, "temperature": 0})
+    until(lambda: target.sessions == 0 and draft.sessions == 0)
+
+
+def test_a_model_without_chat_template(folder):
+    service = Service(Target, f"unix:{folder}/bare", files=tokenizer_files(template=None)).start()
+    gateway = Gateway(folder, [service.address])
+    try:
+        gateway.wait()
+        error = error_of(gateway.client.post("/v1/chat/completions", json={"messages": HELLO}), 400)
+        assert "chat template" in error["message"]
+        assert gateway.text("A", max_tokens=2) == "BC"
+    finally:
+        assert gateway.stop() == 0
+        service.stop()

@@ -1,0 +1,172 @@
+"""Services that die and come back: clients must not notice more than a pause."""
+
+import contextlib
+import json
+import os
+import threading
+
+import pytest
+
+from tests.gateway.engines import expected, tokenizer
+from tests.gateway.services import Draft, Gateway, Service, Target, until
+
+TOKENIZER = tokenizer()
+COUNT = 200
+PROMPT = TOKENIZER.encode("A").ids
+WHOLE = expected(PROMPT, COUNT)
+
+
+class Stream(threading.Thread):
+    """A streamed completion in a thread; collects token ids, text and the end."""
+
+    def __init__(self, gateway, **options):
+        super().__init__()
+        self.gateway, self.tokens, self.text, self.reason, self.error = gateway, [], "", None, None
+        self.body = {
+            "prompt": PROMPT, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "stream": True,
+            "return_token_ids": True, **options,
+        }  # fmt: skip
+        self.start()
+
+    def run(self):
+        with self.gateway.client.stream("POST", "/v1/completions", json=self.body) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+
+    def _take(self, chunk):
+        self.error = chunk.get("error", self.error)
+        for choice in chunk.get("choices", []):
+            self.tokens += choice.get("token_ids") or []
+            self.text += choice["text"]
+            self.reason = choice["finish_reason"] or self.reason
+
+    def whole(self):
+        self.join(20)
+        assert not self.is_alive()
+        assert self.error is None
+        return self.tokens == WHOLE and self.text == TOKENIZER.decode(WHOLE) and self.reason == "length"
+
+
+@contextlib.contextmanager
+def system(folder, targets=1, drafts=1, delay=0.01):
+    """Services that take their time, and a gateway of their own."""
+    services = [
+        [Service(kind, f"unix:{folder}/{kind.__name__}{i}-{os.urandom(3).hex()}", delay=delay) for i in range(count)]
+        for kind, count in ((Target, targets), (Draft, drafts))
+    ]
+    for service in [*services[0], *services[1]]:
+        service.start()
+    gateway = Gateway(folder, *([service.address for service in group] for group in services))
+    try:
+        gateway.wait()
+        for kind, group in zip(("target", "draft"), services, strict=True):
+            until(lambda kind=kind, group=group: gateway.metric("outrider_service_up", service=kind) == len(group))
+        yield gateway, *services
+        until(lambda: not any(s.sessions for group in services for s in group if s._thread.is_alive()))
+    finally:
+        assert gateway.stop() == 0
+        for service in [*services[0], *services[1]]:
+            service.stop()
+
+
+def started(stream):
+    until(lambda: len(stream.tokens) > 10)
+
+
+def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder):
+    with system(folder) as (gateway, _, [draft]):
+        streams = [Stream(gateway) for _ in range(4)]
+        for stream in streams:
+            started(stream)
+        draft.stop()
+        assert gateway.client.get("/health").status_code == 503
+        assert "draft" in gateway.client.get("/health").text
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        draft.start()
+        until(lambda: draft.engine.opened == 4)  # the sessions under way are drafted for again
+        assert all(stream.whole() for stream in streams)
+        accepted = gateway.metric("outrider_accepted_draft_tokens_total")
+        assert Stream(gateway).whole()
+        assert gateway.metric("outrider_accepted_draft_tokens_total") > accepted + COUNT / 3
+
+
+def test_a_draft_session_that_is_lost_is_opened_again(folder):
+    with system(folder) as (gateway, _, [draft]):
+        stream = Stream(gateway)
+        started(stream)
+        draft.engine.lose(next(iter(draft.engine.sessions)))
+        until(lambda: draft.engine.opened == 2)
+        assert stream.whole()
+        assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_target_that_dies_midway_changes_no_token(folder, temperature):
+    with system(folder) as (gateway, [target], _):
+        streams = [Stream(gateway, temperature=temperature, seed=3) for _ in range(4)]  # seed 3: a stride of 1
+        for stream in streams:
+            started(stream)
+        target.stop()
+        assert gateway.client.get("/health").status_code == 503
+        target.start()
+        assert all(stream.whole() for stream in streams)
+        assert gateway.metric("outrider_reopened_sessions_total", service="target") == 4
+        assert all(len(request.tokens) > 10 for request in target.engine.seen)
+
+
+def test_requests_wait_for_a_target_that_is_restarting(folder):
+    with system(folder) as (gateway, [target], _):
+        target.stop()
+        stream = Stream(gateway)
+        threading.Event().wait(0.3)
+        target.start()
+        assert stream.whole()
+
+
+def test_sessions_move_to_another_target(folder):
+    with system(folder, targets=2) as (gateway, targets, [draft]):
+        streams = [Stream(gateway) for _ in range(6)]
+        for stream in streams:
+            started(stream)
+        assert [t.sessions for t in targets] == [3, 3]
+        targets[0].stop()
+        assert gateway.client.get("/health").status_code == 200
+        assert all(stream.whole() for stream in streams)
+        assert targets[1].engine.opened == 6
+        assert draft.engine.opened == 6  # the draft needs no word of it
+
+
+def test_hints_reach_the_session_whichever_target_has_it(folder):
+    with system(folder, targets=2, drafts=2) as (gateway, targets, drafts):
+        streams = [Stream(gateway) for _ in range(8)]
+        assert all(stream.whole() for stream in streams)
+        assert [s.engine.opened for s in (*targets, *drafts)] == [4, 4, 4, 4]
+        assert gateway.metric("outrider_accepted_draft_tokens_total") > 8 * COUNT / 3
+
+
+def test_a_target_that_comes_back_with_another_model_is_refused(folder):
+    with system(folder, drafts=0) as (gateway, [target], _):
+        stream = Stream(gateway)
+        started(stream)
+        target.stop()
+        target.facts["fingerprint"] = "f2"
+        target.start()
+        until(lambda: "f2" in gateway.log.read_text())
+        assert gateway.client.get("/health").status_code == 503
+        assert target.engine.opened == 0
+        target.stop()
+        target.facts["fingerprint"] = "f1"
+        target.start()
+        assert stream.whole()
+
+
+def test_shutting_down_ends_streams_with_an_error(folder):
+    with system(folder, drafts=0, delay=0.3) as (gateway, _, _):
+        stream = Stream(gateway)
+        until(lambda: stream.tokens)
+        gateway.process.terminate()
+        gateway.process.wait(20)
+        stream.join(5)
+        assert stream.error is not None
+        assert stream.error["code"] == "unavailable"

@@ -1,0 +1,98 @@
+"""What does not fit is refused at start-up: one clear line and exit code 2."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
+
+
+def refused(*flags, seconds=20):
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [({"vocab_hash": "v2"}, ["v1", "v2"]), ({"vocab_hash": "", "vocab_size": 299}, ["299", "300"])],
+)
+def test_a_draft_with_another_vocabulary(folder, target, facts, words):
+    draft = Service(Draft, f"unix:{folder}/strange", **facts).start()
+    try:
+        output = refused("--target", target.address, "--draft", draft.address)
+        assert "vocabular" in output
+        assert all(word in output for word in words)
+    finally:
+        draft.stop()
+
+
+def test_targets_with_different_models(folder, target):
+    other = Service(Target, f"unix:{folder}/other", fingerprint="f2").start()
+    try:
+        output = refused("--target", target.address, other.address)
+        assert "f1" in output
+        assert "f2" in output
+    finally:
+        other.stop()
+
+
+def test_a_checkpoint_without_tokenizer(folder):
+    bare = Service(Target, f"unix:{folder}/empty", files={"config.json": b"{}"}).start()
+    try:
+        assert "tokenizer.json" in refused("--target", bare.address)
+    finally:
+        bare.stop()
+
+
+def test_no_target_in_time(folder):
+    assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_in_use(target, flag):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        output = refused("--target", target.address, flag, port)
+        assert str(port) in output
+        assert "in use" in output
+
+
+def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, target):
+    draft = Service(Draft, f"unix:{folder}/late")
+    gateway = Gateway(folder, [target.address], [draft.address])
+    try:
+        until(lambda: gateway.log.exists() and "draft" in gateway.log.read_text())
+        until(lambda: gateway.client.get("/health").status_code == 503)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        draft.start()
+        gateway.wait()
+        gateway.complete("A", max_tokens=50)
+        assert draft.engine.opened == 1
+    finally:
+        assert gateway.stop() == 0
+        draft.stop()
+
+
+def test_the_served_name_can_be_chosen(folder, target):
+    gateway = Gateway(folder, [target.address], served_model_name="my/model")
+    try:
+        gateway.wait()
+        assert gateway.complete("A", model="my/model")["model"] == "my/model"
+        assert gateway.client.get("/v1/models/my/model").json()["id"] == "my/model"
+        assert gateway.client.post("/v1/completions", json={"model": "counting", "prompt": "A"}).status_code == 404
+    finally:
+        assert gateway.stop() == 0
+
+
+def test_the_gateway_needs_no_numeric_framework():
+    names = "{'torch', 'jax', 'transformers'}"
+    code = f"import sys, gateway.app, gateway.service; sys.exit(repr({names} & set(sys.modules)) != 'set()')"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,191 @@
+"""Detokenizing, stop strings and chat templates, without a gateway around them."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from gateway.text.stop import StopMatcher
+from gateway.text.tokenizer import ModelTokenizer
+from outrider.errors import ConfigError, InvalidRequest
+from tests.gateway.engines import SPECIAL, VOCAB, tokenizer, tokenizer_files
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def byte_fallback() -> Tokenizer:
+    """As Llama 2 and Gemma have it: words with a lower bar for the space, and 256 tokens for what is unknown."""
+    words = ["▁", "▁a", "a", "b", "▁wörld", "!", "世", "▁▁", "e\u0301"]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<s>", "</s>"])
+    made.add_tokens([AddedToken("<tool>", special=False)])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+def metaspace() -> Tokenizer:
+    vocab = {"<unk>": 0, "▁a": 1, "a": 2, "▁": 3, "ö": 4, "</s>": 5, "▁▁b": 6}
+    made = Tokenizer(models.Unigram([(word, -1.0) for word in vocab], unk_id=0))
+    made.decoder = decoders.Metaspace()
+    made.add_special_tokens(["</s>"])
+    return made
+
+
+def byte_level() -> Tokenizer:
+    made = tokenizer()
+    made.add_tokens([AddedToken("<tool>", special=False), AddedToken("äußer", special=False)])
+    return made
+
+
+TOKENIZERS = {made.__name__: made() for made in (byte_level, byte_fallback, metaspace)}
+MODELS = {name: ModelTokenizer({"tokenizer.json": made.to_str().encode()}) for name, made in TOKENIZERS.items()}
+
+
+def pieces(name, tokens, cuts):
+    """Text of tokens that arrive in groups, piece by piece."""
+    detokenizer = MODELS[name].detokenizer()
+    edges = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
+    texts = [detokenizer.add(tokens[a:b]) for a, b in itertools.pairwise(edges)]
+    return [*texts, detokenizer.finish()]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_pieces_add_up_to_the_whole(name, data):
+    made = TOKENIZERS[name]
+    ids = st.integers(0, made.get_vocab_size() - 1)
+    bytes_only = st.integers(3, 258) if name == "byte_fallback" else ids
+    tokens = data.draw(st.lists(st.one_of(ids, bytes_only), max_size=40))
+    cuts = data.draw(st.lists(st.integers(0, 40), max_size=40))
+    assert "".join(pieces(name, tokens, cuts)) == made.decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@given(text=st.text(max_size=12), cuts=st.lists(st.integers(0, 60), max_size=60))
+def test_text_comes_back_without_half_characters(name, text, cuts):
+    made = TOKENIZERS[name]
+    tokens = made.encode(text, add_special_tokens=False).ids
+    parts = pieces(name, tokens, cuts)
+    assert "".join(parts) == made.decode(tokens, skip_special_tokens=True)
+    if "\ufffd" not in text and "<unk>" not in [made.id_to_token(t) for t in tokens]:
+        assert not any("\ufffd" in part for part in parts)
+
+
+def test_complete_text_is_given_out_at_once():
+    detokenizer = MODELS["byte_level"].detokenizer()
+    tokens = TOKENIZERS["byte_level"].encode("aé世b").ids
+    assert [detokenizer.add([t]) for t in tokens] == ["a", "", "é", "", "", "世", "b"]
+
+
+def test_unknown_bytes_do_not_make_it_slow():
+    """Bytes that never become a character must not be decoded over and over."""
+    detokenizer = MODELS["byte_level"].detokenizer()
+    token = TOKENIZERS["byte_level"].encode("é").ids[1]  # a continuation byte
+    given_out = [detokenizer.add([token]) for _ in range(2000)]
+    assert "".join(given_out[:10])
+    assert len("".join(given_out) + detokenizer.finish()) == 2000
+
+
+# --- stop strings ---
+
+
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 30), max_size=30),
+)
+def test_text_before_the_first_stop_string_whatever_the_pieces(text, stops, cuts):
+    matcher, out = StopMatcher(stops), ""
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for a, b in itertools.pairwise(edges):
+        if not matcher.stopped:
+            out += matcher.push(text[a:b])
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    assert matcher.stopped == bool(ends)
+    if not ends:
+        assert out + matcher.finish() == text
+    elif len(edges) > len(text):  # character by character: the first to be complete, the longest of those
+        assert out == text[: min(ends)[1]]
+
+
+# --- tokenizer ---
+
+
+def test_raw_prompts_get_the_begin_token_that_the_tokenizer_adds():
+    assert MODELS["byte_fallback"].encode("a")[0] == 1
+    assert MODELS["byte_level"].encode("A") == TOKENIZERS["byte_level"].encode("A").ids
+
+
+@pytest.mark.parametrize(("add", "first"), [(True, 0), (False, 38), (None, 38)])
+def test_add_bos_token_of_the_settings(add, first):
+    files = tokenizer_files()
+    settings = json.loads(files["tokenizer_config.json"])
+    files["tokenizer_config.json"] = json.dumps(settings | {"add_bos_token": add}).encode()
+    model = ModelTokenizer(files)
+    expected = tokenizer().encode("A").ids
+    assert model.encode("A") == ([0, *expected] if add else expected)
+    assert model.encode(SPECIAL[0] + "A") == [0, *expected]  # never twice
+
+
+def test_a_missing_tokenizer_is_said():
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        ModelTokenizer({"config.json": b"{}"})
+
+
+# --- chat templates ---
+
+
+def rendered(template, messages=CHAT, **options):
+    model = ModelTokenizer(tokenizer_files(template))
+    return tokenizer().decode(model.encode_chat(messages, **options), skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}", "<|begin|>hi<|end|>"),
+        ("{%- for m in messages %}\n    {%- if loop.first %}x{%- continue %}{% endif %}\n{%- endfor %}y", "xy"),
+        ("{% if true %}\na\n{% endif %}\n", "a\n"),  # trim_blocks, lstrip_blocks
+        ('{{ {"a": "ü<"} | tojson }}', '{"a": "ü<"}'),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% if tools is defined and tools %}t{% endif %}{% if add_generation_prompt %}g{% endif %}", "g"),
+        ("{% generation %}z{% endgeneration %}", "z"),
+    ],
+)
+def test_what_published_templates_use(template, text):
+    assert rendered(template) == text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only text') }}",
+        "{{ messages[0].nothing.at.all }}",
+        "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content + 1 }}",
+    ],
+)
+def test_templates_that_fail_or_break_out_are_the_request_s_fault(template):
+    with pytest.raises(InvalidRequest) as error:
+        rendered(template)
+    assert error.value.param == "messages"
+
+
+def test_a_template_that_cannot_be_read_is_refused_at_start_up():
+    with pytest.raises(ConfigError, match="template"):
+        ModelTokenizer(tokenizer_files("{% for %}"))
+
+
+def test_vocabulary_of_the_tests_is_what_they_think():
+    assert len(tokenizer().get_vocab()) == VOCAB
