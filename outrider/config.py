@@ -1,4 +1,7 @@
-"""Flags of the processes, as frozen dataclasses; parsed once in `outrider.cli`, never read from anywhere else.
+"""Flags of the processes, as frozen dataclasses; parsed once at the start of a process, never read from anywhere else.
+
+Options that only one process has stand in a class of their own (`TargetOptions`, ...); a process's configuration adds
+what depends on where it runs (`TargetConfig`, ...); `ServeConfig` takes every option once and makes all three.
 
 Flags that SGLang users know keep SGLang's names and meaning. A field's docstring is the flag's help text.
 """
@@ -32,13 +35,25 @@ class ProcessConfig:
 
 
 @dataclass(frozen=True)
-class TargetConfig(ProcessConfig):
+class SharedOptions:
+    """What the target and the draft service are told alike."""
+
+    max_running_requests: int = 48
+    """Most sessions that run together."""
+    speculative_num_steps: int | None = None
+    """Depth of a draft: most draft tokens that one step can accept in a session."""
+    speculative_eagle_topk: int | None = None
+    """Most children of a draft node."""
+    speculative_num_draft_tokens: int | None = None
+    """Rows verified per session and step, the root included; by default chosen by the service."""
+
+
+@dataclass(frozen=True)
+class TargetOptions:
     """The target service: verifies proposals with the large model."""
 
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
     """Hugging Face id, local folder, or GGUF file of the model; "default" is SmolLM2-135M-Instruct."""
-    listen: str = "127.0.0.1:30010"
-    """Address of the gRPC service: host:port or unix:/path."""
     device: str = "auto"
     """Device of the model: auto, cpu, cuda, cuda:1, ..."""
     dtype: DType = "auto"
@@ -53,42 +68,32 @@ class TargetConfig(ProcessConfig):
     """Tokens in the KV cache, over all sessions; by default as many as the memory fraction holds."""
     mem_fraction_static: float = 0.5
     """Fraction of the device's memory for weights and KV cache."""
-    max_running_requests: int = 48
-    """Most sessions that run together."""
     chunked_prefill_size: int = 512
     """Prompt tokens computed in one step, over all sessions."""
-    speculative_num_steps: int | None = None
-    """Most draft tokens that one step can accept in a session."""
-    speculative_eagle_topk: int | None = None
-    """Most children of a draft node."""
-    speculative_num_draft_tokens: int | None = None
-    """Rows verified per session and step, the root included; by default chosen by the service."""
 
 
 @dataclass(frozen=True)
-class DraftConfig(ProcessConfig):
+class TargetConfig(TargetOptions, SharedOptions, ProcessConfig):
+    """The target service: verifies proposals with the large model."""
+
+    listen: str = "127.0.0.1:30010"
+    """Address of the gRPC service: host:port or unix:/path."""
+
+
+@dataclass(frozen=True)
+class DraftOptions:
     """The draft service: proposes tokens ahead of the target."""
 
     speculative_algorithm: Algorithm = "NGRAM"
     """The drafter."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
     """Hugging Face id, local folder, or GGUF file of the draft model; STANDALONE needs one."""
-    listen: str = "127.0.0.1:30020"
-    """Address of the gRPC service: host:port or unix:/path."""
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
     draft_page_size: int = 16
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None
     """Tokens in the draft's KV cache, over all sessions."""
-    max_running_requests: int = 48
-    """Most sessions that are drafted for together."""
-    speculative_num_steps: int | None = None
-    """Deepest draft, in tokens below the root."""
-    speculative_eagle_topk: int | None = None
-    """Most children of a draft node."""
-    speculative_num_draft_tokens: int | None = None
-    """Rows the target verifies per session and step, the root included."""
     speculative_ngram_min_match_window_size: int = 1
     """NGRAM: shortest suffix that is looked up, in tokens."""
     speculative_ngram_max_match_window_size: int = 12
@@ -108,13 +113,17 @@ class DraftConfig(ProcessConfig):
 
 
 @dataclass(frozen=True)
-class GatewayConfig(ProcessConfig):
+class DraftConfig(DraftOptions, SharedOptions, ProcessConfig):
+    """The draft service: proposes tokens ahead of the target."""
+
+    listen: str = "127.0.0.1:30020"
+    """Address of the gRPC service: host:port or unix:/path."""
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
     """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
 
-    target: tuple[str, ...] = ("127.0.0.1:30010",)
-    """Addresses of target services."""
-    draft: tuple[str, ...] = ()
-    """Addresses of draft services; without any, text is decoded plainly."""
     host: str = "127.0.0.1"
     """Host that clients connect to."""
     port: int = 30000
@@ -130,12 +139,37 @@ class GatewayConfig(ProcessConfig):
 
 
 @dataclass(frozen=True)
+class GatewayConfig(GatewayOptions, ProcessConfig):
+    """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
+
+    target: tuple[str, ...] = ("127.0.0.1:30010",)
+    """Addresses of target services."""
+    draft: tuple[str, ...] = ()
+    """Addresses of draft services; without any, text is decoded plainly."""
+
+
+@dataclass(frozen=True)
 class ServeConfig:
     """All three processes on this machine, under one supervisor."""
 
-    target: tyro.conf.OmitArgPrefixes[TargetConfig]
-    draft: tyro.conf.OmitArgPrefixes[DraftConfig]
-    gateway: tyro.conf.OmitArgPrefixes[GatewayConfig]
+    shared: tyro.conf.OmitArgPrefixes[SharedOptions] = SharedOptions()
+    target: tyro.conf.OmitArgPrefixes[TargetOptions] = TargetOptions()
+    draft: tyro.conf.OmitArgPrefixes[DraftOptions] = DraftOptions()
+    gateway: tyro.conf.OmitArgPrefixes[GatewayOptions] = GatewayOptions()
+    cores: str | None = None
+    """CPU cores that the processes divide among themselves, such as "0-3,6"; all by default."""
+    cores_target: str | None = None
+    """CPU cores of the target service; by default a share of --cores."""
+    cores_draft: str | None = None
+    """CPU cores of the draft service; by default a share of --cores."""
+    cores_gateway: str | None = None
+    """CPU cores of the gateway; by default a share of --cores."""
+    listen_target: str | None = None
+    """Address of the target service, host:port or unix:/path; by default a private Unix domain socket."""
+    listen_draft: str | None = None
+    """Address of the draft service, host:port or unix:/path; by default a private Unix domain socket."""
+    log_level: LogLevel = "info"
+    """Least severe log lines that are shown."""
 
 
 Config = TypeVar("Config", bound=ProcessConfig)
@@ -153,6 +187,11 @@ def parse_cores(text: str) -> list[int]:
     return sorted(set(cores))
 
 
+def format_cores(cores: Sequence[int]) -> str:
+    """Core numbers as a list that `parse_cores` reads."""
+    return ",".join(map(str, cores))
+
+
 def to_argv(config: ProcessConfig) -> list[str]:
     """Flags that make this configuration: the fields that differ from their defaults."""
     argv: list[str] = []
@@ -161,8 +200,8 @@ def to_argv(config: ProcessConfig) -> list[str]:
         if value == field.default:
             continue
         flag = "--" + field.name.replace("_", "-")
-        if value is True:
-            argv.append(flag)
+        if isinstance(value, bool):
+            argv.append(flag if value else flag.replace("--", "--no-", 1))
         elif value is False:
             argv.append("--no-" + flag.removeprefix("--"))
         elif isinstance(value, Sequence) and not isinstance(value, str):
