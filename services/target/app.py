@@ -26,10 +26,10 @@ from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import Commit, Proposal
 from outrider.telemetry import setup_logging
 from outrider.wire.codec import verify_request_from_pb, verify_response_to_pb
+from services.target.service import TargetServicer, describe
 
 if TYPE_CHECKING:
     from services.target.engine import TargetEngine
-    from services.target.service import TargetServicer
 
 log = logging.getLogger(__name__)
 
@@ -109,14 +109,10 @@ async def serve(config: TargetConfig) -> int:
     servicers: list[TargetServicer] = []
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any]) -> Sequence[str]:
-        from services.target.service import TargetServicer
-
         servicers.append(TargetServicer(hub))
         return servicers[0].register(server)
 
     def start_up() -> None:
-        from services.target.service import describe
-
         folder = checkpoint.resolve(config.model_path)
         late.engine = build_engine(folder, config)
         servicers[0].facts = describe(folder, late.engine, config)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -17,7 +17,9 @@ from outrider.errors import Unavailable
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
-from services.target.engine import TargetEngine
+
+if TYPE_CHECKING:  # PyTorch is not needed to answer
+    from services.target.engine import TargetEngine
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TOKENIZER_FILES = (

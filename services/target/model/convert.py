@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -38,6 +37,7 @@ def main(argv: Sequence[str]) -> int:
 
 def convert(gguf: Path, folder: Path, console: Console) -> None:
     """Convert a GGUF file into a folder, with a line of progress a phase."""
+    import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -83,5 +83,5 @@ def _phases(name: str, console: Console) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars would tear this one's lines
+    os.environ["TQDM_DISABLE"] = "1"  # before it is imported: its bars would tear these lines
     sys.exit(main(sys.argv[1:]))
