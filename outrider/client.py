@@ -125,7 +125,7 @@ class Client:
     def __init__(self, address: str) -> None:
         """address: of the gateway's gRPC service, "host:port" or "unix:/path"."""
         self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     def __enter__(self) -> Client:
         return self
@@ -168,7 +168,7 @@ class AsyncClient:
     def __init__(self, address: str) -> None:
         """address: of the gateway's gRPC service, "host:port" or "unix:/path"."""
         self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -8,10 +8,23 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from outrider.errors import ConfigError, InvalidRequest
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is rendered as it stands."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The block's body."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -20,7 +33,7 @@ class ChatTemplate:
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """source: None if the model has no template. special_tokens: such as bos_token. Raises ConfigError."""
         self._special_tokens = special_tokens
-        extensions: list[type[Extension]] = [loopcontrols]
+        extensions: list[type[Extension]] = [loopcontrols, _Generation]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -34,10 +47,11 @@ class ChatTemplate:
         """The prompt of a conversation, ending where the assistant speaks. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
+        # Published templates ask `tools is not none`, which an undefined name would answer wrongly.
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         try:
-            arguments = {"messages": messages, "add_generation_prompt": True, **self._special_tokens, **options}
-            return self._template.render(**arguments)
-        except jinja2.TemplateError as error:
+            return self._template.render(**(defaults | options | {"messages": messages}))
+        except Exception as error:  # templates are programs, and fail as programs do
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
 
 
