@@ -46,7 +46,7 @@ def resolve(model_path: str, revision: str | None = None) -> Path:
     model_path: "default", a local folder, a GGUF file, or a Hugging Face id. Raises ConfigError saying what is missing.
     """
     if model_path == DEFAULT_MODEL:
-        return _converted(_default_gguf())
+        return _converted(default_gguf())
     path = Path(model_path).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -131,7 +131,8 @@ def _from_hub(repository: str, revision: str | None) -> Path:
         raise ConfigError(f"cannot get {repository} from the Hugging Face hub: {error}") from error
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
+    """The file of the default model. Raises ConfigError if its package is not installed."""
     spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(

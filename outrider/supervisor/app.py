@@ -1,0 +1,192 @@
+"""The life of `outrider serve`.
+
+1. refuse what can be seen to be wrong: ports in use, cores that are not there, a drafter without its model
+2. prepare the checkpoints: the first run converts or fetches them
+3. start target, draft and gateway, each on its cores, joined by private Unix domain sockets
+4. wait until all are healthy, say where the system is reached
+5. keep them alive until a signal comes, or one refuses its configuration
+6. stop them: the gateway first, so that no request is cut by a service that went away
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+from outrider import checkpoint
+from outrider.config import (
+    DraftConfig,
+    GatewayConfig,
+    ProcessConfig,
+    ServeConfig,
+    TargetConfig,
+    format_cores,
+    to_argv,
+)
+from outrider.errors import ConfigError
+from outrider.supervisor.cores import CorePlan, choose_cores
+from outrider.supervisor.display import Display, first_curl
+from outrider.supervisor.processes import Child, supervise
+from outrider.telemetry import setup_logging
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The configurations of the three processes; no draft without a drafter."""
+
+    target: TargetConfig
+    draft: DraftConfig | None
+    gateway: GatewayConfig
+
+
+def serve(config: ServeConfig) -> int:
+    """Serve until a signal. Returns the exit code. Raises ConfigError for what is refused."""
+    setup_logging("serve", config.log_level)
+    check_flags(config)
+    cores = choose_cores(config)
+    display = Display()
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        config = prepare_models(config, display)
+        with tempfile.TemporaryDirectory(prefix="outrider-") as runtime:
+            return asyncio.run(_run(configure(config, cores, Path(runtime)), display))
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        display.close()
+
+
+def check_flags(config: ServeConfig) -> None:
+    """Refuse early what would fail late. Raises ConfigError."""
+    draft, gateway = config.draft, config.gateway
+    if draft.speculative_algorithm == "STANDALONE" and draft.speculative_draft_model_path is None:
+        raise ConfigError("STANDALONE drafts with a model of its own; name it with --speculative-draft-model-path")
+    if gateway.port == gateway.grpc_port:
+        raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
+    for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
+        check_port(gateway.host, port, flag)
+
+
+def check_port(host: str, port: int, flag: str) -> None:
+    """Refuse a port that cannot be bound. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--host {host} is no address: {error.strerror or error}") from None
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            reason = "is in use" if "in use" in str(error) else f"cannot be bound ({error.strerror})"
+            raise ConfigError(f"port {port} of {host} {reason}; choose another with {flag}") from None
+
+
+def prepare_models(config: ServeConfig, display: Display) -> ServeConfig:
+    """Fetch and convert the checkpoints; the configuration comes back with folders. Raises ConfigError."""
+    target, draft, gateway = config.target, config.draft, config.gateway
+    name = checkpoint.display_name(target.model_path)
+    display.progress(f"preparing {name} (a first run converts or fetches it; that can take minutes)")
+    gateway = replace(gateway, served_model_name=gateway.served_model_name or name)
+    target = replace(target, model_path=str(checkpoint.resolve(target.model_path)))
+    if draft.speculative_algorithm == "STANDALONE":
+        assert draft.speculative_draft_model_path is not None
+        display.progress(f"preparing {checkpoint.display_name(draft.speculative_draft_model_path)}")
+        folder = checkpoint.resolve(draft.speculative_draft_model_path)
+        draft = replace(draft, speculative_draft_model_path=str(folder))
+    return replace(config, target=target, draft=draft, gateway=gateway)
+
+
+def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
+    """The three configurations. runtime: a private folder for sockets."""
+    shared, level = asdict(config.shared), config.log_level
+    target = TargetConfig(
+        **asdict(config.target), **shared, log_level=level, cores=format_cores(cores.target),
+        listen=config.listen_target or f"unix:{runtime}/target.sock",
+    )  # fmt: skip
+    draft = None
+    if config.draft.speculative_algorithm != "NONE":
+        draft = DraftConfig(
+            **asdict(config.draft), **shared, log_level=level, cores=format_cores(cores.draft),
+            listen=config.listen_draft or f"unix:{runtime}/draft.sock",
+        )  # fmt: skip
+    gateway = GatewayConfig(
+        **asdict(config.gateway), log_level=level, cores=format_cores(cores.gateway),
+        target=(target.listen,), draft=(draft.listen,) if draft else (),
+    )  # fmt: skip
+    return Processes(target, draft, gateway)
+
+
+def make_children(processes: Processes, display: Display) -> list[Child]:
+    """The children, not started, the gateway last."""
+
+    def child(name: str, config: ProcessConfig, address: str) -> Child:
+        return Child(name, [sys.executable, "-um", "outrider", name, *to_argv(config)], address, display.line)
+
+    children = [child("target", processes.target, processes.target.listen)]
+    if processes.draft is not None:
+        children.append(child("draft", processes.draft, processes.draft.listen))
+    children.append(child("gateway", processes.gateway, base_url(processes.gateway)))
+    return children
+
+
+def base_url(gateway: GatewayConfig) -> str:
+    """URL at which this machine reaches the gateway."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(gateway.host, gateway.host)
+    return f"http://{host}:{gateway.port}"
+
+
+async def _run(processes: Processes, display: Display) -> int:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+        display.close()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    children = make_children(processes, display)
+    refused = await supervise(children, _announce(processes, children, display), stop, hurry)
+    if refused is not None:
+        raise ConfigError(f"the {refused.name} process ended: {refused.last_line}")
+    return 0
+
+
+async def _announce(processes: Processes, children: Sequence[Child], display: Display) -> None:
+    """Wait until all are ready, then say so."""
+    waiting = {asyncio.create_task(child.wait_ready()) for child in children}
+    while waiting:
+        display.starting({child.name: child.ready for child in children})
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    display.ready(_facts(processes), first_curl(base_url(processes.gateway)))
+
+
+def _facts(processes: Processes) -> list[tuple[str, str]]:
+    """What a user wants to know first."""
+    target, draft, gateway = processes.target, processes.draft, processes.gateway
+    drafter = "none"
+    if draft is not None:
+        drafter = " ".join(filter(None, (draft.speculative_algorithm, draft.speculative_draft_model_path)))
+    cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
+    return [
+        ("REST", f"{base_url(gateway)}/v1"),
+        ("gRPC", f"{gateway.host}:{gateway.grpc_port}"),
+        ("model", gateway.served_model_name or target.model_path),
+        ("drafter", drafter),
+        ("cores", cores),
+    ]
+
+
+def _leave(_: int, __: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,58 @@
+"""Which process gets which CPU cores.
+
+Thread pools that spin on shared cores ruin one another, so every process gets cores of its own where there are enough.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.config import Algorithm, ServeConfig, parse_cores
+from outrider.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CorePlan:
+    """Core numbers of each process. Sets overlap only on machines of fewer than four cores."""
+
+    target: tuple[int, ...]
+    draft: tuple[int, ...]
+    gateway: tuple[int, ...]
+
+
+def plan_cores(cores: Sequence[int], algorithm: Algorithm) -> CorePlan:
+    """Divide cores among the processes.
+
+    From four cores on: the gateway one, a drafter without a model one, a draft model a quarter, the target the rest.
+    Three cores: the target two; draft and gateway share the third. Two cores: a draft model shares the second core with
+    the gateway, so that the target has the first for itself; without a draft model the others hardly compute, and the
+    target has both. One core: all share it.
+    """
+    cores = tuple(cores)
+    count = len(cores)
+    if count >= 4:
+        draft = {"NONE": 0, "NGRAM": 1, "STANDALONE": max(1, count // 4)}[algorithm]
+        target = count - 1 - draft
+        return CorePlan(cores[:target], cores[target : target + draft], cores[-1:])
+    own = {1: 1, 2: 1 if algorithm == "STANDALONE" else 2, 3: 2}[count]
+    return CorePlan(cores[:own], cores[-1:], cores[-1:])
+
+
+def choose_cores(config: ServeConfig) -> CorePlan:
+    """The plan for this machine, with what the user chose in its place. Raises ConfigError for cores it has not."""
+    usable = sorted(os.sched_getaffinity(0))
+    plan = plan_cores(_checked(config.cores, usable) or usable, config.draft.speculative_algorithm)
+    return CorePlan(
+        _checked(config.cores_target, usable) or plan.target,
+        _checked(config.cores_draft, usable) or plan.draft,
+        _checked(config.cores_gateway, usable) or plan.gateway,
+    )
+
+
+def _checked(text: str | None, usable: Sequence[int]) -> tuple[int, ...]:
+    cores = parse_cores(text) if text is not None else []
+    if absent := [core for core in cores if core not in usable]:
+        raise ConfigError(f"core {absent[0]} cannot be used; this process may use {', '.join(map(str, usable))}")
+    return tuple(cores)

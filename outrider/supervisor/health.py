@@ -1,0 +1,32 @@
+"""Is a service up? gRPC health of an address, or HTTP /health of a URL."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.error
+import urllib.request
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+
+async def is_healthy(address: str, seconds: float = 2.0) -> bool:
+    """True if the service serves. address: "host:port", "unix:/path" or "http://host:port". seconds: to wait."""
+    if address.startswith(("http://", "https://")):
+        return await asyncio.to_thread(_http_health, address, seconds)
+    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        try:
+            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _http_health(base_url: str, timeout: float) -> bool:
+    # Straight to the service: a proxy of the environment has no business between two local processes.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(base_url.rstrip("/") + "/health", timeout=timeout) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.HTTPError):
+        return False

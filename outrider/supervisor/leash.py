@@ -1,0 +1,24 @@
+"""Runs a command that the kernel kills when its parent dies. Used as a script: `python leash.py PARENT_PID COMMAND...`.
+
+The request is made in the child itself, after its own start: a function between fork and exec would run with the
+parent's threads missing, and gRPC does not survive that.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, command: list[str]) -> None:
+    """Become `command`. The parent's death is noticed even if it came before the request."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == parent:
+        os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

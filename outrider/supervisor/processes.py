@@ -1,0 +1,174 @@
+"""Child processes that are kept alive.
+
+start ──► wait for its end ──► code 2 before it ever was ready? ──yes──► refused: everything ends
+  ▲                                         │ no
+  └───────── wait, twice as long as before ─┘        (the first wait again after a life of 30 s)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider.supervisor import leash
+from outrider.supervisor.health import is_healthy
+
+log = logging.getLogger(__name__)
+
+EXIT_MISCONFIGURED = 2
+GRACE_SECONDS = 10.0  # for all children to end by themselves, the one that goes first has half of it
+POLL_SECONDS = 0.1
+_LONGEST_LINE = 1 << 20  # bytes; longer ones are dropped
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Waits between restarts, in seconds."""
+
+    first: float = 0.5
+    longest: float = 10.0
+    reset_after: float = 30.0
+
+    def waits(self) -> Iterator[float]:
+        """Each twice the one before, up to the longest."""
+        wait = self.first
+        while True:
+            yield wait
+            wait = min(2 * wait, self.longest)
+
+
+@dataclass(eq=False)
+class Child:
+    """One process by name, started again whenever it dies.
+
+    address: where its health is asked. on_line: called with every line that it writes, without the line's end.
+    """
+
+    name: str
+    command: Sequence[str]
+    address: str
+    on_line: Callable[[str], None]
+    backoff: Backoff = field(default_factory=Backoff)
+    ready: bool = field(default=False, init=False)
+    refused: bool = field(default=False, init=False)
+    last_line: str = field(default="", init=False)
+    _ending: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+
+    @property
+    def pid(self) -> int | None:
+        """Id of the process that runs at present."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def keep_alive(self) -> None:
+        """Start it, again and again, until it is told to end or `refused` its configuration before it was ready."""
+        waits = self.backoff.waits()
+        while not self._ending.is_set():
+            started = time.monotonic()
+            code = await self._live()
+            if self._ending.is_set():
+                return
+            if code == EXIT_MISCONFIGURED and not self.ready:
+                self.refused = True
+                return
+            if time.monotonic() - started >= self.backoff.reset_after:
+                waits = self.backoff.waits()
+            wait = next(waits)
+            log.warning("the %s process ended with code %d; it starts again in %.1f s", self.name, code, wait)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), wait)
+
+    async def wait_ready(self) -> None:
+        """Return once its health was good."""
+        while self.pid is None or not await is_healthy(self.address):  # noqa: ASYNC110 - health is asked, it does not tell
+            await asyncio.sleep(POLL_SECONDS)
+        self.ready = True
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Send it a signal; it is not started again."""
+        self._ending.set()
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def _live(self) -> int:
+        """One life, from start to end. Returns the exit code, negative for a signal."""
+        # A session of its own, so that Ctrl-C reaches the supervisor alone, which ends the processes in order.
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *self.command,
+            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True, limit=_LONGEST_LINE,
+        )  # fmt: skip
+        if self._ending.is_set():  # while it was being started
+            self.end()
+        assert process.stdout is not None
+        relay = asyncio.create_task(self._relay(process.stdout))
+        code = await process.wait()
+        # What it started may hold the pipe open, so the pipe's end is waited for a moment only.
+        await asyncio.wait([relay], timeout=1.0)
+        relay.cancel()
+        return code
+
+    async def _relay(self, output: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                raw = await output.readline()
+            except ValueError:
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            if line:
+                self.last_line = line
+                self.on_line(line)
+
+
+async def supervise(
+    children: Sequence[Child], starting: Coroutine[None, None, None], stop: asyncio.Event, hurry: asyncio.Event
+) -> Child | None:
+    """Run children until `stop`, or until one refuses its configuration, which is then returned.
+
+    starting: runs beside them and may return at any time. hurry: kills what does not end at once. The last child is
+    ended first, then the others together.
+    """
+    lives = {child: asyncio.create_task(child.keep_alive()) for child in children}
+    start = asyncio.create_task(starting)
+    stopping = asyncio.create_task(stop.wait())
+    until = {stopping, *lives.values()}
+    try:
+        await asyncio.wait({start, *until}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            start.result()
+            await asyncio.wait(until, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        start.cancel()
+        stopping.cancel()
+        for group in (children[-1:], children[:-1]):
+            await _end({child: lives[child] for child in group}, GRACE_SECONDS / 2, hurry)
+    for life in lives.values():
+        life.result()
+    return next((child for child in children if child.refused), None)
+
+
+async def _end(lives: Mapping[Child, asyncio.Task[None]], grace: float, hurry: asyncio.Event) -> None:
+    """Ask children to end; kill what is left after `grace` seconds, or as soon as `hurry` is set."""
+    if not lives:
+        return
+    for child in lives:
+        child.end()
+    ended = asyncio.create_task(asyncio.wait(lives.values()))
+    hurried = asyncio.create_task(hurry.wait())
+    await asyncio.wait([ended, hurried], timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    for child in lives:
+        if child.pid is not None:
+            log.warning("the %s process (%d) did not end when it was asked to; it is killed", child.name, child.pid)
+            child.end(signal.SIGKILL)
+    await ended
