@@ -20,6 +20,7 @@ from outrider.errors import ConfigError
 from services.target.batch import Batch
 from services.target.kv_cache import KVCache, LayerShape
 from services.target.model import attention
+from services.target.model.linear import pack
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     settings = _read_config(folder, config.trust_remote_code)
     module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), config.trust_remote_code)
     module.to(device).eval().requires_grad_(False)
-    text = module.config.get_text_config()
+    vocab_size = module.get_output_embeddings().weight.shape[0]
+    pack(module)
     probe = _probe(module, device)
     assert probe.dtype is not None
     return Model(
@@ -79,8 +81,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
         dtype=module.dtype,
         cache_dtype=probe.dtype,
         architecture=type(module).__name__,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
-        context_length=_context_length(text, config.context_length),
+        vocab_size=vocab_size,
+        context_length=_context_length(module.config.get_text_config(), config.context_length),
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
     )
