@@ -14,7 +14,7 @@ import tyro
 
 from outrider import __version__
 from outrider.config import ServeConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, OutriderError
 
 USAGE = """\
 usage: outrider VERB [FLAGS]        (outrider VERB --help shows a verb's flags)
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _dispatch(argv)
         sys.stdout.flush()
         return code
-    except ConfigError as error:
+    except OutriderError as error:
         print(f"outrider: error: {error.message}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ConfigError) else 1
     except BrokenPipeError:  # the reader of a help page had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -182,6 +182,8 @@ def parse_cores(text: str) -> list[int]:
         for part in text.split(","):
             first, _, last = part.partition("-")
             cores += range(int(first), int(last or first) + 1)
+        if not cores:
+            raise ValueError("an empty range")
     except ValueError:
         raise ConfigError(f'"{text}" is no list of cores; write for example 0-3,6') from None
     return sorted(set(cores))

@@ -4,7 +4,7 @@
 2. prepare the checkpoints: the first run converts or fetches them
 3. start target, draft and gateway, each on its cores, joined by private Unix domain sockets
 4. wait until all are healthy, say where the system is reached
-5. keep them alive until a signal comes, or one refuses its configuration
+5. keep them alive until a signal comes, or one cannot even start
 6. stop them: the gateway first, so that no request is cut by a service that went away
 """
 
@@ -30,10 +30,10 @@ from outrider.config import (
     format_cores,
     to_argv,
 )
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, EngineFault
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
-from outrider.supervisor.processes import Child, supervise
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, supervise
 from outrider.telemetry import setup_logging
 
 
@@ -47,7 +47,7 @@ class Processes:
 
 
 def serve(config: ServeConfig) -> int:
-    """Serve until a signal. Returns the exit code. Raises ConfigError for what is refused."""
+    """Serve until a signal. Returns the exit code. Raises ConfigError and EngineFault for what cannot start."""
     setup_logging("serve", config.log_level)
     check_flags(config)
     cores = choose_cores(config)
@@ -139,8 +139,8 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
 
 def base_url(gateway: GatewayConfig) -> str:
     """URL at which this machine reaches the gateway."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(gateway.host, gateway.host)
-    return f"http://{host}:{gateway.port}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
+    return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
 
 
 async def _run(processes: Processes, display: Display) -> int:
@@ -155,10 +155,11 @@ async def _run(processes: Processes, display: Display) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     children = make_children(processes, display)
-    refused = await supervise(children, _announce(processes, children, display), stop, hurry)
-    if refused is not None:
-        raise ConfigError(f"the {refused.name} process ended: {refused.last_line}")
-    return 0
+    loser = await supervise(children, _announce(processes, children, display), stop, hurry)
+    if loser is None:
+        return 0
+    message = f"the {loser.name} process does not start: {loser.last_line}"
+    raise ConfigError(message) if loser.gave_up == EXIT_MISCONFIGURED else EngineFault(message)
 
 
 async def _announce(processes: Processes, children: Sequence[Child], display: Display) -> None:

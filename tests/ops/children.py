@@ -1,0 +1,66 @@
+"""Small real processes to supervise, and a supervisor of them to kill."""
+
+import asyncio
+import signal
+import socket
+import sys
+
+from outrider.supervisor.processes import Backoff, Child, supervise
+
+# Answers /health with 200; ends at SIGTERM with code 0.
+HEALTHY = """
+import http.server, os, signal, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *arguments):
+        pass
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+server = http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+print("up", os.getpid(), flush=True)
+server.serve_forever()
+"""
+# Hears no SIGTERM.
+STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HEALTHY.replace(
+    "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))", ""
+)
+QUICK = Backoff(first=0.05, longest=0.2, reset_after=30.0)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def child(script, *, name="child", backoff=QUICK, on_line=lambda line: None):
+    port = free_port()
+    return Child(name, [sys.executable, "-Sc", script, str(port)], f"http://127.0.0.1:{port}", on_line, backoff)
+
+
+async def run(children, stop=None, starting=None):
+    """Supervise; until `stop`, forever by default."""
+    if starting is None:
+        starting = wait_ready(children)
+    return await supervise(children, starting, stop or asyncio.Event(), asyncio.Event())
+
+
+async def wait_ready(children):
+    await asyncio.gather(*(child.wait_ready() for child in children))
+
+
+async def main():
+    """A supervisor of two healthy children that shows their ids, for tests that kill it."""
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    children = [
+        child(globals()[kind], name=kind, on_line=lambda line: print(line, flush=True)) for kind in sys.argv[1:]
+    ]
+    await supervise(children, wait_ready(children), stop, hurry)
+    print("over", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,106 @@
+"""What `serve` makes of its flags, and what it refuses before anything heavy starts."""
+
+import socket
+from dataclasses import replace
+
+import pytest
+import tyro
+
+from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, to_argv
+from outrider.errors import ConfigError
+from outrider.supervisor.app import base_url, check_flags, configure, make_children
+from outrider.supervisor.cores import CorePlan
+from outrider.supervisor.display import Display, first_curl
+from tests.ops.children import free_port
+
+CORES = CorePlan((0, 1), (2,), (3,))
+
+
+def parse(*flags):
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    return tyro.cli(ServeConfig, args=[*ports, *flags])
+
+
+def test_shared_flags_reach_both_services_and_others_their_own(tmp_path):
+    config = parse(
+        "--model", "m", "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d",
+        "--log-level", "debug", "--max-running-requests", "7", "--speculative-num-steps", "3", "--page-size", "32",
+    )  # fmt: skip
+    made = configure(config, CORES, tmp_path)
+    target = TargetConfig(
+        model_path="m", listen=f"unix:{tmp_path}/target.sock", max_running_requests=7, speculative_num_steps=3,
+        page_size=32, cores="0,1", log_level="debug",
+    )  # fmt: skip
+    draft = DraftConfig(
+        speculative_algorithm="STANDALONE", speculative_draft_model_path="d", listen=f"unix:{tmp_path}/draft.sock",
+        max_running_requests=7, speculative_num_steps=3, cores="2", log_level="debug",
+    )  # fmt: skip
+    assert (made.target, made.draft) == (target, draft)
+    assert (made.gateway.target, made.gateway.draft) == ((target.listen,), (draft.listen,))
+    assert (made.gateway.port, made.gateway.cores) == (config.gateway.port, "3")
+
+
+def test_children_read_the_same_configuration_back(tmp_path):
+    made = configure(parse("--listen-draft", "127.0.0.1:4", "--no-speculative-ngram-insert-prompts"), CORES, tmp_path)
+    children = make_children(made, Display())
+    assert [child.name for child in children] == ["target", "draft", "gateway"]
+    for child, config in zip(children, (made.target, made.draft, made.gateway), strict=True):
+        assert child.command[1:4] == ["-um", "outrider", child.name]
+        assert tyro.cli(type(config), args=list(child.command[4:])) == config
+    assert [child.address for child in children[:2]] == [made.target.listen, "127.0.0.1:4"]
+    assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
+
+
+def test_without_a_drafter_there_is_no_draft(tmp_path):
+    made = configure(parse("--speculative-algorithm", "NONE"), CORES, tmp_path)
+    assert made.draft is None
+    assert made.gateway.draft == ()
+    assert [child.name for child in make_children(made, Display())] == ["target", "gateway"]
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_in_use_is_refused(flag):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"in use; choose another with {flag}$"):
+            check_flags(parse(flag, str(taken.getsockname()[1])))
+
+
+def test_free_ports_are_free_afterwards():
+    config = parse()
+    check_flags(config)
+    check_flags(config)
+
+
+def test_other_refusals():
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
+        check_flags(parse("--speculative-algorithm", "STANDALONE"))
+    with pytest.raises(ConfigError, match="both 5"):
+        check_flags(parse("--port", "5", "--grpc-port", "5"))
+    with pytest.raises(ConfigError, match="no address"):
+        check_flags(parse("--host", "no.such.host.invalid"))
+
+
+def test_urls_are_reachable_from_here():
+    gateway = GatewayConfig(host="0.0.0.0", port=5)
+    assert base_url(gateway) == "http://127.0.0.1:5"
+    assert base_url(replace(gateway, host="::")) == "http://[::1]:5"
+    assert base_url(replace(gateway, host="::1")) == "http://[::1]:5"
+    assert base_url(replace(gateway, host="example.org")) == "http://example.org:5"
+    assert first_curl("http://h:5").startswith("curl http://h:5/v1/chat/completions -H 'Content-Type")
+
+
+def test_flags_that_are_off_by_choice_are_written_so():
+    assert to_argv(DraftConfig(speculative_ngram_insert_prompts=False)) == ["--no-speculative-ngram-insert-prompts"]
+    assert to_argv(TargetConfig(trust_remote_code=True)) == ["--trust-remote-code"]
+
+
+def test_what_is_shown_without_a_terminal(capsys):
+    display = Display()
+    display.starting({"target": True, "draft": False})
+    display.ready([("REST", "http://h:5/v1")], "curl http://h:5")
+    shown = capsys.readouterr().err
+    assert "starting: target ready, draft …" in shown
+    assert "http://h:5/v1" in shown
+    assert "curl http://h:5\n" in shown

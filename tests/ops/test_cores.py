@@ -1,0 +1,61 @@
+"""Which process gets which cores."""
+
+import os
+
+import pytest
+
+from outrider.config import DraftOptions, ServeConfig
+from outrider.errors import ConfigError
+from outrider.supervisor.cores import CorePlan, choose_cores, plan_cores
+
+
+@pytest.mark.parametrize(
+    ("count", "algorithm", "sizes"),
+    [
+        (4, "NGRAM", (2, 1, 1)),
+        (4, "STANDALONE", (2, 1, 1)),
+        (4, "NONE", (3, 0, 1)),
+        (8, "STANDALONE", (5, 2, 1)),
+        (16, "STANDALONE", (11, 4, 1)),
+        (64, "NGRAM", (62, 1, 1)),
+    ],
+)
+def test_from_four_cores_on_nobody_shares(count, algorithm, sizes):
+    plan = plan_cores(range(10, 10 + count), algorithm)
+    sets = (plan.target, plan.draft, plan.gateway)
+    assert tuple(map(len, sets)) == sizes
+    assert sorted(core for cores in sets for core in cores) == list(range(10, 10 + count))
+
+
+@pytest.mark.parametrize(
+    ("cores", "algorithm", "plan"),
+    [
+        ([5], "STANDALONE", CorePlan((5,), (5,), (5,))),
+        ([0, 1], "STANDALONE", CorePlan((0,), (1,), (1,))),
+        ([0, 1], "NGRAM", CorePlan((0, 1), (1,), (1,))),
+        ([0, 1], "NONE", CorePlan((0, 1), (1,), (1,))),
+        ([2, 4, 6], "STANDALONE", CorePlan((2, 4), (6,), (6,))),
+    ],
+)
+def test_small_machines_share(cores, algorithm, plan):
+    assert plan_cores(cores, algorithm) == plan
+
+
+def test_what_the_user_chose_stands():
+    core = min(os.sched_getaffinity(0))
+    draft = DraftOptions(speculative_algorithm="STANDALONE")
+    plan = choose_cores(ServeConfig(draft=draft, cores=str(core)))
+    assert plan == CorePlan((core,), (core,), (core,))
+    usable = sorted(os.sched_getaffinity(0))
+    plan = choose_cores(ServeConfig(draft=draft, cores_target=f"{usable[-1]}"))
+    assert plan.target == (usable[-1],)
+    assert plan.gateway == plan_cores(usable, "STANDALONE").gateway
+
+
+def test_cores_that_are_not_there_are_refused():
+    with pytest.raises(ConfigError, match="core 9999 cannot be used"):
+        choose_cores(ServeConfig(cores_gateway="9999"))
+    with pytest.raises(ConfigError, match="no list of cores"):
+        choose_cores(ServeConfig(cores="a-b"))
+    with pytest.raises(ConfigError, match="no list of cores"):
+        choose_cores(ServeConfig(cores="3-1"))
