@@ -201,7 +201,7 @@ def main(role: str, address: str) -> int:
             target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
             return ["outrider.wire.v1.TargetService"]
 
-        engine: LockstepEngine = LockstepTarget()
+        engine: type[LockstepEngine] = LockstepTarget
         coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
     else:
 
@@ -209,9 +209,9 @@ def main(role: str, address: str) -> int:
             draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub), server.server)
             return ["outrider.wire.v1.DraftService"]
 
-        engine = LockstepDraft()
+        engine = LockstepDraft
         coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
-    return uvloop.run(serve_engine(engine, address, *coders, register, warm_up=lambda: None))
+    return uvloop.run(serve_engine(engine, address, *coders, register))
 
 
 if __name__ == "__main__":

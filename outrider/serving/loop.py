@@ -61,17 +61,19 @@ class Engine(ABC):
 class EngineLoop:
     """Runs an engine in a thread of its own. `fault` holds the error that ended it, if one did."""
 
-    def __init__(self, engine: Engine, on_fault: Callable[[BaseException], None]) -> None:
+    engine: Engine
+    _publish: Callable[[StepOutput], None]
+
+    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
         """on_fault: called once, in the engine thread, if the engine dies."""
-        self.engine = engine
         self.fault: BaseException | None = None
         self._on_fault = on_fault
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._publish: Callable[[StepOutput], None]
 
-    def start(self, publish: Callable[[StepOutput], None]) -> None:
-        """Start the thread. publish: called in it after every step that said something."""
+    def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
+        """Start the thread; messages may have gathered before. publish: called after every step that said something."""
+        self.engine = engine
         self._publish = publish
         self._thread.start()
 

@@ -1,6 +1,6 @@
 """The gRPC server around an engine: health, reflection, errors as statuses, signals.
 
-Start-up order: bind the port (health says NOT_SERVING), warm the engine up, then say SERVING. An engine that dies
+Start-up order: bind the port (health says NOT_SERVING), build the engine, then say SERVING. An engine that dies
 ends the process, so that whoever supervises it starts it anew.
 """
 
@@ -102,17 +102,16 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def serve_engine(
-    engine: Engine,
+    build: Callable[[], Engine],
     address: str,
     decode: Decode[Any],
     encode: Encode[Any],
     register: Callable[[GrpcServer, StreamHub[Any, Any]], Sequence[str]],
-    warm_up: Callable[[], None],
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
-    register: adds the service to the server and returns the full names of what it added. warm_up: run in a thread
-    before the service says SERVING.
+    build: makes the engine, warmed up; called in a thread of its own once the port is bound. register: adds the service
+    to the server and returns the full names of what it added.
     """
     stop = stop_on_signals()
     network = asyncio.get_running_loop()
@@ -120,16 +119,16 @@ async def serve_engine(
     def end(_: BaseException) -> None:
         network.call_soon_threadsafe(stop.set)
 
-    loop = EngineLoop(engine, on_fault=end)
+    loop = EngineLoop(on_fault=end)
     hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
     server = GrpcServer()
     await server.start(address, register(server, hub))
     try:
-        await asyncio.to_thread(warm_up)
+        engine = await asyncio.to_thread(build)
     except BaseException:
         await server.stop(grace=0.0)
         raise
-    loop.start(hub.publish)
+    loop.start(engine, hub.publish)
     await server.set_serving(True)
     log.info("ready on %s", address)
     await stop.wait()

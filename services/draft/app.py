@@ -1,4 +1,4 @@
-"""The process: flags, cores, the drafter, then the port, warm-up and requests.
+"""The process: flags, cores, the port, then the drafter and its warm-up, then requests.
 
 JAX is imported only once the process stands on its cores, and never for NGRAM.
 """
@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import tyro
-import uvloop
 
 import outrider
-from outrider.config import DraftConfig, parse_cores
+from outrider.config import DraftConfig
 from outrider.errors import ConfigError
+from outrider.serving import process
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
-from outrider.telemetry import setup_logging
 from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
@@ -40,29 +37,8 @@ _STANDALONE_CHILDREN = 4
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
     config = tyro.cli(DraftConfig, args=argv, prog="outrider draft")
-    setup_logging("draft", config.log_level)
-    try:
-        take_cores(config.cores)
-        _collect_rarely()
-        engine, model = build(config)
-        return uvloop.run(serve(config, engine, model))
-    except ConfigError as error:
-        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
-        return 2
-    except KeyboardInterrupt:
-        return 130
-
-
-def take_cores(cores: str | None) -> None:
-    """Put the process on its cores, with as many threads. Raises ConfigError for cores that it may not use."""
-    if cores is None:
-        return
-    wanted = parse_cores(cores)
-    missing = sorted(set(wanted) - os.sched_getaffinity(0))
-    if missing or not wanted:
-        raise ConfigError(f"--cores {cores}: this process may not use core {missing[0] if missing else cores}")
-    os.sched_setaffinity(0, wanted)
-    os.environ["NPROC"] = str(len(wanted))  # size of XLA's thread pool; read when JAX starts its CPU device
+    _collect_rarely()
+    return process.run("draft", config, lambda: serve(config))
 
 
 def _collect_rarely() -> None:
@@ -71,22 +47,33 @@ def _collect_rarely() -> None:
     gc.set_threshold(50_000, 20, 1000)
 
 
-async def serve(config: DraftConfig, engine: DraftEngine, model: common_pb2.ModelInfo | None) -> int:
+async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
-    info = draft_pb2.GetDraftInfoResponse(
+    check(config)
+    servicers: list[DraftServicer] = []
+
+    def register(server: GrpcServer, hub: StreamHub[Any, Any]) -> Sequence[str]:
+        servicers.append(DraftServicer(hub))
+        return servicers[0].register(server)
+
+    def build_engine() -> DraftEngine:
+        engine, model = build(config)
+        engine.drafter.warm_up()
+        servicers[0].info = describe(engine, model)
+        return engine
+
+    return await serve_engine(build_engine, config.listen, propose_request_from_pb, propose_response_to_pb, register)
+
+
+def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_pb2.GetDraftInfoResponse:
+    """Facts for the handshake."""
+    return draft_pb2.GetDraftInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
         software_version=outrider.__version__,
         drafters=[engine.drafter.name],
         model=model,
         max_session_tokens=engine.drafter.max_session_tokens,
-        max_running_sessions=config.max_running_requests,
-    )
-
-    def register(server: GrpcServer, hub: StreamHub[Any, Any]) -> Sequence[str]:
-        return DraftServicer(hub, info).register(server)
-
-    return await serve_engine(
-        engine, config.listen, propose_request_from_pb, propose_response_to_pb, register, engine.drafter.warm_up
+        max_running_sessions=engine.max_running,
     )
 
 

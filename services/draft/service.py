@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from outrider.errors import Unavailable
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
@@ -15,23 +16,30 @@ SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService around an engine's streams."""
+    """DraftService around an engine's streams. `info` is filled once the drafter is built."""
 
-    def __init__(self, hub: StreamHub[Any, Any], info: draft_pb2.GetDraftInfoResponse) -> None:
+    def __init__(self, hub: StreamHub[Any, Any]) -> None:
         self._hub = hub
-        self._info = info
+        self.info: draft_pb2.GetDraftInfoResponse | None = None
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server.server)
         return (SERVICE_NAME,)
 
+    def _built(self) -> draft_pb2.GetDraftInfoResponse:
+        if self.info is None:
+            raise Unavailable("the draft service is starting up; retry in a moment")
+        return self.info
+
     async def GetDraftInfo(  # noqa: N802
         self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GetDraftInfoResponse:
         """Facts for the handshake."""
-        del request, context
-        return self._info
+        del request
+        async with statuses(context):
+            return self._built()
+        raise AssertionError("an aborted call does not go on")
 
     async def Propose(  # noqa: N802
         self,
@@ -40,5 +48,6 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncIterator[draft_pb2.ProposeResponse]:
         """One gateway's stream of sessions."""
         async with statuses(context):
+            self._built()
             async for frame in self._hub.serve(request_iterator):
                 yield frame

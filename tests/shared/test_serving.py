@@ -52,8 +52,8 @@ class Sink:
 
 def running_loop(engine):
     sink, faults = Sink(), []
-    loop = EngineLoop(engine, faults.append)
-    loop.start(sink)
+    loop = EngineLoop(faults.append)
+    loop.start(engine, sink)
     return loop, sink, faults
 
 
@@ -91,9 +91,9 @@ async def frames(queue):
 @pytest.fixture
 async def hub():
     engine = CountingEngine()
-    loop = EngineLoop(engine, lambda _: None)
+    loop = EngineLoop(lambda _: None)
     hub = StreamHub(loop.submit, lambda frame: (frame, []), lambda output: output)
-    loop.start(hub.publish)
+    loop.start(engine, hub.publish)
     yield hub, engine
     await asyncio.to_thread(loop.stop)
 

@@ -9,7 +9,6 @@ import sys
 import time
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -20,7 +19,7 @@ from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
-from services.target.app import LateEngine, main
+from services.target.app import main
 from services.target.service import TargetServicer
 from tests.target.driving import chain, engine_of, load_model, opening, run
 from tests.tiny import VOCAB, write_model, write_tokenizer
@@ -180,16 +179,3 @@ def test_unknown_flags_end_with_code_2():
     with pytest.raises(SystemExit) as error:
         main(["--pagesize", "3"])
     assert error.value.code == 2
-
-
-def test_a_late_engine_is_the_one_behind_it(folder):
-    late = LateEngine()
-    late.engine = engine_of(load_model(folder))
-    assert late.idle
-    assert late.load().free_pages == late.engine.load().free_pages
-    late.open(opening(4, [5, 6], max_tokens=2))
-    late.receive([chain(4, [5, 6], [7])], ())
-    tokens = [token for _ in range(2) if not late.idle for commit in late.step().commits for token in commit.tokens]
-    assert np.array(tokens).shape == (2,)
-    late.close(4)
-    late.check()

@@ -1,0 +1,42 @@
+"""What the three processes do alike around their work: logs, cores, the event loop, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from outrider.config import ProcessConfig, parse_cores
+from outrider.errors import ConfigError, OutriderError
+from outrider.telemetry import setup_logging
+
+
+def run(role: str, config: ProcessConfig, serve: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run a process to its end. Returns its exit code: 2 for flags, files or ports that do not fit, 1 for other errors.
+
+    Numeric libraries must not have been imported yet: they read the number of their threads when they are.
+    """
+    setup_logging(role, config.log_level)
+    try:
+        take_cores(config.cores)
+        return uvloop.run(serve())
+    except OutriderError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def take_cores(cores: str | None) -> None:
+    """Put the process on its cores, with as many threads. Raises ConfigError for cores that it may not use."""
+    if cores is None:
+        return
+    wanted = parse_cores(cores)
+    missing = sorted(set(wanted) - os.sched_getaffinity(0))
+    if missing or not wanted:
+        raise ConfigError(f"--cores {cores}: this process may not use core {missing[0] if missing else cores}")
+    os.sched_setaffinity(0, wanted)
+    os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(len(wanted))  # for PyTorch and for XLA
