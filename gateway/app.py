@@ -1,8 +1,8 @@
 """The process: ports first, then the services, then clients.
 
-1. bind the REST and gRPC ports, so that a port in use is said at once
-2. wait for a target and learn its facts and tokenizer; meet the drafts, and refuse those that don't fit
-3. serve until a signal
+1. bind the REST and gRPC ports, so that a port in use is said at once; answer 503 meanwhile
+2. wait for a target, and learn its facts and tokenizer
+3. serve until a signal, and meet the other services: one that does not fit ends the process
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import tyro
 import uvicorn
@@ -31,14 +31,18 @@ from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.config import GatewayConfig, parse_cores
-from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.errors import ConfigError, Unavailable
 from outrider.serving.rpc import GrpcServer, stop_on_signals
 from outrider.telemetry import setup_logging
 from outrider.wire.v1 import gateway_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-_DRAFT_WAIT = 5.0  # seconds that start-up waits for a draft; later ones join when they come
+Result = TypeVar("Result")
+
+_PATIENCE = 2.0  # seconds after which a service that is away is warned of
+_START_UP = 60.0  # seconds in which a service that does not fit ends the process; later ones are only not used
+_GRACE = 5  # seconds that requests get to end when the gateway stops
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,36 +62,91 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError, Unavailable."""
-    stop = stop_on_signals()
-    listener = bind(config.host, config.port)
-    grpc_server = GrpcServer()
+    stop = asyncio.create_task(stop_on_signals().wait())
+    edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
     metrics = Metrics()
-    targets = [TargetLink(address) for address in config.target]
-    orchestrator = Orchestrator(targets, [], metrics)
+    orchestrator = Orchestrator([TargetLink(address) for address in config.target], [], metrics)
+    listener = bind(config.host, config.port)
+    rest_server = start_rest(edge, listener)
     try:
-        facts = await _first_target(targets, config, stop)
-        if facts is None:
-            return 0
-        await _meet_drafts(orchestrator, config, facts)
-        tokenizer = ModelTokenizer(next(link.tokenizer_files for link in targets if link.tokenizer_files))
-        generator = Generator(
-            orchestrator,
-            tokenizer,
-            metrics,
-            name=config.served_model_name or facts.target.model.model_path,
-            vocab_size=facts.target.model.vocab_size,
-            max_session_tokens=facts.target.max_session_tokens,
-        )
-        servicer = GatewayServicer(generator, facts)
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, grpc_server.server)
         await grpc_server.start(f"{config.host}:{config.grpc_port}", (SERVICE_NAME,))
+        target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
+        if target is None:
+            return 0
+        assert target.info is not None, "a link that is up knows its service"
+        facts = Facts(config, target.info)
+        generator = Generator(
+            orchestrator,
+            ModelTokenizer(target.tokenizer_files),
+            metrics,
+            name=config.served_model_name or target.info.model.model_path,
+            vocab_size=target.info.model.vocab_size,
+            max_session_tokens=target.info.max_session_tokens,
+        )
+        for address in config.draft:
+            orchestrator.attach_draft(DraftLink(address, target.info.model))
+        edge.app = rest.build(generator, facts)
+        servicer.serve(generator, facts)
         await grpc_server.set_serving(True)
-        await _serve_rest(generator, facts, config, listener, stop)
+        log.info("REST on http://%s:%d, gRPC on %s:%d", config.host, config.port, config.host, config.grpc_port)
+        await unless(stop, meet(orchestrator, target))
         return 0
     finally:
-        listener.close()
+        stop.cancel()
         await orchestrator.stop()
-        await grpc_server.stop()
+        await asyncio.gather(stop_rest(rest_server), grpc_server.stop())
+
+
+async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The work's result; None if the process is told to stop first."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({stop, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+
+
+async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetLink:
+    """Connect to all targets and wait for the first. Raises ConfigError if one does not fit, Unavailable if none came.
+
+    From then on every target must serve the same model.
+    """
+    for link in targets:
+        link.start()
+    waits = [asyncio.create_task(link.wait_up(seconds)) for link in targets]
+    pending = set(waits)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if isinstance(task.exception(), ConfigError) or not pending:
+                task.result()
+        if first := next((link for link in targets if link.up and link.info is not None), None):
+            for task in pending:
+                task.cancel()
+            assert first.info is not None, "a link that is up knows its service"
+            for link in targets:
+                link.expect(first.info.model)
+            return first
+    raise Unavailable("no target service answered")
+
+
+async def meet(orchestrator: Orchestrator, first: TargetLink) -> None:
+    """Meet the other services, then rest. Raises ConfigError for one that does not fit; one that is away may come."""
+    for draft in orchestrator.drafts:
+        draft.start()
+    await asyncio.gather(*(_meet(link) for link in orchestrator.links if link is not first))
+    await asyncio.Event().wait()
+
+
+async def _meet(link: TargetLink | DraftLink) -> None:
+    try:
+        await link.wait_up(_PATIENCE)
+    except Unavailable as error:
+        log.warning("%s; going on without it until it comes", error.message)
+        with contextlib.suppress(Unavailable):
+            await link.wait_up(_START_UP)
 
 
 class _Server(uvicorn.Server):
@@ -108,56 +167,17 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{reason}; is it in use? Choose another --port") from None
 
 
-async def _first_target(targets: Sequence[TargetLink], config: GatewayConfig, stop: asyncio.Event) -> Facts | None:
-    """Connect to all targets and wait for the first. None if a signal came first. Raises ConfigError, Unavailable."""
-    for link in targets:
-        link.start()
-    waits = [asyncio.create_task(link.wait_up(config.connect_timeout)) for link in targets]
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        pending: set[asyncio.Task[Any]] = {*waits, stopped}
-        errors: list[OutriderError] = []
-        while len(errors) < len(waits):
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if stopped in done:
-                return None
-            for task in done:
-                error = task.exception()
-                if error is None:
-                    info = next(link.info for link in targets if link.up and link.info is not None)
-                    return Facts(config, info)
-                if not isinstance(error, OutriderError):
-                    raise error
-                errors.append(error)
-        raise errors[0]
-    finally:
-        for task in (*waits, stopped):
-            task.cancel()
-
-
-async def _meet_drafts(orchestrator: Orchestrator, config: GatewayConfig, facts: Facts) -> None:
-    """Connect to the drafts. One that is away joins later; one that does not fit raises ConfigError."""
-    for address in config.draft:
-        link = DraftLink(address, facts.target.model)
-        orchestrator.drafts.append(link)
-        orchestrator.attach_draft(link)
-        link.start()
-    for link in orchestrator.drafts:
-        try:
-            await link.wait_up(_DRAFT_WAIT)
-        except Unavailable as error:
-            log.warning("%s; text is decoded plainly until it comes", error.message)
-
-
-async def _serve_rest(
-    generator: Generator, facts: Facts, config: GatewayConfig, listener: socket.socket, stop: asyncio.Event
-) -> None:
-    app = Edge(rest.build(generator, facts), config.max_body_bytes)
-    settings = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+def start_rest(app: Edge, listener: socket.socket) -> tuple[_Server, asyncio.Task[None]]:
+    """Answer HTTP on a socket."""
+    settings = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_GRACE
+    )
     server = _Server(settings)
-    running = asyncio.create_task(server.serve(sockets=[listener]))
-    log.info("REST on http://%s:%d, gRPC on %s:%d", config.host, config.port, config.host, config.grpc_port)
-    await asyncio.wait({running, asyncio.create_task(stop.wait())}, return_when=asyncio.FIRST_COMPLETED)
-    await generator.orchestrator.stop()
+    return server, asyncio.create_task(server.serve(sockets=[listener]), name="rest")
+
+
+async def stop_rest(rest_server: tuple[_Server, asyncio.Task[None]]) -> None:
+    """Stop answering HTTP; what is under way gets a moment."""
+    server, task = rest_server
     server.should_exit = True
-    await running
+    await task

@@ -35,7 +35,7 @@ class Facts:
 
     def server_info(self, generator: Generator) -> dict[str, Any]:
         """Flags, services and speculation so far; the keys that SGLang has keep SGLang's names."""
-        orchestrator, metrics = generator.orchestrator, generator.metrics
+        orchestrator, tally = generator.orchestrator, generator.metrics.tally
         return {
             **asdict(self.config),
             "version": self.version,
@@ -46,8 +46,8 @@ class Facts:
             "drafts": [_service(link) for link in orchestrator.drafts],
             "internal_states": [
                 {
-                    "avg_spec_accept_length": metrics.average_accept_length,
-                    "avg_spec_accept_rate": metrics.average_acceptance_rate,
+                    "avg_spec_accept_length": tally.accept_length,
+                    "avg_spec_accept_rate": tally.acceptance_rate,
                     "running_sessions": len(orchestrator.sessions),
                 }
             ],

@@ -1,7 +1,7 @@
 """From a checked request to parts of text: what REST and gRPC share.
 
-Tokens come from the orchestrator; text leaves in parts, one for each commit that completes some. However a generation
-ends, its session is closed.
+Tokens come from the orchestrator; text leaves in parts, one for what a step committed. However a generation ends, its
+session is closed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.session import Session
+from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, OutriderError
@@ -22,15 +25,21 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_STOPS = 16
+_LONG_TEXT = 4096  # characters
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a client wants. max_tokens None is the rest of the context; seed None is drawn."""
+    """What a client wants, after the edge's own checks.
+
+    max_tokens: None is the rest of the context. clamp: a max_tokens that does not fit is cut instead of refused.
+    seed: None draws one; numbers below 0 count from the end of 64 bits.
+    """
 
     prompt: Sequence[int]
     sampling: SamplingParams
     max_tokens: int | None = None
+    clamp: bool = False
     min_tokens: int = 0
     seed: int | None = None
     stops: tuple[str, ...] = ()
@@ -38,12 +47,11 @@ class GenerationRequest:
     ignore_eos: bool = False
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Text and tokens that are new, and the totals so far. finish: RUNNING unless it is the last part."""
 
     text: str
-    tokens: Sequence[int] = field(repr=False)
+    tokens: list[int]
     finish: FinishReason
     prompt_tokens: int
     completion_tokens: int
@@ -79,134 +87,171 @@ class Generator:
         if name not in (None, "", "default", self.name):
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
 
-    def prepare(self, request: GenerationRequest) -> Session:
+    async def encode(self, text: str) -> list[int]:
+        """Tokens of a raw prompt. Long ones are tokenized in a thread, for commits must not wait."""
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text)
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a conversation. Raises InvalidRequest."""
+        if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
+            return self.tokenizer.encode_chat(messages, **options)
+        return await asyncio.to_thread(partial(self.tokenizer.encode_chat, messages, **options))
+
+    def start(self, request: GenerationRequest) -> Generation:
         """Check a request against the model and open its session. Raises InvalidRequest, Unavailable."""
-        length, limit = len(request.prompt), self.max_session_tokens
-        if length == 0:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < self.vocab_size:
-            wrong = next(token for token in request.prompt if not 0 <= token < self.vocab_size)
-            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size}", param="prompt")
-        wanted = request.max_tokens
-        if length >= limit or (wanted is not None and length + wanted > limit):
-            answer = "" if wanted is None else f" and {wanted} tokens of answer"
+        self._check(request)
+        rest = self.max_session_tokens - len(request.prompt)
+        max_tokens = rest if request.max_tokens is None else request.max_tokens
+        if max_tokens > rest and request.clamp:
+            max_tokens = rest
+        if rest < 1 or max_tokens > rest:
+            answer = f" and {max_tokens} of answer" if rest >= 1 else ""
             raise ContextTooLong(
-                f"this model's context is {limit} tokens; {length} tokens of prompt{answer} do not fit; shorten them",
+                f"this model's context has {self.max_session_tokens} tokens; a prompt of {len(request.prompt)} tokens"
+                f"{answer} does not fit; shorten it",
                 param="prompt",
             )
-        for token in request.stop_token_ids:
-            if not 0 <= token < self.vocab_size:
-                raise InvalidRequest(f"stop token id {token} is not in the vocabulary", param="stop_token_ids")
+        stop = StopConditions(max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos)
+        seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
+        session = self.orchestrator.open(request.prompt, replace(request.sampling, seed=seed), stop)
+        text = _Text(self.tokenizer.detokenizer(), request.stops, request.min_tokens)
+        return Generation(self.orchestrator, self.metrics, session, text)
+
+    def _check(self, request: GenerationRequest) -> None:
+        if not request.prompt:
+            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+        for tokens, param in ((request.prompt, "prompt"), (request.stop_token_ids, "stop_token_ids")):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+                raise InvalidRequest(
+                    f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param
+                )
         if len(request.stops) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
-        stop = StopConditions(
-            limit - length if wanted is None else wanted, request.min_tokens, request.stop_token_ids, request.ignore_eos
-        )
-        seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
-        return self.orchestrator.open(request.prompt, replace(request.sampling, seed=seed), stop)
+        if "" in request.stops:
+            raise InvalidRequest("a stop string must not be empty", param="stop")
 
-    async def run(self, session: Session, stops: Sequence[str]) -> AsyncIterator[Part]:
-        """The parts of an opened session; the last one has a finish reason. Raises the error that ended it."""
-        text = _Text(self.tokenizer, stops)
-        completed = 0  # tokens before a stop string ended the text, it included
-        outcome = "abort"
-        self.metrics.running_requests.inc()
+
+class Generation:
+    """One generation under way. Whoever starts it must close it; closing frees its session, wherever it stands."""
+
+    def __init__(self, orchestrator: Orchestrator, metrics: Metrics, session: Session, text: _Text) -> None:
+        self._orchestrator = orchestrator
+        self._metrics = metrics
+        self._session = session
+        self._text = text
+        self._outcome = "abort"
+        self._closed = False
+        metrics.running_requests.inc()
+
+    async def next(self) -> Part:
+        """The next part; none follows the one that has a finish reason. Raises the error that ended the session."""
+        session, text = self._session, self._text
         try:
-            while True:
-                committed = await session.next()
-                if not completed:
-                    self.metrics.first_token.observe(time.perf_counter() - session.opened_at)
-                piece, used = text.add(committed.tokens, last=committed.finish != FinishReason.RUNNING)
-                completed += used
-                finish = FinishReason.STOP if text.stopped else committed.finish
-                yield _part(session, piece, committed.tokens[:used], completed, finish)
-                if finish != FinishReason.RUNNING:
-                    outcome = finish.name.lower()
-                    return
+            tokens, finish = await session.next()
         except OutriderError:
-            outcome = "error"
+            self._outcome = "error"
             raise
-        finally:
-            self.orchestrator.close(session)
-            self._observe(session, outcome)
+        piece, used = text.add(tokens, finish)
+        dropped = len(tokens) - used
+        if text.stopped:
+            tokens, finish = tokens[:used], FinishReason.STOP
+        if finish is not FinishReason.RUNNING:
+            self._outcome = finish.name.lower()
+        return Part(
+            piece,
+            tokens,
+            finish,
+            session.prompt_length,
+            text.count,
+            session.steps,
+            session.verified,
+            max(0, session.accepted - dropped),
+            session.sampling.seed,
+        )
 
-    def _observe(self, session: Session, outcome: str) -> None:
-        self.metrics.running_requests.dec()
-        self.metrics.requests.labels(outcome).inc()
-        self.metrics.duration.observe(time.perf_counter() - session.opened_at)
+    def close(self) -> None:
+        """Free the session. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        session, metrics = self._session, self._metrics
+        self._orchestrator.close(session)
+        metrics.running_requests.dec()
+        metrics.requests.labels(self._outcome).inc()
+        metrics.duration.observe(time.perf_counter() - session.opened_at)
         if session.steps:
-            self.metrics.accept_length.observe(session.new_tokens / session.steps)
+            metrics.accept_length.observe(session.new_tokens / session.steps)
 
 
 class _Text:
-    """Text of one generation: detokenized, and cut at stop strings."""
+    """Text of one generation: detokenized, and cut at stop strings.
 
-    def __init__(self, tokenizer: ModelTokenizer, stops: Sequence[str]) -> None:
-        self._detokenizer = tokenizer.detokenizer()
-        self._matcher = StopMatcher(stops)
-        self._watching = bool(stops)
+    With stop strings it goes token by token, so that neither text nor count depend on how tokens came together.
+    """
 
-    @property
-    def stopped(self) -> bool:
-        """True once a stop string has ended the text."""
-        return self._matcher.stopped
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
+        """min_tokens: new tokens before which no stop string is looked for."""
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._min_tokens = min_tokens
+        self.count = 0
+        self.stopped = False
 
-    def add(self, tokens: Sequence[int], *, last: bool) -> tuple[str, int]:
-        """Text that can be given out, and how many of the tokens it took; what follows a stop string is dropped."""
-        if not self._watching:
-            return self._detokenizer.add(tokens) + (self._detokenizer.finish() if last else ""), len(tokens)
-        piece = ""
-        for used, token in enumerate(tokens, start=1):
-            piece += self._matcher.push(self._detokenizer.add([token]))
-            if self.stopped:
-                return piece, used
+    def add(self, tokens: list[int], finish: FinishReason) -> tuple[str, int]:
+        """The text that can be given out, and how many of the tokens belong to the answer."""
+        last = finish is not FinishReason.RUNNING
+        # A token that ended the generation counts, but its text is no part of the answer.
+        spoken = tokens[:-1] if finish is FinishReason.STOP else tokens
+        if self._matcher is not None:
+            return self._add_one_by_one(self._matcher, tokens, len(spoken), last)
+        self.count += len(tokens)
+        piece = self._detokenizer.add(spoken)
+        return (piece + self._detokenizer.finish() if last else piece), len(tokens)
+
+    def _add_one_by_one(self, matcher: StopMatcher, tokens: list[int], spoken: int, last: bool) -> tuple[str, int]:
+        out = ""
+        for used, token in enumerate(tokens[:spoken], start=1):
+            self.count += 1
+            piece = self._detokenizer.add((token,))
+            out += matcher.push(piece) if self.count > self._min_tokens else piece
+            if matcher.stopped:
+                self.stopped = True
+                return out, used
+        self.count += len(tokens) - spoken
         if last:
-            piece += self._matcher.push(self._detokenizer.finish())
-            piece += "" if self.stopped else self._matcher.finish()
-        return piece, len(tokens)
+            out += matcher.push(self._detokenizer.finish())
+            self.stopped = matcher.stopped
+            out += "" if matcher.stopped else matcher.finish()
+        return out, len(tokens)
 
 
-def _part(session: Session, text: str, tokens: Sequence[int], completed: int, finish: FinishReason) -> Part:
-    return Part(
-        text=text,
-        tokens=tokens,
-        finish=finish,
-        prompt_tokens=session.prompt_length,
-        completion_tokens=completed,
-        steps=session.steps,
-        verified=session.verified,
-        accepted=session.accepted,
-        seed=session.sampling.seed,
-    )
-
-
-async def merged(parts: Sequence[AsyncIterator[Part]]) -> AsyncIterator[tuple[int, Part]]:
+async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Part]]:
     """Parts of several generations as they come, with the generation's index. The first error ends all."""
-    queue: asyncio.Queue[tuple[int, Part | BaseException | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Part | Exception]] = asyncio.Queue()
 
-    async def drain(index: int, source: AsyncIterator[Part]) -> None:
+    async def drain(index: int, generation: Generation) -> None:
         try:
-            async for part in source:
+            finish = FinishReason.RUNNING
+            while finish is FinishReason.RUNNING:
+                part = await generation.next()
+                finish = part.finish
                 queue.put_nowait((index, part))
-            queue.put_nowait((index, None))
-        except OutriderError as error:
+        except Exception as error:
             queue.put_nowait((index, error))
 
-    if len(parts) == 1:
-        async for part in parts[0]:
-            yield 0, part
-        return
-    tasks = [asyncio.create_task(drain(i, source)) for i, source in enumerate(parts)]
+    running = len(generations)
+    # One alone needs neither task nor queue.
+    tasks = [asyncio.create_task(drain(i, g)) for i, g in enumerate(generations)] if running > 1 else []
     try:
-        open_sources = len(tasks)
-        while open_sources:
-            index, item = await queue.get()
-            if isinstance(item, BaseException):
+        while running:
+            index, item = await queue.get() if tasks else (0, await generations[0].next())
+            if isinstance(item, Exception):
                 raise item
-            if item is None:
-                open_sources -= 1
-            else:
-                yield index, item
+            yield index, item
+            running -= item.finish is not FinishReason.RUNNING
     finally:
         for task in tasks:
             task.cancel()

@@ -1,13 +1,85 @@
-"""Prometheus metrics of the gateway, which sees every request and every commit."""
+"""Prometheus metrics of the gateway, which sees every request and every commit.
+
+What every commit touches is a plain number, and becomes a metric only when somebody looks.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from outrider.serving.messages import EngineLoad
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from outrider.wire.v1 import common_pb2
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16)
+
+
+class Histogram(Collector):
+    """A histogram for one thread, without locks."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        """bounds: upper ends of the buckets, ascending."""
+        self._name, self._text, self._bounds = name, text, list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus reads it."""
+        buckets, total = [], 0
+        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+@dataclass(eq=False)
+class Tally(Collector):
+    """What commits add up to, over all sessions."""
+
+    steps: int = 0
+    tokens: int = 0
+    verified: int = 0
+    accepted: int = 0
+    hits: int = 0
+    misses: int = 0
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per step; 0 before the first step."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over verified draft nodes; 0 before the first."""
+        return self.accepted / self.verified if self.verified else 0.0
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus reads it."""
+        for name, text, value in (
+            ("verification_steps", "Commits: steps times the sessions in them.", self.steps),
+            ("generated_tokens", "New tokens that were committed.", self.tokens),
+            ("verified_draft_tokens", "Draft nodes that were verified.", self.verified),
+            ("accepted_draft_tokens", "Draft nodes that were accepted; bonus tokens not counted.", self.accepted),
+            ("hint_hits", "Decoding steps of a session that verified at least one draft node.", self.hits),
+            ("hint_misses", "Decoding steps of a session that had no draft node to verify.", self.misses),
+        ):
+            yield CounterMetricFamily(f"outrider_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "outrider_accept_length", "Tokens per step, bonus included, since the start.", self.accept_length
+        )
+        yield GaugeMetricFamily(
+            "outrider_acceptance_rate", "Accepted over verified draft nodes, since the start.", self.acceptance_rate
+        )
 
 
 class Metrics:
@@ -15,6 +87,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self.before_render: Callable[[], None] = lambda: None  # sets the gauges of services
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"outrider_{name}", text, labels, registry=registry)
@@ -22,64 +95,42 @@ class Metrics:
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
             return Gauge(f"outrider_{name}", text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"outrider_{name}", text, registry=registry, buckets=buckets)
+        def histogram(name: str, text: str, bounds: Sequence[float]) -> Histogram:
+            made = Histogram(f"outrider_{name}", text, bounds)
+            registry.register(made)
+            return made
 
-        self.requests = counter("requests", "Requests that ended, by how.", ("outcome",))
-        self.running_requests = gauge("running_requests", "Requests under way.")
+        self.requests = counter("requests", "Generations that ended, by how.", ("outcome",))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
-        self.generated_tokens = counter("generated_tokens", "New tokens that were committed.")
-        self.steps = counter("verification_steps", "Commits: steps times the sessions in them.")
-        self.proposed = counter("verified_draft_tokens", "Draft nodes that were verified.")
-        self.accepted = counter("accepted_draft_tokens", "Draft nodes that were accepted; bonus tokens not counted.")
-        self.hits = counter("hint_hits", "Steps of a session that had at least one draft node.")
-        self.misses = counter("hint_misses", "Steps of a session that had none although it was drafted for.")
         self.reopened = counter("reopened_sessions", "Sessions opened again after a service went away.", ("service",))
-        self.first_token = histogram("time_to_first_token_seconds", "From request to first text.", _SECONDS)
-        self.inter_token = histogram("inter_token_latency_seconds", "Time of a commit over its tokens.", _SECONDS)
+        for service in ("target", "draft"):
+            self.reopened.labels(service)
+        self.tally = Tally()
+        registry.register(self.tally)
+        self.first_token = histogram("time_to_first_token_seconds", "From request to first token.", _SECONDS)
+        self.inter_token = histogram("inter_token_latency_seconds", "Time between commits over their tokens.", _SECONDS)
         self.duration = histogram("request_duration_seconds", "From request to its end.", _SECONDS)
         self.accept_length = histogram(
             "request_accept_length", "Tokens per step of a request, bonus included.", _LENGTHS
         )
-        self.mean_accept_length = gauge("accept_length", "Tokens per step, bonus included, since the start.")
-        self.acceptance_rate = gauge("acceptance_rate", "Accepted over verified draft nodes, since the start.")
-        self.service_up = gauge("service_up", "1 if a service can be used.", ("service", "address"))
-        self.sessions = gauge("engine_running_sessions", "Sessions in the engine's batch.", ("service", "address"))
-        self.queue = gauge("queue_depth", "Sessions that wait in the engine.", ("service", "address"))
-        self.free_pages = gauge("engine_free_pages", "KV pages that are free.", ("service", "address"))
-        self.step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", ("service", "address"))
-        self._totals = [0, 0, 0, 0]  # steps, tokens, verified, accepted
+        self.running_requests = gauge("running_requests", "Generations under way.")
+        replica = ("service", "address")
+        self.service_up = gauge("service_up", "1 if a service can be used.", replica)
+        self._running = gauge("engine_running_sessions", "Sessions in the engine's batch.", replica)
+        self._queue = gauge("queue_depth", "Sessions that wait in the engine.", replica)
+        self._free_pages = gauge("engine_free_pages", "KV pages that are free.", replica)
+        self._total_pages = gauge("engine_total_pages", "KV pages in all.", replica)
+        self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
-    def commits(self, sessions: int, tokens: int, verified: int, accepted: int, hits: int, misses: int) -> None:
-        """Count one frame of commits."""
-        self.steps.inc(sessions)
-        self.generated_tokens.inc(tokens)
-        self.proposed.inc(verified)
-        self.accepted.inc(accepted)
-        self.hits.inc(hits)
-        self.misses.inc(misses)
-        for i, amount in enumerate((sessions, tokens, verified, accepted)):
-            self._totals[i] += amount
-
-    def load(self, service: str, address: str, load: EngineLoad) -> None:
+    def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
         """Note what an engine says of itself."""
-        self.sessions.labels(service, address).set(load.running_sessions)
-        self.queue.labels(service, address).set(load.waiting_sessions)
-        self.free_pages.labels(service, address).set(load.free_pages)
-        self.step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
-
-    @property
-    def average_accept_length(self) -> float:
-        """Tokens per step since the start; 0 before the first step."""
-        return self._totals[1] / self._totals[0] if self._totals[0] else 0.0
-
-    @property
-    def average_acceptance_rate(self) -> float:
-        """Accepted over verified draft nodes since the start; 0 before the first."""
-        return self._totals[3] / self._totals[2] if self._totals[2] else 0.0
+        self._running.labels(service, address).set(load.running_sessions)
+        self._queue.labels(service, address).set(load.waiting_sessions)
+        self._free_pages.labels(service, address).set(load.free_pages)
+        self._total_pages.labels(service, address).set(load.total_pages)
+        self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
 
     def render(self) -> bytes:
         """The exposition, as Prometheus reads it."""
-        self.mean_accept_length.set(self.average_accept_length)
-        self.acceptance_rate.set(self.average_acceptance_rate)
+        self.before_render()
         return generate_latest(self.registry)

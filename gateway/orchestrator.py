@@ -22,40 +22,61 @@ from functools import partial
 
 from gateway.metrics import Metrics
 from gateway.session import Session
-from gateway.streams.batches import split_commits, split_proposals
+from gateway.streams.batches import commit_rows, split_proposals
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.serving.messages import SessionFailure
-from outrider.speculation.proposal import Commit, FinishReason
+from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
 from outrider.wire.v1 import draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
 
-RESUME_TIMEOUT = 120.0  # seconds that a session waits for a target to come back
+RESUME_TIMEOUT = 120.0  # seconds that sessions wait for a target to come back
+_ATTEMPTS = 4  # times that a service may lose track of a session before it is believed to do so always
+
+_FINISH_REASONS = {int(reason): reason for reason in FinishReason}
 
 
 class Orchestrator:
     """Owns the sessions and the links. Lives in one event loop."""
 
-    def __init__(self, targets: Sequence[TargetLink], drafts: Sequence[DraftLink], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        targets: Sequence[TargetLink],
+        drafts: Sequence[DraftLink],
+        metrics: Metrics,
+        *,
+        resume_timeout: float = RESUME_TIMEOUT,
+    ) -> None:
+        """resume_timeout: seconds that sessions wait for a target to come back."""
         self.targets = list(targets)
-        self.drafts = list(drafts)
+        self.drafts: list[DraftLink] = []
         self.metrics = metrics
         self.sessions: dict[int, Session] = {}
+        self._resume_timeout = resume_timeout
+        self._gave_up = False  # no target is up, and none came back in time
+        self._giving_up: asyncio.TimerHandle | None = None
         # The high half tells gateways apart, the low half their sessions.
         self._ids = itertools.count(secrets.randbits(31) << 32)
         for target in self.targets:
             target.on_up = partial(self._target_up, target)
             target.on_down = partial(self._target_down, target)
             target.on_frame = partial(self._from_target, target)
-        for draft in self.drafts:
+        for draft in drafts:
             self.attach_draft(draft)
+        metrics.before_render = self._sample
+
+    @property
+    def links(self) -> list[TargetLink | DraftLink]:
+        """All links."""
+        return [*self.targets, *self.drafts]
 
     def attach_draft(self, draft: DraftLink) -> None:
-        """Listen to a draft's link."""
+        """Take a draft's link on."""
+        self.drafts.append(draft)
         draft.on_up = partial(self._draft_up, draft)
         draft.on_down = partial(self._draft_down, draft)
         draft.on_frame = partial(self._from_draft, draft)
@@ -63,14 +84,13 @@ class Orchestrator:
     # --- sessions ---
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions) -> Session:
-        """Open a session. Raises Unavailable if no target is up."""
-        target = self._least_loaded_target()
-        if target is None:
-            raise Unavailable("no target service is up at present; retry in a moment")
+        """Open a session. While targets are away it waits; raises Unavailable once they have been for too long."""
+        if self._gave_up:
+            raise self._nobody()
         session = Session(next(self._ids), prompt, sampling, stop)
         self.sessions[session.id] = session
         self.metrics.prompt_tokens.inc(len(prompt))
-        self._open_on_target(session, target)
+        self._open_on_target(session)
         self._open_on_draft(session)
         return session
 
@@ -82,102 +102,117 @@ class Orchestrator:
             session.target.close(session.id)
         if session.draft is not None:
             session.draft.close(session.id)
+        self._move(session, None, None)
 
-    def _open_on_target(self, session: Session, target: TargetLink) -> None:
-        session.target = target
-        target.open(codec.open_to_pb(session.request()))
+    def _open_on_target(self, session: Session) -> bool:
+        """Open a session on the least loaded target. False if none is up."""
+        target = min((link for link in self.targets if link.up), key=lambda link: link.session_count, default=None)
+        self._move(session, target, session.draft)
+        if target is not None:
+            target.open(codec.open_to_pb(session.request()))
+        return target is not None
 
-    def _open_on_draft(self, session: Session) -> None:
-        up = [draft for draft in self.drafts if draft.up]
-        session.draft = min(up, key=self._load_of, default=None)
-        if session.draft is not None:
-            session.draft.open(codec.open_to_pb(session.request()))
+    def _open_on_draft(self, session: Session) -> bool:
+        """Open a session on the least loaded draft. False if none is up."""
+        draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
+        self._move(session, session.target, draft)
+        if draft is not None:
+            draft.open(codec.open_to_pb(session.request()))
+        return draft is not None
 
-    def _load_of(self, link: TargetLink | DraftLink) -> int:
-        return sum(session.target is link or session.draft is link for session in self.sessions.values())
+    def _move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:
+        """Note where a session is open."""
+        for old in (session.target, session.draft):
+            if old is not None:
+                old.session_count -= 1
+        session.target, session.draft = target, draft
+        for new in (target, draft):
+            if new is not None:
+                new.session_count += 1
 
-    def _least_loaded_target(self) -> TargetLink | None:
-        up = [target for target in self.targets if target.up]
-        return min(up, key=self._load_of) if len(up) > 1 else next(iter(up), None)
+    def _end(self, session: Session) -> None:
+        """Forget a session that ended by itself; the services have forgotten it, too."""
+        del self.sessions[session.id]
+        self._move(session, None, None)
 
     def _fail(self, session: Session, error: OutriderError) -> None:
         self.close(session)
         session.fail(error)
 
-    # --- frames ---
+    # --- frames of a target ---
 
     def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
-        commits = codec.commits_from_pb(frame.commits)
-        self._relay_commits(frame, commits)
-        tokens = verified = accepted = hits = misses = 0
-        now = time.perf_counter()
-        for commit in commits:
-            session = self.sessions.get(commit.session_id)
-            if session is None or session.target is not target:
-                continue
-            tokens += self._commit(session, commit, now)
-            verified += commit.verified
-            accepted += commit.accepted
-            hits += commit.verified > 0
-            misses += commit.verified == 0 and session.draft is not None
-        self.metrics.commits(len(commits), tokens, verified, accepted, hits, misses)
-        for message in frame.errors:
-            self._target_failed(codec.failure_from_pb(message))
-        self.metrics.load("target", target.address, codec.load_from_pb(frame.load))
+        if frame.commits.session_ids:
+            for draft in self.drafts:
+                if draft.up:
+                    draft.commit(frame.commits)  # a draft ignores sessions that it does not know
+            now = time.perf_counter()
+            for session_id, base, tokens, verified, accepted, finish in commit_rows(frame.commits):
+                session = self.sessions.get(session_id)
+                if session is not None and session.target is target:
+                    self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now)
+        for error in frame.errors:
+            self._target_failed(target, codec.failure_from_pb(error))
+        target.load = frame.load
 
-    def _relay_commits(self, frame: target_pb2.VerifyResponse, commits: Sequence[Commit]) -> None:
-        if not commits or not self.drafts:
-            return
-        if len(self.drafts) == 1:
-            if self.drafts[0].up:
-                self.drafts[0].commit(frame.commits)  # a draft ignores sessions that it does not know
-            return
-
-        def draft_of(session_id: int) -> DraftLink | None:
-            session = self.sessions.get(session_id)
-            return session.draft if session is not None else None
-
-        for draft, batch in split_commits(commits, draft_of).items():
-            draft.commit(batch)
-
-    def _commit(self, session: Session, commit: Commit, now: float) -> int:
-        known = len(session.tokens) - commit.base_length
+    def _commit(
+        self,
+        session: Session,
+        base: int,
+        tokens: list[int],
+        verified: int,
+        accepted: int,
+        finish: FinishReason,
+        now: float,
+    ) -> None:
+        known = len(session.tokens) - base
         if known < 0:
             log.error("session %d lost %d tokens on the way; opening it again", session.id, -known)
             self._reopen_on_target(session)
-            return 0
-        new = commit.tokens.tolist()[known:]
-        if not new and commit.finish_reason == FinishReason.RUNNING:
-            return 0
-        if session.new_tokens and new:
-            self.metrics.inter_token.observe((now - session.last_commit_at) / len(new))
-        session.last_commit_at = now
-        session.commit(new, commit.verified, commit.accepted, commit.finish_reason)
-        if session.ended:
-            del self.sessions[session.id]
-        return len(new)
+            return
+        new = tokens[known:] if known else tokens
+        if not new and finish is FinishReason.RUNNING:
+            return
+        tally = self.metrics.tally
+        if session.steps:
+            self.metrics.inter_token.observe((now - session.committed_at) / max(1, len(new)))
+            if verified:
+                tally.hits += 1
+            else:
+                tally.misses += 1
+        else:
+            self.metrics.first_token.observe(now - session.opened_at)
+        tally.steps += 1
+        tally.tokens += len(new)
+        tally.verified += verified
+        tally.accepted += accepted
+        session.committed_at = now
+        session.commit(new, verified, accepted, finish)
+        if finish is not FinishReason.RUNNING:
+            self._end(session)
 
-    def _target_failed(self, failure: SessionFailure) -> None:
+    def _target_failed(self, target: TargetLink, failure: SessionFailure) -> None:
         session = self.sessions.get(failure.session_id)
-        if session is not None:
+        if session is None or session.target is not target:
+            return
+        self._move(session, None, session.draft)  # the target has forgotten it
+        session.target_failures += 1
+        # Unavailable asks for the session's tokens anew; other errors would come again.
+        if isinstance(failure.error, Unavailable) and session.target_failures < _ATTEMPTS:
+            self._reopen_on_target(session)
+        else:
             self._fail(session, failure.error)
 
-    def _from_draft(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
-        if frame.HasField("proposals"):
-            self._relay_proposals(frame)
-        for message in frame.errors:
-            failure = codec.failure_from_pb(message)
-            session = self.sessions.get(failure.session_id)
-            if session is None or session.draft is not draft:
-                continue
-            log.info("session %d on the draft at %s: %s", session.id, draft.address, failure.error.message)
-            session.draft = None
-            if isinstance(failure.error, Unavailable):  # it asks for the session's tokens anew
-                self.metrics.reopened.labels("draft").inc()
-                self._open_on_draft(session)
-        self.metrics.load("draft", draft.address, codec.load_from_pb(frame.load))
+    # --- frames of a draft ---
 
-    def _relay_proposals(self, frame: draft_pb2.ProposeResponse) -> None:
+    def _from_draft(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
+        if frame.proposals.session_ids:
+            self._relay_proposals(draft, frame)
+        for error in frame.errors:
+            self._draft_failed(draft, codec.failure_from_pb(error))
+        draft.load = frame.load
+
+    def _relay_proposals(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
         if len(self.targets) == 1:
             if self.targets[0].up:
                 self.targets[0].propose(frame.proposals)
@@ -188,71 +223,97 @@ class Orchestrator:
             return session.target if session is not None else None
 
         try:
-            parts = split_proposals(frame.proposals, target_of)
+            for target, batch in split_proposals(frame.proposals, target_of).items():
+                target.propose(batch)
         except InvalidRequest as error:
-            log.warning("a draft sent proposals that cannot be read: %s", error.message)
+            log.warning("the draft at %s sent proposals that cannot be read: %s", draft.address, error.message)
+
+    def _draft_failed(self, draft: DraftLink, failure: SessionFailure) -> None:
+        session = self.sessions.get(failure.session_id)
+        if session is None or session.draft is not draft:
             return
-        for target, batch in parts.items():
-            target.propose(batch)
+        log.info("session %d on the draft at %s: %s", session.id, draft.address, failure.error.message)
+        self._move(session, session.target, None)
+        session.draft_failures += 1
+        if isinstance(failure.error, Unavailable) and session.draft_failures < _ATTEMPTS:
+            self._reopen_on_draft(session)
 
     # --- services come and go ---
 
     def _target_up(self, target: TargetLink) -> None:
         self.metrics.service_up.labels("target", target.address).set(1)
-        for session in list(self.sessions.values()):
+        self._gave_up = False
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        for session in self.sessions.values():
             if session.target is None:
                 self._reopen_on_target(session)
 
     def _target_down(self, target: TargetLink) -> None:
         self.metrics.service_up.labels("target", target.address).set(0)
-        waiting = [session for session in self.sessions.values() if session.target is target]
-        for session in waiting:
-            session.target = None
-            self._reopen_on_target(session)
-        orphans = [session for session in waiting if session.target is None]
-        if orphans:
-            log.warning("%d sessions wait for a target to come back", len(orphans))
-            asyncio.get_running_loop().call_later(RESUME_TIMEOUT, self._give_up, orphans)
+        for session in self.sessions.values():
+            if session.target is target:
+                self._reopen_on_target(session)
+        if not any(link.up for link in self.targets):
+            log.warning("%d sessions wait for a target to come back", len(self.sessions))
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._resume_timeout, self._give_up)
 
     def _reopen_on_target(self, session: Session) -> None:
-        target = self._least_loaded_target()
-        if target is not None:
+        if self._open_on_target(session):
             self.metrics.reopened.labels("target").inc()
-            self._open_on_target(session, target)
 
-    def _give_up(self, orphans: Sequence[Session]) -> None:
-        for session in orphans:
-            if session.id in self.sessions and session.target is None:
-                self._fail(session, Unavailable(f"no target service came back in {RESUME_TIMEOUT:.0f} s; retry later"))
+    def _give_up(self) -> None:
+        self._gave_up = True
+        for session in list(self.sessions.values()):
+            self._fail(session, self._nobody())
+
+    def _nobody(self) -> Unavailable:
+        return Unavailable(f"no target service came back in {self._resume_timeout:.0f} s; retry later")
 
     def _draft_up(self, draft: DraftLink) -> None:
         self.metrics.service_up.labels("draft", draft.address).set(1)
         for session in self.sessions.values():
-            if session.draft is None:
-                self.metrics.reopened.labels("draft").inc()
-                self._open_on_draft(session)
+            if session.draft is None and session.draft_failures < _ATTEMPTS:
+                self._reopen_on_draft(session)
 
     def _draft_down(self, draft: DraftLink) -> None:
         self.metrics.service_up.labels("draft", draft.address).set(0)
         for session in self.sessions.values():
             if session.draft is draft:
-                session.draft = None
-                self._open_on_draft(session)
+                self._reopen_on_draft(session)
+
+    def _reopen_on_draft(self, session: Session) -> None:
+        if self._open_on_draft(session):
+            self.metrics.reopened.labels("draft").inc()
 
     # --- health ---
 
     def missing(self) -> list[str]:
         """What cannot serve at present, in words; empty if all can."""
-        missing = [] if any(target.up for target in self.targets) else ["no target service is up"]
+        missing = []
+        if not any(target.up for target in self.targets):
+            missing.append("target: no target service is up" + _refusals(self.targets))
         if self.drafts and not any(draft.up for draft in self.drafts):
-            missing.append("no draft service is up; text is decoded plainly")
+            missing.append("draft: no draft service is up; text is decoded plainly" + _refusals(self.drafts))
         return missing
+
+    def _sample(self) -> None:
+        for link in self.links:
+            self.metrics.service_up.labels(link.service, link.address).set(link.up)
+            if link.load is not None:
+                self.metrics.load(link.service, link.address, link.load)
 
     async def stop(self) -> None:
         """End all sessions and streams."""
         for session in list(self.sessions.values()):
             self._fail(session, Unavailable("the gateway is shutting down; retry elsewhere"))
-        for target in self.targets:
-            await target.stop()
-        for draft in self.drafts:
-            await draft.stop()
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        for link in self.links:
+            await link.stop()
+
+
+def _refusals(links: Sequence[TargetLink] | Sequence[DraftLink]) -> str:
+    return "".join(f"; {link.refusal.message}" for link in links if link.refusal is not None)

@@ -4,40 +4,55 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import outrider
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Generator, Part
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.rpc import statuses
+from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
 
+_FINISH_REASONS = {reason: common_pb2.FinishReason.Name(int(reason)) for reason in FinishReason}
+
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """Generate and GetGatewayInfo."""
 
-    def __init__(self, generator: Generator, facts: Facts) -> None:
-        self._generator = generator
-        self._facts = facts
+    def __init__(self) -> None:
+        self._generator: Generator | None = None
+        self._facts: Facts | None = None
+
+    def serve(self, generator: Generator, facts: Facts) -> None:
+        """Answer from now on. Until then every call is Unavailable."""
+        self._generator, self._facts = generator, facts
+
+    def _ready(self) -> Generator:
+        if self._generator is None:
+            raise Unavailable("the gateway is starting; it waits for a target service")
+        return self._generator
 
     async def GetGatewayInfo(  # noqa: N802
         self, request: gateway_pb2.GetGatewayInfoRequest, context: Any
     ) -> gateway_pb2.GetGatewayInfoResponse:
         """Facts about the model that is served."""
-        del request, context
-        drafts = [link.info for link in self._generator.orchestrator.drafts if link.up and link.info is not None]
-        return gateway_pb2.GetGatewayInfoResponse(
-            software_version=outrider.__version__,
-            served_model_name=self._generator.name,
-            model=self._facts.target.model,
-            drafters=sorted({name for info in drafts for name in info.drafters}),
-            max_session_tokens=self._generator.max_session_tokens,
-        )
+        del request
+        async with statuses(context):
+            generator = self._ready()
+            assert self._facts is not None, "facts come with the generator"
+            drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
+            return gateway_pb2.GetGatewayInfoResponse(
+                software_version=outrider.__version__,
+                served_model_name=generator.name,
+                model=self._facts.target.model,
+                drafters=sorted({name for info in drafts for name in info.drafters}),
+                max_session_tokens=generator.max_session_tokens,
+            )
+        raise AssertionError("an aborted call does not go on")
 
     async def Generate(  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
@@ -45,19 +60,23 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Stream the parts of one generation."""
         request_id = f"gen-{secrets.token_hex(12)}"
         async with statuses(context):
-            wanted = self._request(request)
-            session = self._generator.prepare(wanted)
-            async with aclosing(self._generator.run(session, wanted.stops)) as parts:  # type: ignore[type-var]
-                async for part in parts:
+            generation = self._ready().start(await self._request(request))
+            try:
+                finish = FinishReason.RUNNING
+                while finish is FinishReason.RUNNING:
+                    part = await generation.next()
+                    finish = part.finish
                     yield _response(request_id, part)
+            finally:
+                generation.close()
 
-    def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
+    async def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
         """Raises InvalidRequest, ModelNotFound."""
 
         def given(name: str, default: Any = None) -> Any:
             return getattr(request, name) if request.HasField(name) else default
 
-        self._generator.check_model(request.model)
+        self._ready().check_model(request.model)
         max_tokens = given("max_tokens")
         if max_tokens == 0:
             raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
@@ -65,25 +84,26 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0)
         )
         return GenerationRequest(
-            self._prompt(request),
+            await self._prompt(request),
             sampling,
             max_tokens,
-            given("min_tokens", 0),
-            given("seed"),
-            tuple(request.stop),
-            tuple(request.stop_token_ids),
-            request.ignore_eos,
+            min_tokens=given("min_tokens", 0),
+            seed=given("seed"),
+            stops=tuple(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
         )
 
-    def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
+    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
+        generator = self._ready()
         match request.WhichOneof("prompt"):
             case "text":
-                return self._generator.tokenizer.encode(request.text)
+                return await generator.encode(request.text)
             case "token_ids":
                 return list(request.token_ids.ids)
             case "chat":
                 messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-                return self._generator.tokenizer.encode_chat(messages)
+                return await generator.encode_chat(messages)
         raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
 
 
@@ -92,7 +112,7 @@ def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
         request_id=request_id,
         text=part.text,
         token_ids=part.tokens,
-        finish_reason=common_pb2.FinishReason.Name(int(part.finish)),
+        finish_reason=_FINISH_REASONS[part.finish],
         prompt_tokens=part.prompt_tokens,
         completion_tokens=part.completion_tokens,
         speculation=gateway_pb2.SpeculationReport(

@@ -1,12 +1,11 @@
-"""A session as the gateway holds it: the truth about its tokens, and a queue to whoever waits for them."""
+"""A session as the gateway holds it: the truth about its tokens, and what its client has not been told yet."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,16 +19,18 @@ if TYPE_CHECKING:
     from gateway.streams.target import TargetLink
 
 
-@dataclass(frozen=True)
-class Committed:
-    """New tokens of a session, by one step. finish: RUNNING unless they are the last."""
+class Committed(NamedTuple):
+    """New tokens of a session. finish: RUNNING unless they are the last."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     finish: FinishReason
 
 
 class Session:
-    """Prompt, committed tokens, parameters, where it runs, and how speculation went."""
+    """Prompt, committed tokens, parameters, where it runs, and how speculation went.
+
+    target, draft: the links it is open on; None while it waits for one.
+    """
 
     def __init__(self, session_id: int, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions) -> None:
         """prompt: token ids, at least one."""
@@ -40,12 +41,16 @@ class Session:
         self.stop = stop
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
+        self.target_failures = 0
+        self.draft_failures = 0
         self.steps = 0
         self.verified = 0
         self.accepted = 0
-        self.ended = False
-        self.opened_at = self.last_commit_at = time.perf_counter()
-        self._events: asyncio.Queue[Committed | OutriderError] = asyncio.Queue()
+        self.finish = FinishReason.RUNNING
+        self.opened_at = self.committed_at = time.perf_counter()
+        self._fresh: list[int] = []
+        self._error: OutriderError | None = None
+        self._news = asyncio.Event()
 
     @property
     def new_tokens(self) -> int:
@@ -57,30 +62,27 @@ class Session:
         tokens = np.array(self.tokens, dtype=np.uint32)
         return OpenSession(self.id, tokens, self.prompt_length, self.sampling, self.stop)
 
-    def commit(self, tokens: Sequence[int], verified: int, accepted: int, finish: FinishReason) -> None:
-        """Append what a step committed, and hand it on."""
+    def commit(self, tokens: list[int], verified: int, accepted: int, finish: FinishReason) -> None:
+        """Append what a step committed, and wake who waits for it."""
         self.tokens += tokens
         self.steps += 1
         self.verified += verified
         self.accepted += accepted
-        self.ended = finish != FinishReason.RUNNING
-        self._events.put_nowait(Committed(tokens, finish))
+        self.finish = finish
+        self._fresh += tokens
+        self._news.set()
 
     def fail(self, error: OutriderError) -> None:
         """End it with an error."""
-        self.ended = True
-        self._events.put_nowait(error)
+        self._error = error
+        self._news.set()
 
     async def next(self) -> Committed:
-        """The next commit. Raises the OutriderError that ended the session."""
-        event = await self._events.get()
-        if isinstance(event, OutriderError):
-            raise event
-        # What has gathered meanwhile is handed on as one.
-        while event.finish == FinishReason.RUNNING and not self._events.empty():
-            more = self._events.get_nowait()
-            if isinstance(more, OutriderError):
-                self._events.put_nowait(more)
-                break
-            event = Committed([*event.tokens, *more.tokens], more.finish)
-        return event
+        """What was committed since the last call. Raises the OutriderError that ended the session."""
+        await self._news.wait()
+        fresh, self._fresh = self._fresh, []
+        if self._error is None:
+            self._news.clear()
+        elif not fresh:
+            raise self._error
+        return Committed(fresh, self.finish)

@@ -11,7 +11,6 @@ raised as the OutriderError that it met: InvalidRequest, ModelNotFound, ContextT
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -203,10 +202,6 @@ class AsyncClient:
                 yield _part(message)
         except grpc.aio.AioRpcError as error:
             raise _outrider_error(error) from error
-        except asyncio.CancelledError:
-            if call.cancelled():  # the channel was closed, not this task cancelled
-                raise _outrider_error(call) from None
-            raise
         finally:
             call.cancel()
 

@@ -5,18 +5,14 @@ A chunk's frame is the same from the first to the last but for its choice, so it
 
 from __future__ import annotations
 
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
 from typing import Any
 
 import orjson
 
-from gateway.api.errors import body_of
-from gateway.generation import Part, merged
-from outrider.errors import OutriderError
+from gateway.generation import Generation, Part, merged
 from outrider.speculation.proposal import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -69,13 +65,14 @@ COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion")
 
 
 class Answer:
-    """One answer under way, of one or more choices."""
+    """One answer under way, of one or more choices. Whoever makes it must close it."""
 
     def __init__(
         self,
         kind: Kind,
-        sources: Sequence[AsyncIterator[Part]],
+        generations: Sequence[Generation],
         *,
+        request_id: str,
         model: str,
         fingerprint: str,
         per_prompt: int = 1,
@@ -83,22 +80,26 @@ class Answer:
     ) -> None:
         """model: the name that is served. per_prompt: choices that share a prompt. ids: tell token ids, too."""
         self.kind = kind
-        self.id = kind.prefix + secrets.token_hex(12)
+        self.id = kind.prefix + request_id
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._sources = sources
+        self._generations = generations
         self._per_prompt = per_prompt
         self._ids = ids
         self._last: dict[int, Part] = {}
 
+    def close(self) -> None:
+        """Free the sessions."""
+        for generation in self._generations:
+            generation.close()
+
     async def whole(self) -> bytes:
         """The answer as one body."""
-        texts: list[list[str]] = [[] for _ in self._sources]
-        tokens: list[list[int]] = [[] for _ in self._sources]
-        async with aclosing(merged(self._sources)) as parts:  # type: ignore[type-var]
-            async for index, part in parts:
-                texts[index].append(part.text)
-                tokens[index] += part.tokens
-                self._last[index] = part
+        texts: list[list[str]] = [[] for _ in self._generations]
+        tokens: list[list[int]] = [[] for _ in self._generations]
+        async for index, part in merged(self._generations):
+            texts[index].append(part.text)
+            tokens[index] += part.tokens
+            self._last[index] = part
         choices = []
         for index, pieces in enumerate(texts):
             reason = _REASONS[self._last[index].finish]
@@ -106,29 +107,23 @@ class Answer:
             choices.append(choice | ({"token_ids": tokens[index]} if self._ids else {}))
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage()})
 
-    async def stream(self, *, include_usage: bool) -> AsyncIterator[bytes]:
-        """The answer as server-sent events. An error becomes an event, for the status has been sent."""
+    async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, up to [DONE]. Raises the error that ends it."""
         head = {**self._head, "object": self.kind.chunk}
         before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        started: set[int] = set()
-        try:
-            async with aclosing(merged(self._sources)) as parts:  # type: ignore[type-var]
-                async for index, part in parts:
-                    self._last[index] = part
-                    if index not in started:
-                        started.add(index)
-                        if (opening := self.kind.opening()) is not None:
-                            yield before + self._choice(index, opening, None, []) + after
-                    yield before + self._choice(index, self.kind.delta(part.text), part.finish, part.tokens) + after
-            if include_usage:
-                yield b"data: " + orjson.dumps({**head, "choices": [], "usage": self.usage()}) + b"\n\n"
-        except OutriderError as error:
-            yield b"data: " + body_of(error) + b"\n\n"
+        async for index, part in merged(self._generations):
+            if index not in self._last and (opening := self.kind.opening()) is not None:
+                yield before + self._choice(index, opening, None, []) + after
+            self._last[index] = part
+            if part.text or part.finish or self._ids:
+                yield before + self._choice(index, self.kind.delta(part.text), part.finish, part.tokens) + after
+        if include_usage:
+            yield b"data: " + orjson.dumps({**head, "choices": [], "usage": self.usage()}) + b"\n\n"
         yield DONE
 
     def _choice(self, index: int, content: dict[str, Any], finish: FinishReason | None, tokens: Sequence[int]) -> bytes:
-        reason = _REASONS.get(finish) if finish is not None else None
+        reason = _REASONS[finish] if finish else None
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
         return orjson.dumps(choice | ({"token_ids": list(tokens)} if self._ids else {}))
 

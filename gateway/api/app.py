@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive
+from starlette.responses import Response
 
 from gateway.api import errors
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind
+from gateway.api.middleware import REQUEST_ID
 from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.streaming import ClientGone, EventStream, unless_gone
 from gateway.facts import Facts
-from gateway.generation import Generator
-from outrider.errors import ModelNotFound
+from gateway.generation import Generation, Generator
+from outrider.errors import InvalidRequest, ModelNotFound
 
-Result = TypeVar("Result")
-
-_SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+MAX_GENERATIONS = 128
 
 
 def build(generator: Generator, facts: Facts) -> FastAPI:
@@ -36,15 +33,14 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
         generator.check_model(body.model)
         body.check_supported()
         messages = [message.rendered() for message in body.messages]
-        prompt = generator.tokenizer.encode_chat(messages, **body.chat_template_kwargs)
+        prompt = await generator.encode_chat(messages, **body.template_options())
         return await _answer(generator, facts, CHAT, body, [prompt], request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         generator.check_model(body.model)
         body.check_supported()
-        encode = generator.tokenizer.encode
-        prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts()]
+        prompts = [await generator.encode(p) if isinstance(p, str) else p for p in body.prompts()]
         return await _answer(generator, facts, COMPLETION, body, prompts, request)
 
     @app.get("/v1/models")
@@ -53,7 +49,8 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        if name not in (generator.name, "default"):
+        # A name may be a path, whose first slash gets lost among others.
+        if name.strip("/") not in (generator.name.strip("/"), "default"):
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{generator.name}`", param="model")
         return _json(_model(generator, started))
 
@@ -82,49 +79,41 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
 async def _answer(
     generator: Generator, facts: Facts, kind: Kind, body: GenerationBody, prompts: list[list[int]], request: Request
 ) -> Response:
-    """Open a session for each choice of each prompt, and answer with all of them."""
+    """Start a generation for each choice of each prompt, and answer with all of them."""
     wanted = [body.request(prompt, index) for prompt in prompts for index in range(body.choices)]
-    sessions = []
-    try:
-        for one in wanted:
-            sessions.append(generator.prepare(one))  # noqa: PERF401 - those opened must be known if one is refused
-    except BaseException:
-        for session in sessions:
-            generator.orchestrator.close(session)
-        raise
-    sources = [generator.run(session, one.stops) for session, one in zip(sessions, wanted, strict=True)]
+    if len(wanted) > MAX_GENERATIONS:
+        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {len(wanted)}", param="prompt")
+    generations: list[Generation] = []
     answer = Answer(
         kind,
-        sources,
+        generations,
+        request_id=request.scope[REQUEST_ID],
         model=generator.name,
         fingerprint=facts.fingerprint,
         per_prompt=body.choices,
         ids=body.return_token_ids,
     )
-    if body.stream:
-        events = answer.stream(include_usage=body.include_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers=_SSE)
-    whole = await _unless_gone(request.receive, answer.whole())
+    try:
+        for one in wanted:
+            generations.append(generator.start(one))  # noqa: PERF401 - those started must be closed if one is refused
+        if body.stream:
+            events = answer.events(include_usage=body.include_usage)
+            # What is wrong before the first event still has a status of its own.
+            first = await unless_gone(request.receive, _first(events))
+            return EventStream(answer, first, events)
+        whole = await unless_gone(request.receive, answer.whole())
+    except ClientGone:
+        answer.close()
+        return Response(status_code=499)  # nobody reads it
+    except BaseException:
+        answer.close()
+        raise
+    answer.close()
     return Response(whole, media_type="application/json")
 
 
-async def _unless_gone(receive: Receive, work: Awaitable[Result]) -> Result | None:
-    """The work's result, or None if the client goes away first, which cancels the work."""
-
-    async def gone() -> None:
-        message: Message = {}
-        while message.get("type") != "http.disconnect":
-            message = await receive()
-
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        for one in (task, watch):
-            one.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await one
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
 
 
 def _model(generator: Generator, created: int) -> dict[str, Any]:

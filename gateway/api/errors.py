@@ -75,7 +75,12 @@ def _validation_body(error: RequestValidationError) -> bytes:
     if first["type"] == "json_invalid":
         return error_body(f"the body is no valid JSON: {first.get('ctx', {}).get('error', '')}",
                           "invalid_request_error", "invalid_json")  # fmt: skip
-    # Members of a union stand in the place too; the field's own name is what the caller knows.
-    param = ".".join(part for part in place if "[" not in part and "(" not in part) or None
+    param = _param(place)
     message = str(first["msg"])
     return error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)
+
+
+def _param(place: list[str]) -> str | None:
+    """The field as the caller knows it, such as messages.0.role: without the union's members that pydantic names."""
+    members = ("str", "int", "float", "bool", "TextPart")
+    return ".".join(part for part in place if "[" not in part and part not in members) or None

@@ -2,67 +2,94 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 
+import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.errors import error_body
 
-_ID = b"x-request-id"
+REQUEST_ID = "outrider.request_id"  # where the scope has it
+
+_HEADER = b"x-request-id"
+_LONGEST_ID = 128
 
 
 class Edge:
-    """Refuses bodies that are too large, and echoes or mints X-Request-Id."""
+    """Refuses bodies that are too large, echoes or mints X-Request-Id, and says 503 until there is an app."""
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
-        self._app = app
+    def __init__(self, max_body_bytes: int) -> None:
+        self.app: ASGIApp = _starting
         self._limit = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = headers.get(_ID) or secrets.token_hex(12).encode()
+        request_id = headers.get(_HEADER, b"")[:_LONGEST_ID] or secrets.token_hex(12).encode()
+        scope[REQUEST_ID] = request_id.decode("latin-1")
+        scope["path"] = _SLASHES.sub("/", scope["path"])
+        body = _Bounded(receive, self._limit)
+        refused = False
 
         async def sending(message: Message) -> None:
+            nonlocal refused
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (_ID, request_id)]
-            await send(message)
+                if body.too_large:  # whatever the app made of it
+                    refused = True
+                    await _refuse(send, request_id, self._limit)
+                message["headers"] = [*message["headers"], (_HEADER, request_id)]
+            if not refused:
+                await send(message)
 
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._limit:
-            await self._refuse(sending)
+            await _refuse(send, request_id, self._limit)
             return
-        body = _Bounded(receive, self._limit)
-        try:
-            await self._app(scope, body, sending)
-        except _TooLarge:
-            await self._refuse(sending)
-
-    async def _refuse(self, send: Send) -> None:
-        message = f"the body is larger than {self._limit} bytes"
-        body = error_body(message, "invalid_request_error", "request_too_large")
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})
-        await send({"type": "http.response.body", "body": body})
+        await self.app(scope, body, sending)
 
 
-class _TooLarge(Exception):
-    pass
+_SLASHES = re.compile("/{2,}")
 
 
 class _Bounded:
-    """Counts what a body without a length brings."""
+    """Counts what a body without a length brings, and ends it where it is too large."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
         self._left = limit
+        self.too_large = False
 
     async def __call__(self) -> Message:
         message = await self._receive()
         self._left -= len(message.get("body", b""))
         if self._left < 0:
-            raise _TooLarge
+            self.too_large = True
+            return {"type": "http.request", "body": b"", "more_body": False}
         return message
+
+
+async def _refuse(send: Send, request_id: bytes, limit: int) -> None:
+    body = error_body(f"the body is larger than {limit} bytes", "invalid_request_error", "request_too_large")
+    await _send_json(send, 413, body, [(_HEADER, request_id), (b"connection", b"close")])
+
+
+async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+    """Stands in until a target has been met."""
+    del receive
+    assert scope["type"] == "http", "uvicorn is told to offer nothing else"
+    reason = "the gateway is starting; it waits for a target service"
+    if scope["path"] == "/health":
+        body = orjson.dumps({"status": "unavailable", "missing": [f"target: {reason}"]})
+    else:
+        body = error_body(reason, "server_error", "unavailable")
+    await _send_json(send, 503, body, [(b"retry-after", b"1")])
+
+
+async def _send_json(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*start, *headers]})
+    await send({"type": "http.response.body", "body": body})

@@ -17,6 +17,7 @@ MAX_CHOICES = 8
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as OpenAI has it
 
 Count = Annotated[int, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 # Fields that are not supported, and the values with which they change nothing.
@@ -34,11 +35,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
+    "guided_decoding_backend": (None,),
+    "json_schema": (None,),
     "regex": (None,),
     "ebnf": (None,),
     "tools": (None, []),
     "functions": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "allowed_token_ids": (None, []),
+    "bad_words": (None, []),
+    "use_beam_search": (None, False),
+    "truncate_prompt_tokens": (None,),
+    "continue_final_message": (None, False),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
     "echo": (None, False),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -49,7 +60,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class StreamOptions(BaseModel):
     """What a stream tells besides text."""
 
-    include_usage: bool = False
+    include_usage: Flag | None = None
 
 
 class GenerationBody(BaseModel):
@@ -59,20 +70,20 @@ class GenerationBody(BaseModel):
 
     model: str | None = None
     max_tokens: Count | None = Field(None, ge=1)
-    min_tokens: Count = Field(0, ge=0)
-    temperature: Number | None = None
+    min_tokens: Count | None = Field(None, ge=0)
+    temperature: Number | None = Field(None, ge=0, le=2)
     top_p: Number | None = None
-    top_k: Count | None = None
+    top_k: Count | None = Field(None, ge=-1)
     min_p: Number | None = None
     seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
-    stop_token_ids: list[Count] = []
-    ignore_eos: bool = False
+    stop_token_ids: list[Count] | None = None
+    ignore_eos: Flag = False
     n: Count | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: Count | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    return_token_ids: bool = False
+    return_token_ids: Flag = False
 
     @property
     def choices(self) -> int:
@@ -82,13 +93,15 @@ class GenerationBody(BaseModel):
     @property
     def include_usage(self) -> bool:
         """True if a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def check_supported(self) -> None:
         """Raise InvalidRequest for a field that is not supported and not neutral."""
         for name, value in (self.model_extra or {}).items():
             if name in _NEUTRAL and value not in _NEUTRAL[name]:
                 raise InvalidRequest(f"`{name}` is not supported by this server; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("`stream_options` is allowed only where `stream` is true", param="stream_options")
         if self.best_of not in (None, self.choices):
             raise InvalidRequest("`best_of` is supported only where it equals `n`", param="best_of")
 
@@ -109,11 +122,12 @@ class GenerationBody(BaseModel):
             prompt,
             sampling,
             self.limit(),
-            self.min_tokens,
-            None if self.seed is None else self.seed + index,
-            stops,
-            tuple(self.stop_token_ids),
-            self.ignore_eos,
+            clamp=self.max_tokens is None,
+            min_tokens=self.min_tokens or 0,
+            seed=None if self.seed is None else self.seed + index,
+            stops=stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
         )
 
 
@@ -148,7 +162,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
     content: str | list[TextPart] | None = None
 
     def rendered(self) -> dict[str, Any]:
@@ -164,7 +178,14 @@ class ChatBody(GenerationBody):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, ge=1)
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Flag = True
+    reasoning_effort: str | None = None
+
+    def template_options(self) -> dict[str, Any]:
+        """What the template is told besides the messages."""
+        options = {"add_generation_prompt": self.add_generation_prompt, **(self.chat_template_kwargs or {})}
+        return options if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort} | options
 
     def limit(self) -> int | None:
         """The newer name goes before the older one."""

@@ -71,16 +71,15 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
 
 def check_vocabularies(draft: common_pb2.ModelInfo, target: common_pb2.ModelInfo) -> None:
     """Raise ConfigError, naming the fact that differs, unless token ids mean the same to both models."""
-    if draft.vocab_hash and target.vocab_hash:
-        if draft.vocab_hash != target.vocab_hash:
-            raise ConfigError(
-                f"the draft model {draft.model_path} has another vocabulary than the target {target.model_path}: "
-                f"tokenizer hash {draft.vocab_hash}, not {target.vocab_hash} "
-                f"(sizes {draft.vocab_size} and {target.vocab_size}); choose a draft of the target's family"
-            )
-        return
-    if draft.vocab_size != target.vocab_size:
+    names = f"the draft model {draft.model_path} and the target's {target.model_path}"
+    remedy = "choose a draft of the target's family"
+    same = draft.vocab_hash == target.vocab_hash and draft.vocab_hash != ""
+    if draft.vocab_hash and target.vocab_hash and not same:
         raise ConfigError(
-            f"the draft model {draft.model_path} has a vocabulary of {draft.vocab_size} tokens, the target "
-            f"{target.model_path} one of {target.vocab_size}; choose a draft of the target's family"
+            f"the vocabularies of {names} differ: hash {draft.vocab_hash}, not {target.vocab_hash}; {remedy}"
+        )
+    # Equal tokenizers may be padded to different sizes: the target drops hints that it has no token for.
+    if draft.vocab_size != target.vocab_size and not same:
+        raise ConfigError(
+            f"the vocabularies of {names} differ: {draft.vocab_size} tokens, not {target.vocab_size}; {remedy}"
         )

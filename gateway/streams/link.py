@@ -15,9 +15,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from outrider.errors import ConfigError, Unavailable
+from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.serving.rpc import CHANNEL_OPTIONS
+from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,8 @@ class Link(ABC, Generic[Info, Frame]):
     def __init__(self, address: str) -> None:
         self.address = address
         self.up = False
+        self.session_count = 0  # kept by the orchestrator
+        self.load: common_pb2.EngineLoad | None = None  # what the engine said last
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
         self.on_up: Callable[[], None] = lambda: None
@@ -70,7 +75,8 @@ class Link(ABC, Generic[Info, Frame]):
         self._task = asyncio.create_task(self._run(), name=f"{self.service} {self.address}")
 
     async def stop(self) -> None:
-        """End the stream."""
+        """End the stream, quietly."""
+        self.up = False
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -95,17 +101,24 @@ class Link(ABC, Generic[Info, Frame]):
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
                     self.info = await self._handshake(channel)
+                    await _check_serving(channel)
                     self.refusal = None
                     wait = _FIRST_WAIT
                     await self._stream(channel)
             except ConfigError as error:
+                if self.refusal is None or self.refusal.message != error.message:
+                    log.error("%s", error.message)
                 self.refusal = error
                 self._settled.set()
-                log.error("%s", error.message)
                 wait = _LONGEST_WAIT
-            except (grpc.aio.AioRpcError, Unavailable, TimeoutError) as error:
-                reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-                log.debug("%s at %s: %s", self.service, self.address, reason)
+            except grpc.aio.AioRpcError as error:
+                log.debug("%s at %s: %s", self.service, self.address, error.details())
+            except Unavailable as error:
+                log.debug("%s at %s: %s", self.service, self.address, error.message)
+            except OutriderError as error:
+                log.warning("%s at %s: %s", self.service, self.address, error.message)
+            except Exception:  # a bug must not end the link
+                log.exception("a frame of the %s at %s was not understood", self.service, self.address)
             finally:
                 self._lost()
             await asyncio.sleep(wait)
@@ -134,7 +147,6 @@ class Link(ABC, Generic[Info, Frame]):
             call.cancel()
             with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
                 await writer
-        raise Unavailable("the stream ended")
 
     async def _write(self, call: Any) -> None:
         while True:
@@ -144,6 +156,14 @@ class Link(ABC, Generic[Info, Frame]):
                 await call.write(self._take())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader sees why
+
+
+async def _check_serving(channel: grpc.aio.Channel) -> None:
+    """Raise Unavailable until the service has warmed up and says so."""
+    stub: Any = HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT)
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise Unavailable("it is warming up")
 
 
 async def collect_files(parts: AsyncIterator[Any]) -> dict[str, bytes]:

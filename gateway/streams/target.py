@@ -22,13 +22,27 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.tokenizer_files: dict[str, bytes] = {}
-        self.fingerprint: str | None = None  # of the checkpoint that must be served; the first one seen
+        self._expected: common_pb2.ModelInfo | None = None
         self._clear()
 
     def _clear(self) -> None:
         self._opens: list[common_pb2.OpenSession] = []
         self._proposals: list[common_pb2.ProposalBatch] = []
         self._closes: list[int] = []
+
+    def expect(self, model: common_pb2.ModelInfo) -> None:
+        """Refuse every other model from now on. Raises ConfigError if it serves another one already."""
+        self._expected = model
+        if self.info is not None:
+            self._check_model(self.info.model)
+
+    def _check_model(self, model: common_pb2.ModelInfo) -> None:
+        if self._expected is not None and model.fingerprint != self._expected.fingerprint:
+            raise ConfigError(
+                f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
+                f"that this gateway serves is {self._expected.model_path}, fingerprint {self._expected.fingerprint}; "
+                "restart the gateway to change the model"
+            )
 
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session."""
@@ -62,15 +76,10 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                 f"the target at {self.address} speaks protocol version {info.protocol_version}, "
                 f"this gateway {PROTOCOL_VERSION}; run the same release everywhere"
             )
-        if self.fingerprint not in (None, info.model.fingerprint):
-            raise ConfigError(
-                f"the target at {self.address} serves the checkpoint {info.model.fingerprint}, the sessions under way "
-                f"belong to {self.fingerprint}; restart the gateway to change the model"
-            )
         if not self.tokenizer_files:
             parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
             self.tokenizer_files = await collect_files(parts)
-        self.fingerprint = info.model.fingerprint
+        self._check_model(info.model)
         return info
 
     def _open_stream(self, channel: grpc.aio.Channel) -> Any:

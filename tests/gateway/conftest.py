@@ -12,7 +12,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    service = Service(Target, f"unix:{folder}/target").start()
+    service = Service(Target, f"unix:{folder}/target", delay=0.002).start()  # hints need time to come
     yield service
     service.stop()
 

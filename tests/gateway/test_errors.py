@@ -60,7 +60,7 @@ def error_of(response, status):
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**40]}, "prompt"),
-        ({"prompt": [REFUSED]}, "prompt"),
+        ({"prompt": [REFUSED]}, None),  # refused by the target
     ],
 )
 def test_bad_completions_are_refused_by_name(gateway, changes, param):

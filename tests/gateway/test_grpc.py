@@ -108,7 +108,7 @@ def test_leaving_early_frees_the_session(gateway, target, draft, client, how):
             parts.close()
         until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=2)
     finally:
-        target.engine.delay = 0.0
+        target.engine.delay = target.delay
 
 
 def test_the_example_runs(gateway):

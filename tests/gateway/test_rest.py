@@ -231,7 +231,7 @@ def test_facts_and_health(gateway):
     assert gateway.client.get("/health").status_code == 200
     assert "version" in gateway.client.get("/version").json()
     for path in ("/get_server_info", "/server_info"):
-        assert gateway.client.get(path).json()["model"]["fingerprint"] == "f1"
+        assert gateway.client.get(path).json()["targets"][0]["model"]["fingerprint"] == "f1"
 
 
 def test_request_ids_are_echoed_or_made(gateway):
@@ -285,5 +285,5 @@ def test_a_client_that_goes_away_frees_its_session(gateway, target, draft, path,
         until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=2)  # the whole text takes longer
         thread.join()
     finally:
-        target.engine.delay = 0.0
+        target.engine.delay = target.delay
     assert gateway.metric("outrider_running_requests") == 0

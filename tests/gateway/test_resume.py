@@ -52,8 +52,8 @@ class Stream(threading.Thread):
 def system(folder, targets=1, drafts=1, delay=0.01):
     """Services that take their time, and a gateway of their own."""
     services = [
-        [Service(kind, f"unix:{folder}/{kind.__name__}{i}-{os.urandom(3).hex()}", delay=delay) for i in range(count)]
-        for kind, count in ((Target, targets), (Draft, drafts))
+        [Service(kind, f"unix:{folder}/{kind.__name__}{i}-{os.urandom(3).hex()}", delay=pause) for i in range(count)]
+        for kind, count, pause in ((Target, targets, delay), (Draft, drafts, 0))
     ]
     for service in [*services[0], *services[1]]:
         service.start()

@@ -9,11 +9,11 @@ import pytest
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
 
 
-def refused(*flags, seconds=20):
+def refused(*flags, code=2):
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    assert result.returncode == 2, result.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_without_tokenizer(folder):
 
 
 def test_no_target_in_time(folder):
-    assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1)
+    assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1, code=1)
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])

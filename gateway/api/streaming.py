@@ -1,0 +1,77 @@
+"""Answers on their way to clients that may go away at any moment. Plain ASGI, for every chunk passes here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from gateway.api.answers import DONE, Answer
+from gateway.api.errors import body_of
+from outrider.errors import OutriderError
+
+Result = TypeVar("Result")
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was complete."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result. Raises ClientGone if the client goes away first, which cancels the work."""
+
+    async def gone() -> None:
+        message: Message = {}
+        while message.get("type") != "http.disconnect":
+            message = await receive()
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events of an answer, one message an event. Closes the answer, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, first: bytes, rest: AsyncIterator[bytes]) -> None:
+        """first: the first event, which has come; the status depended on it. rest: the others."""
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._answer = answer
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events until there are no more, or the client is gone."""
+        del scope
+        try:
+            with contextlib.suppress(ClientGone):
+                await unless_gone(receive, self._send(send))
+        finally:
+            self._answer.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        try:
+            async for event in self._rest:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OutriderError as error:  # the status has been sent
+            body = b"data: " + body_of(error) + b"\n\n" + DONE
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
