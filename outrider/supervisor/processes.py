@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 EXIT_MISCONFIGURED = 2
 MAX_FAILED_STARTS = 5
-GRACE_SECONDS = 10.0  # for all children to end by themselves, the one that goes first has half of it
+GRACE_SECONDS = 10.0  # for a process to end by itself
 POLL_SECONDS = 0.1
 _LONGEST_LINE = 1 << 20  # bytes; longer ones are dropped
 
@@ -154,7 +154,7 @@ async def supervise(
         start.cancel()
         stopping.cancel()
         for group in (children[-1:], children[:-1]):
-            await _end({child: lives[child] for child in group}, GRACE_SECONDS / 2, hurry)
+            await _end({child: lives[child] for child in group}, GRACE_SECONDS, hurry)
     for life in lives.values():
         life.result()
     return next((child for child in children if child.gave_up is not None), None)

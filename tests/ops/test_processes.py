@@ -103,7 +103,7 @@ async def test_one_that_cannot_start_is_given_up(monkeypatch):
 
 
 async def test_a_child_that_hears_nothing_is_killed_after_grace(monkeypatch):
-    monkeypatch.setattr(processes, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
     stubborn, gateway = child(STUBBORN), child(HEALTHY)
     start = time.monotonic()
     async with supervised(stubborn, gateway):

