@@ -1,0 +1,209 @@
+"""The whole system as a user starts it: `outrider serve`, three processes, the `openai` client, and real kills."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.tiny import write_model, write_tokenizer
+
+pytestmark = pytest.mark.system
+
+PROMPTS = ["hello there", "a b a b a b", "the quick brown fox", "12345", "Zürich", "x", "so so so", "end of list"]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def processes_of(supervisor, role):
+    """Ids of the supervisor's children that play a role."""
+    children = subprocess.run(["ps", "--ppid", str(supervisor.pid), "-o", "pid=,args="], capture_output=True, text=True)
+    rows = [line.split(None, 1) for line in children.stdout.splitlines()]
+    return [int(pid) for pid, args in rows if f"outrider {role}" in args]
+
+
+class System:
+    def __init__(self, folder, *flags):
+        self.port, self.grpc_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        ports = ["--port", str(self.port), "--grpc-port", str(self.grpc_port), "--max-running-requests", "8"]
+        command = [sys.executable, "-m", "outrider", "serve", "--model-path", str(folder), *ports, *flags]
+        self.process = subprocess.Popen(command)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def wait(self, seconds=120):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, "the supervisor ended"
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            time.sleep(0.1)
+        raise AssertionError("not ready in time")
+
+    def ask(self, prompt, *, stream=False, max_tokens=60, temperature=0.0, **options):
+        answer = self.client.completions.create(
+            model="default", prompt=prompt, max_tokens=max_tokens, temperature=temperature, seed=7, stream=stream,
+            extra_body={"ignore_eos": True, "return_token_ids": True, **options},
+        )  # fmt: skip
+        return answer if stream else answer.choices[0].text
+
+    def ask_all(self, **options):
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda prompt: self.ask(prompt, **options), PROMPTS))
+
+    def metric(self, name):
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+        return self.process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder, seed=3)
+    return write_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def plain_texts(folder):
+    """What the model says without any drafter, by temperature."""
+    system = System(folder, "--speculative-algorithm", "NONE").wait()
+    try:
+        return {t: system.ask_all(temperature=t) for t in (0.0, 1.0)}
+    finally:
+        assert system.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def system(folder, plain_texts):
+    flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(folder)]
+    system = System(folder, *flags).wait()
+    yield system
+    assert system.stop() == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(system.process.pid, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_those_of_plain_decoding(system, plain_texts, temperature):
+    assert system.ask_all(temperature=temperature) == plain_texts[temperature]
+    assert [system.ask(p, temperature=temperature) for p in PROMPTS[:3]] == plain_texts[temperature][:3]
+    # The draft is the target itself: most steps must have had a hint, and most hinted tokens were right.
+    assert system.metric("outrider_accepted_draft_tokens_total") > 0
+
+
+def test_chat_streams_and_counts(system):
+    stream = system.client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "hi"}], max_tokens=20, temperature=0, stream=True,
+        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].usage.completion_tokens == 20
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["length"]
+
+
+def test_draft_killed_midway_texts_go_on_and_speculation_returns(system, plain_texts):
+    stream = system.ask(PROMPTS[0], stream=True, max_tokens=400, temperature=1.0)
+    text = next(stream).choices[0].text
+    (draft,) = processes_of(system.process, "draft")
+    os.kill(draft, signal.SIGKILL)
+    text += "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+    assert text.startswith(plain_texts[1.0][0])
+    system.wait()
+    assert processes_of(system.process, "draft") != [draft]
+    before = system.metric("outrider_accepted_draft_tokens_total")
+    assert system.ask_all(temperature=1.0) == plain_texts[1.0]
+    assert system.metric("outrider_accepted_draft_tokens_total") > before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_target_killed_midway_streams_go_on_with_the_same_tokens(system, temperature):
+    whole = system.ask(PROMPTS[2], max_tokens=400, temperature=temperature)
+    stream = system.ask(PROMPTS[2], stream=True, max_tokens=400, temperature=temperature)
+    text = next(stream).choices[0].text
+    (target,) = processes_of(system.process, "target")
+    os.kill(target, signal.SIGKILL)
+    text += "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+    assert text == whole
+    assert system.metric("outrider_reopened_sessions_total") > 0
+    system.wait()
+
+
+def test_gateway_killed_comes_back(system, plain_texts):
+    (gateway,) = processes_of(system.process, "gateway")
+    os.kill(gateway, signal.SIGKILL)
+    time.sleep(0.5)
+    system.wait()
+    assert system.ask(PROMPTS[0]) == plain_texts[0.0][0]
+
+
+# --- refused at start-up: one clear line, exit code 2 ---
+
+
+def refused(*flags):
+    command = [
+        sys.executable,
+        "-m",
+        "outrider",
+        "serve",
+        "--port",
+        str(free_port()),
+        "--grpc-port",
+        str(free_port()),
+        "--max-running-requests",
+        "4",
+    ]
+    result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+def test_missing_weights_are_refused(folder, tmp_path):
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    assert "weights" in refused("--model-path", tmp_path)
+    assert "/nowhere" in refused("--model-path", "/nowhere")
+
+
+def test_a_draft_with_another_vocabulary_is_refused(folder, tmp_path):
+    write_model(tmp_path, vocab=300)
+    flags = [
+        "--model-path",
+        folder,
+        "--speculative-algorithm",
+        "STANDALONE",
+        "--speculative-draft-model-path",
+        tmp_path,
+    ]
+    output = refused(*flags)
+    assert "vocab" in output
+    assert "300" in output
+    assert "320" in output
+
+
+def test_a_port_in_use_is_refused(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "in use" in refused("--model-path", folder, "--port", taken.getsockname()[1])
+
+
+def test_standalone_needs_a_model(folder):
+    assert "--speculative-draft-model-path" in refused("--model-path", folder, "--speculative-algorithm", "STANDALONE")
