@@ -8,4 +8,4 @@ import sys
 import tomllib
 
 project = tomllib.load(sys.stdin.buffer)["project"]
-print("\n".join(project["dependencies"] + project["optional-dependencies"][sys.argv[1]]))
+sys.stdout.write("\n".join(project["dependencies"] + project["optional-dependencies"][sys.argv[1]]) + "\n")
