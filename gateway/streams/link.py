@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
@@ -25,6 +27,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts
+_LASTING = 2.0  # seconds after which a stream is believed to work
 CALL_TIMEOUT = 10.0  # seconds for the calls of a handshake
 
 Info = TypeVar("Info")
@@ -98,12 +101,13 @@ class Link(ABC, Generic[Info, Frame]):
     async def _run(self) -> None:
         wait = _FIRST_WAIT
         while True:
+            opened = math.inf
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
                     self.info = await self._handshake(channel)
                     await _check_serving(channel)
                     self.refusal = None
-                    wait = _FIRST_WAIT
+                    opened = time.monotonic()
                     await self._stream(channel)
             except ConfigError as error:
                 if self.refusal is None or self.refusal.message != error.message:
@@ -121,8 +125,9 @@ class Link(ABC, Generic[Info, Frame]):
                 log.exception("a frame of the %s at %s was not understood", self.service, self.address)
             finally:
                 self._lost()
+            # A service whose streams do not last is not asked again and again.
+            wait = _FIRST_WAIT if time.monotonic() - opened > _LASTING else min(2 * wait, _LONGEST_WAIT)
             await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
 
     def _lost(self) -> None:
         self._clear()
