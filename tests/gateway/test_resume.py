@@ -5,8 +5,17 @@ import json
 import os
 import threading
 
+import numpy as np
 import pytest
 
+from gateway.metrics import Metrics
+from gateway.orchestrator import Orchestrator
+from gateway.streams.target import TargetLink
+from outrider.errors import Unavailable
+from outrider.speculation.proposal import Commit
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire.codec import commits_to_pb, open_from_pb
+from outrider.wire.v1 import target_pb2
 from tests.gateway.engines import expected, tokenizer
 from tests.gateway.services import Draft, Gateway, Service, Target, until
 
@@ -170,3 +179,48 @@ def test_shutting_down_ends_streams_with_an_error(folder):
         stream.join(5)
         assert stream.error is not None
         assert stream.error["code"] == "unavailable"
+
+
+async def test_sessions_fail_once_no_target_has_come_back_in_time():
+    target = TargetLink("unix:/nowhere")
+    orchestrator = Orchestrator([target], [], Metrics(), resume_timeout=0.05)
+    target.up = True
+    session = orchestrator.open(PROMPT, SamplingParams(), StopConditions(5))
+    assert session.target is target
+    target.up = False
+    target.on_down()
+    waiting = orchestrator.open(PROMPT, SamplingParams(), StopConditions(5))
+    assert session.target is waiting.target is None
+    for one in (session, waiting):
+        with pytest.raises(Unavailable, match="came back"):
+            await one.next()
+    assert not orchestrator.sessions
+    with pytest.raises(Unavailable):
+        orchestrator.open(PROMPT, SamplingParams(), StopConditions(5))
+    target.up = True
+    target.on_up()
+    assert orchestrator.open(PROMPT, SamplingParams(), StopConditions(5)).target is target
+    assert target.session_count == 1
+
+
+async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again():
+    target = TargetLink("unix:/nowhere")
+    target.up = True
+    orchestrator = Orchestrator([target], [], Metrics())
+    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
+
+    def commit(base, tokens):
+        batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), 0)])
+        target.on_frame(target_pb2.VerifyResponse(commits=batch))
+
+    commit(2, [3, 4])
+    commit(2, [3, 4])
+    commit(3, [4, 5])
+    assert session.tokens == [1, 2, 3, 4, 5]
+    assert (await session.next()).tokens == [3, 4, 5]
+    target._clear()
+    commit(7, [8])
+    assert session.tokens == [1, 2, 3, 4, 5]
+    (request,) = target._take().opens
+    assert open_from_pb(request).tokens.tolist() == [1, 2, 3, 4, 5]
+    assert request.prompt_length == 2
