@@ -173,9 +173,10 @@ class _Target(target_pb2_grpc.TargetServiceServicer):
         """The tokenizer."""
         yield target_pb2.GetTokenizerResponse(file_name="tokenizer.json", content=_tokenizer())
 
-    def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+    async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
         """The stream."""
-        return self._hub.serve(request_iterator)  # type: ignore[no-any-return]
+        async for frame in self._hub.serve(request_iterator):
+            yield frame
 
 
 class _Draft(draft_pb2_grpc.DraftServiceServicer):
@@ -188,9 +189,10 @@ class _Draft(draft_pb2_grpc.DraftServiceServicer):
             protocol_version=PROTOCOL_VERSION, drafters=["COUNTING"], max_running_sessions=1024
         )
 
-    def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
+    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
         """The stream."""
-        return self._hub.serve(request_iterator)  # type: ignore[no-any-return]
+        async for frame in self._hub.serve(request_iterator):
+            yield frame
 
 
 def main(role: str, address: str) -> int:

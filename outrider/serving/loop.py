@@ -1,6 +1,6 @@
 """The engine loop: one thread that alone owns the device, the pages and the sessions.
 
-    1. take every message that has arrived; wait for one if there is nothing to do
+    1. take every message that has arrived; wait for one if there is nothing to do, or while the engine has patience
     2. hand it to the engine: open, close, receive
     3. let the engine take a step
     4. publish what it says
@@ -44,6 +44,11 @@ class Engine(ABC):
     @abstractmethod
     def idle(self) -> bool:
         """True if a step would do nothing until a message arrives."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the next step may still be held for messages; asked again after each."""
+        return 0.0
 
     @abstractmethod
     def step(self) -> StepOutput:
@@ -95,7 +100,7 @@ class EngineLoop:
                 if idle and not audited:
                     self.engine.check()
                 audited = idle
-                if not self._take_messages(wait=idle):
+                if not self._take_messages():
                     return
                 if not self.engine.idle:
                     self._step()
@@ -112,16 +117,18 @@ class EngineLoop:
             output.load = replace(output.load, step_microseconds=elapsed)
             self._publish(output)
 
-    def _take_messages(self, wait: bool) -> bool:
-        """Handle everything in the inbox. False once the loop was told to stop."""
-        try:
-            message = self._inbox.get(block=wait)
-            while message is not None:
-                self._handle(message)
-                message = self._inbox.get_nowait()
-        except queue.Empty:
-            return True
-        return False
+    def _take_messages(self) -> bool:
+        """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
+        while True:
+            try:
+                idle = self.engine.idle
+                patience = 0.0 if idle else self.engine.patience
+                message = self._inbox.get(idle or patience > 0, None if idle else patience)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._handle(message)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []

@@ -2,7 +2,8 @@
 
     1. commits move the roots down; what survives below them is already the next proposal
     2. a step takes the most promising leaves over all sessions and lets the drafter expand them
-    3. nodes that are new and likely enough are proposed, hung on what the target knows
+    3. nodes that are new and likely enough are proposed, hung on what the target knows; an empty proposal tells it
+       that a commit has led to none, so that it need not wait
 
 Nothing waits for the target: while it verifies, the trees keep growing, and that is all there is to drafting ahead. The
 engine rests once no leaf is likely enough, or every tree is as large as it may be.
@@ -141,7 +142,9 @@ class DraftEngine(Engine):
     @property
     def idle(self) -> bool:
         """True if no tree wants to grow."""
-        return not self._failures and not any(session.wishes(1) for session in self._running.values())
+        return not self._failures and not any(
+            session.wishes(1) or not session.answered for session in self._running.values()
+        )
 
     def step(self) -> StepOutput:
         """One round of growth, and what came of it."""
@@ -151,7 +154,7 @@ class DraftEngine(Engine):
             for growth in grown:
                 growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores)
                 growth.session.rounds_waited = 0
-        proposals = [proposal for session in self._running.values() for proposal in session.proposals()]
+        proposals = [proposal for session in self._running.values() for proposal in session.answer()]
         failures, self._failures = self._failures, []
         return StepOutput(proposals=proposals, failures=failures, load=self.load())
 

@@ -58,6 +58,7 @@ class DraftSession:
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.root_expanded = False
         self.rounds_waited = 0  # since the engine last grew this tree
+        self.answered = True  # the last commit has been followed by a proposal, if only an empty one
         self.frontier: list[tuple[float, int]] = []  # (-path_score, node), best first
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens
@@ -188,6 +189,7 @@ class DraftSession:
         self._expanded = [self._expanded[old] for old in kept]
         self._sent = [self._sent[old] for old in kept]
         self.root_expanded = root_expanded
+        self.answered = False
         self.frontier = []
         for node in range(len(kept)):
             self._enter_frontier(node)
@@ -200,6 +202,14 @@ class DraftSession:
         self.frontier, self._expanded, self._sent = [], [], []
 
     # --- proposals ---
+
+    def answer(self) -> list[Proposal]:
+        """The new proposals; an empty one if the last commit has led to none and the root's children are known."""
+        proposals = self.proposals()
+        if not proposals and not self.answered and (self.root_expanded or not self.wishes(1)):
+            proposals = [self._proposal(ROOT, [])]
+        self.answered = self.answered or bool(proposals)
+        return proposals
 
     def proposals(self) -> list[Proposal]:
         """The nodes above the floor that have not been sent, hung on what has; they count as sent afterwards."""

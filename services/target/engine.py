@@ -5,7 +5,8 @@
     3. draw     a token after each root and each node
     4. settle   walk along the draws, commit, compact the cache, end what has ended
 
-Hints are taken as they lie when a step begins; without any, a step is plain decoding. A session is refused when it
+Hints are taken as they lie when a step begins, held for a moment where that pays (patience.py); without any, a step is
+plain decoding. A session is refused when it
 opens at or past its limit of tokens, for there is nothing left to commit and its finish was said before.
 """
 
@@ -33,6 +34,7 @@ from services.target import sampler
 from services.target.batch import Batch, Work, build
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.model.load import Model
+from services.target.patience import Patience
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class TargetEngine(Engine):
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
         self._entries: dict[int, _Entry] = {}
         self._step_tokens = 0
+        self._patience = Patience()
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
@@ -102,6 +105,7 @@ class TargetEngine(Engine):
     def close(self, session_id: int) -> None:
         """Forget a session and free its pages."""
         entry = self._entries.pop(session_id, None)
+        self._patience.forget(session_id)
         if entry is not None:
             self.scheduler.remove(entry.session)
 
@@ -110,7 +114,10 @@ class TargetEngine(Engine):
         assert not commits, "the target is not told of commits"
         for proposal in proposals:
             entry = self._entries.get(proposal.session_id)
-            if entry is not None and len(proposal.tokens) and int(proposal.tokens.max()) < self.model.vocab_size:
+            if entry is None:
+                continue
+            self._patience.answered(proposal.session_id, proposal.committed_length >= entry.session.length)
+            if len(proposal.tokens) and int(proposal.tokens.max()) < self.model.vocab_size:
                 entry.tree.merge(proposal)
 
     @property
@@ -118,8 +125,14 @@ class TargetEngine(Engine):
         """True without sessions."""
         return not self._entries
 
+    @property
+    def patience(self) -> float:
+        """Seconds that the next step may still be held for hints, where that pays."""
+        return self._patience.remaining
+
     def step(self) -> StepOutput:
         """Compute one batch and commit what it says."""
+        self._patience.begin()
         works = self._plan()
         if not works:
             return StepOutput(load=self.load())
@@ -231,6 +244,8 @@ class TargetEngine(Engine):
                 moves.append(_moves(session, verdict.path))
             output.commits.append(self._commit(session, draft, verdict))
         self._move(moves)
+        committed = sum(len(commit.tokens) for commit in output.commits)
+        self._patience.end([commit.session_id for commit in output.commits], committed)
         output.load = self.load()
         return output
 
