@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -54,7 +54,7 @@ def serve(config: ServeConfig) -> int:
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
-        config = prepare_models(config, display)
+        prepare_models(config, display)
         with tempfile.TemporaryDirectory(prefix="outrider-") as runtime:
             return asyncio.run(_run(configure(config, cores, Path(runtime)), display))
     except KeyboardInterrupt:
@@ -89,19 +89,14 @@ def check_port(host: str, port: int, flag: str) -> None:
             raise ConfigError(f"port {port} of {host} {reason}; choose another with {flag}") from None
 
 
-def prepare_models(config: ServeConfig, display: Display) -> ServeConfig:
-    """Fetch and convert the checkpoints; the configuration comes back with folders. Raises ConfigError."""
-    target, draft, gateway = config.target, config.draft, config.gateway
-    name = checkpoint.display_name(target.model_path)
-    display.progress(f"preparing {name} (a first run converts or fetches it; that can take minutes)")
-    gateway = replace(gateway, served_model_name=gateway.served_model_name or name)
-    target = replace(target, model_path=str(checkpoint.resolve(target.model_path)))
-    if draft.speculative_algorithm == "STANDALONE":
-        assert draft.speculative_draft_model_path is not None
-        display.progress(f"preparing {checkpoint.display_name(draft.speculative_draft_model_path)}")
-        folder = checkpoint.resolve(draft.speculative_draft_model_path)
-        draft = replace(draft, speculative_draft_model_path=str(folder))
-    return replace(config, target=target, draft=draft, gateway=gateway)
+def prepare_models(config: ServeConfig, display: Display) -> None:
+    """Fetch and convert what the services will load, with progress shown by whoever does it. Raises ConfigError."""
+    models = [config.target.model_path]
+    if config.draft.speculative_algorithm == "STANDALONE" and config.draft.speculative_draft_model_path is not None:
+        models.append(config.draft.speculative_draft_model_path)
+    for model in dict.fromkeys(models):
+        display.line(f"preparing {checkpoint.display_name(model)}")
+        checkpoint.resolve(model)
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
@@ -176,14 +171,14 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
 def _facts(processes: Processes) -> list[tuple[str, str]]:
     """What a user wants to know first."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
-    drafter = "none"
-    if draft is not None:
-        drafter = " ".join(filter(None, (draft.speculative_algorithm, draft.speculative_draft_model_path)))
+    drafter: str = draft.speculative_algorithm if draft else "none"
+    if draft is not None and draft.speculative_draft_model_path is not None:
+        drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
     return [
         ("REST", f"{base_url(gateway)}/v1"),
         ("gRPC", f"{gateway.host}:{gateway.grpc_port}"),
-        ("model", gateway.served_model_name or target.model_path),
+        ("model", gateway.served_model_name or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         ("cores", cores),
     ]
