@@ -11,6 +11,7 @@ copy. A commit moves the root down and forgets the siblings, so what was drafted
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,17 +30,20 @@ class TreeSlice:
     tokens:  [N] uint32
     parents: [N] int32, index into this slice; ROOT is the root
     depths:  [N] int32, 1 for the root's children
+    path_scores: [N] float32, estimated log-probabilities that the nodes are accepted
     """
 
     tokens: NDArray[np.uint32]
     parents: NDArray[np.int32]
     depths: NDArray[np.int32]
+    path_scores: NDArray[np.float32]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
-EMPTY_SLICE = TreeSlice(np.empty(0, np.uint32), np.empty(0, np.int32), np.empty(0, np.int32))
+_NO_NODES = np.empty(0, np.int32)
+EMPTY_SLICE = TreeSlice(np.empty(0, np.uint32), _NO_NODES, _NO_NODES, np.empty(0, np.float32))
 
 
 class SpeculationTree:
@@ -55,9 +59,10 @@ class SpeculationTree:
         self._hashes = np.empty(max(64, 2 * len(committed)) + 1, dtype=np.uint64)
         self._hashes[: len(committed) + 1] = path_hashes(committed)
         self.length = len(committed)
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Forget all nodes."""
         self.token: list[int] = []
         self.parent: list[int] = []
         self.hash: list[int] = []
@@ -175,7 +180,7 @@ class SpeculationTree:
                 self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
             self._hashes[self.length] = path
         if node is None:
-            self._clear()
+            self.clear()
             return []
         return list(range(len(self))) if node == ROOT else self._reroot(node)
 
@@ -187,20 +192,31 @@ class SpeculationTree:
             if old[1][node] in renumbered:
                 renumbered[node] = len(kept)
                 kept.append(node)
-        self._clear()
+        self.clear()
         for node in kept:
             self.add(renumbered[old[1][node]], old[0][node], old[2][node])
         return kept
 
-    def select(self, max_nodes: int, max_depth: int | None = None, max_children: int | None = None) -> TreeSlice:
-        """The most probable nodes that hang together, best first. Limits are in nodes, levels and nodes a parent."""
+    def select(
+        self,
+        max_nodes: int,
+        max_depth: int | None = None,
+        max_children: int | None = None,
+        least_score: float = -math.inf,
+    ) -> TreeSlice:
+        """The most probable nodes that hang together, best first.
+
+        Limits are in nodes, levels, nodes a parent, and natural-log path probability.
+        """
         if max_nodes <= 0 or not self.token:
             return EMPTY_SLICE
         chosen: list[int] = []
         frontier: list[tuple[float, int]] = []
         self._push_children(frontier, ROOT, max_children)
         while frontier and len(chosen) < max_nodes:
-            _, node = heapq.heappop(frontier)
+            cost, node = heapq.heappop(frontier)
+            if -cost < least_score:
+                break
             chosen.append(node)
             if max_depth is None or self.depth[node] < max_depth:
                 self._push_children(frontier, node, max_children)
@@ -210,6 +226,7 @@ class SpeculationTree:
             np.array([self.token[i] for i in chosen], dtype=np.uint32),
             np.array([row[self.parent[i]] for i in chosen], dtype=np.int32),
             np.array([self.depth[i] for i in chosen], dtype=np.int32),
+            np.array([self.path_score[i] for i in chosen], dtype=np.float32),
         )
 
     def _push_children(self, frontier: list[tuple[float, int]], node: int, max_children: int | None) -> None:

@@ -13,6 +13,8 @@ opens at or past its limit of tokens, for there is nothing left to commit and it
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,9 +31,10 @@ from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
+from outrider.speculation.tree import EMPTY_SLICE, ROOT, SpeculationTree, TreeSlice
 from services.target import sampler
 from services.target.batch import Batch, Work, build
+from services.target.budget import Calibration, least_score, row_share
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.model.load import Model
 from services.target.patience import Patience
@@ -44,6 +47,7 @@ log = logging.getLogger(__name__)
 _ROWS_PER_SESSION = 8
 _ROWS_PER_STEP = 64
 _WARM_UP_ID = 0
+_TIMED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class _Entry:
     session: Session
     tree: SpeculationTree
     stop_ids: frozenset[int]
+    calibration: Calibration
 
 
 class TargetEngine(Engine):
@@ -84,6 +89,8 @@ class TargetEngine(Engine):
         self._entries: dict[int, _Entry] = {}
         self._step_tokens = 0
         self._patience = Patience()
+        self._calibration = Calibration()  # of all sessions; where new ones begin
+        self._row_share = 0.0  # cost of a row in plain steps; measured by warm_up
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
@@ -99,7 +106,9 @@ class TargetEngine(Engine):
             raise InvalidRequest("the session has all of its max_tokens already", param="max_tokens")
         self.close(request.session_id)
         session = Session(request, self.scheduler.allocator)
-        self._entries[session.id] = _Entry(session, SpeculationTree(request.tokens), stop_ids)
+        self._entries[session.id] = _Entry(
+            session, SpeculationTree(request.tokens), stop_ids, Calibration(self._calibration.ratio)
+        )
         self.scheduler.add(session)
 
     def close(self, session_id: int) -> None:
@@ -168,7 +177,39 @@ class TargetEngine(Engine):
                 if parent is not None:
                     tree.add(parent, 0, 0.0)
                 self.step()
+        self._measure_rows()
         self._step_tokens = 0
+
+    def _measure_rows(self) -> None:
+        """Time steps with and without draft rows, to know what a row costs."""
+        rows, prompt = self.max_rows, np.zeros(64, np.uint32)
+        if rows < 2 or self.max_session_tokens < len(prompt) + 4 * rows * _TIMED_STEPS:
+            return
+        stop = StopConditions(max_tokens=4 * rows * _TIMED_STEPS - 1, ignore_eos=True)
+        self.open(OpenSession(_WARM_UP_ID, prompt, len(prompt), SamplingParams(temperature=0.0), stop))
+        while self._entries[_WARM_UP_ID].session.computed == 0:
+            self.step()
+        seconds: dict[bool, float] = {}
+        for _ in range(_TIMED_STEPS):
+            for drafted in (False, True):
+                node = ROOT
+                for _ in range(rows - 1 if drafted else 0):
+                    node = self._entries[_WARM_UP_ID].tree.add(node, 0, 0.0) or 0
+                start = time.perf_counter()
+                self.step()
+                elapsed = time.perf_counter() - start
+                seconds[drafted] = min(elapsed, seconds.get(drafted, elapsed))
+                self._entries[_WARM_UP_ID].tree.clear()
+        self.close(_WARM_UP_ID)
+        self._row_share = row_share(seconds[False], seconds[True], rows - 1)
+        self._calibration = Calibration()
+        log.info(
+            "a plain step takes %.1f ms, one with %d rows %.1f ms; draft nodes below probability %.3f do not pay",
+            1e3 * seconds[False],
+            rows,
+            1e3 * seconds[True],
+            self._row_share,
+        )
 
     # --- 1. plan ---
 
@@ -191,7 +232,9 @@ class TargetEngine(Engine):
             depth = min(depth, self._max_depth)
         if depth < 1:
             return EMPTY_SLICE
-        draft = self._entries[session.id].tree.select(min(nodes, spare), depth, self._max_children)
+        entry = self._entries[session.id]
+        least = -math.inf if self._fixed_rows else least_score(self._row_share, entry.calibration.ratio)
+        draft = entry.tree.select(min(nodes, spare), depth, self._max_children, least)
         reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
         assert reserved, "spare pages were counted wrongly"
         return draft
@@ -250,7 +293,8 @@ class TargetEngine(Engine):
         return output
 
     def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict) -> Commit:
-        tree = self._entries[session.id].tree
+        entry = self._entries[session.id]
+        tree = entry.tree
         base = session.length
         session.append(verdict.tokens)
         tree.commit(verdict.tokens)
@@ -260,6 +304,8 @@ class TargetEngine(Engine):
         else:
             self.close(session.id)
         accepted = len(verdict.path)
+        entry.calibration.observe(draft, accepted)
+        self._calibration.observe(draft, accepted)
         return Commit(session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason)
 
     @torch.inference_mode()

@@ -21,7 +21,8 @@ def next_logits(path):
 
 def draft(*nodes):
     tokens, parents = zip(*nodes, strict=True)
-    return TreeSlice(np.array(tokens, np.uint32), np.array(parents, np.int32), np.zeros(len(nodes), np.int32))
+    depths = np.zeros(len(nodes), np.int32)
+    return TreeSlice(np.array(tokens, np.uint32), np.array(parents, np.int32), depths, np.zeros(len(nodes), np.float32))
 
 
 #        root ── 5 (0) ── 7 (2) ── 9 (4)

@@ -26,7 +26,7 @@ def random_slice(rng, size):
     depths = np.zeros(size, np.int32)
     for i, parent in enumerate(parents):
         depths[i] = 1 if parent < 0 else depths[parent] + 1
-    return TreeSlice(rng.integers(0, 50, size).astype(np.uint32), parents, depths)
+    return TreeSlice(rng.integers(0, 50, size).astype(np.uint32), parents, depths, np.zeros(size, np.float32))
 
 
 def random_works(rng, page_size, sessions):
@@ -123,7 +123,8 @@ def test_a_batch_lays_out_rows_positions_slots_and_draws():
     second = Session(opening(2, [20, 21, 22]), allocator)
     first.table.reserve(5)
     second.table.reserve(6)
-    draft = TreeSlice(np.array([7, 8, 9], np.uint32), np.array([-1, 0, -1], np.int32), np.array([1, 2, 1], np.int32))
+    parents, depths = np.array([-1, 0, -1], np.int32), np.array([1, 2, 1], np.int32)
+    draft = TreeSlice(np.array([7, 8, 9], np.uint32), parents, depths, np.zeros(3, np.float32))
     batch = build([Work(Chunk(first, 1, 4)), Work(Chunk(second, 2, 3), draft)], CPU)
     assert batch.ids.tolist() == [11, 12, 13, 22, 7, 8, 9]
     assert batch.positions.tolist() == [1, 2, 3, 2, 3, 4, 3]

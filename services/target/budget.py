@@ -1,0 +1,48 @@
+"""Which hints are worth their rows: measured cost against calibrated probability.
+
+A row more costs a share of a plain step, measured at start-up. A node that is accepted with a probability below that
+share makes the service slower and is left out. Drafters' scores are estimates of unlike kinds, so they are calibrated:
+scaled by how many nodes were accepted for every one that the scores promised, in this session and in all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from outrider.speculation.tree import TreeSlice
+
+_KEPT = 0.97  # what remains of the evidence at the next step
+_PRIOR = 2.0  # promised nodes that the prior counts for
+_LEAST, _MOST = 0.01, 2.0
+
+
+class Calibration:
+    """Accepted over promised nodes, of one session or of all. Evidence fades: what was given up is tried again."""
+
+    def __init__(self, prior: float = 1.0) -> None:
+        self._prior = prior
+        self._promised = 0.0
+        self._accepted = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Factor for probabilities."""
+        ratio = (self._accepted + _PRIOR * self._prior) / (self._promised + _PRIOR)
+        return min(max(ratio, _LEAST), _MOST)
+
+    def observe(self, draft: TreeSlice, accepted: int) -> None:
+        """Take in one step. accepted: nodes of the draft on the accepted path."""
+        self._promised = self._promised * _KEPT + float(np.exp(draft.path_scores).sum())
+        self._accepted = self._accepted * _KEPT + accepted
+
+
+def row_share(plain_seconds: float, seconds: float, extra_rows: int) -> float:
+    """Cost of a row in plain steps, from the time of a plain step and of one with extra rows; in [0, 1]."""
+    return min(max((seconds - plain_seconds) / (plain_seconds * extra_rows), 0.0), 1.0)
+
+
+def least_score(share: float, ratio: float) -> float:
+    """Log of the uncalibrated path probability below which a node does not pay."""
+    return math.log(share / ratio) if share > 0.0 else -math.inf
