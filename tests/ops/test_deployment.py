@@ -1,0 +1,41 @@
+"""The files that users deploy with agree with one another."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = (ROOT / "compose.yaml").read_text()
+VARIABLES = re.compile(r"\$\{(\w+):?-([^}]*)\}")
+
+
+def test_every_variable_of_compose_is_told_with_its_default():
+    used = dict(VARIABLES.findall(COMPOSE))
+    told = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
+    # Unset, it is a volume of the same name; what is told is an example.
+    assert used.pop("MODELS_FOLDER") == "models"
+    assert told.pop("MODELS_FOLDER")
+    assert used == told
+
+
+def test_a_variable_has_one_default():
+    found = VARIABLES.findall(COMPOSE)
+    assert len(dict(found)) == len(set(found))
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "gateway"])
+def test_every_build_argument_can_be_chosen(name):
+    dockerfile = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
+    for argument in re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE):
+        assert f"{argument}: ${{{argument}:-" in COMPOSE
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "gateway"])
+def test_images_copy_only_what_the_context_holds(name):
+    kept = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    dockerfile = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
+    for line in re.findall(r"^COPY (?!--from)(.+)$", dockerfile, re.MULTILINE):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists()
+            assert any(source == path or source.startswith(f"{path}/") for path in kept)
