@@ -10,15 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import tyro
 import uvicorn
-import uvloop
 
 from gateway.api import app as rest
 from gateway.api.middleware import Edge
@@ -30,10 +27,10 @@ from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.text.tokenizer import ModelTokenizer
-from outrider.config import GatewayConfig, parse_cores
+from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
+from outrider.serving import process
 from outrider.serving.rpc import GrpcServer, stop_on_signals
-from outrider.telemetry import setup_logging
 from outrider.wire.v1 import gateway_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -48,16 +45,7 @@ _GRACE = 5  # seconds that requests get to end when the gateway stops
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
     config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
-    setup_logging("gateway", config.log_level)
-    try:
-        if config.cores is not None:
-            os.sched_setaffinity(0, parse_cores(config.cores))
-        return uvloop.run(serve(config))
-    except (ConfigError, Unavailable) as error:
-        print(f"error: {error.message}", file=sys.stderr)  # noqa: T201
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        return 130
+    return process.run("gateway", config, lambda: serve(config))
 
 
 async def serve(config: GatewayConfig) -> int:
