@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from bench.report import Report
+from bench.report import RESULTS, Report
 from outrider.checkpoint import resolve
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -30,6 +30,10 @@ DRAFTERS = {
     "none": ["--speculative-algorithm", "NONE"],
     "NGRAM": ["--speculative-algorithm", "NGRAM"],
     "STANDALONE (self)": ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"],
+    "STANDALONE (self), chain": [
+        *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"),
+        *("--speculative-eagle-topk", "1"),
+    ],
 }
 
 
@@ -51,6 +55,7 @@ def served(model: str, flags: list[str], dtype: str) -> Iterator[str]:
     port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "outrider", "serve", "--model-path", model, "--dtype", dtype]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
+    command += ["--max-running-requests", "8"]
     command += [flag.format(model=model) for flag in flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
@@ -72,6 +77,9 @@ def served(model: str, flags: list[str], dtype: str) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+Answer = dict[str, Any]
 
 
 async def ask(
@@ -103,12 +111,12 @@ def transformers_generate(model: str, dtype: str, texts: list[str], max_tokens: 
     return facts["seconds"], facts["tokens"]
 
 
-def accept_length(answers: list[dict[str, Any]]) -> float | None:
-    """Tokens per verification step, over all answers, from the usage that the gateway reports."""
-    usage = [a["usage"] for a in answers]
-    accepted = sum((u.get("completion_tokens_details") or {}).get("accepted_prediction_tokens") or 0 for u in usage)
-    total = sum(u["completion_tokens"] for u in usage)
-    return total / (total - accepted) if accepted else None
+def speculation(answers: list[Answer]) -> dict[str, float]:
+    """Accept length (tokens a step, bonus included) and acceptance rate, from the usage that the gateway reports."""
+    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
+    accepted, rejected = (sum(d[f"{kind}_prediction_tokens"] for d in details) for kind in ("accepted", "rejected"))
+    total = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    return {"accept_length": total / (total - accepted), "acceptance_rate": accepted / max(1, accepted + rejected)}
 
 
 def main(argv: list[str]) -> None:
@@ -129,6 +137,8 @@ def main(argv: list[str]) -> None:
         f"{len(texts)} prompts of bench/prompts.jsonl, at most {args.max_tokens} new tokens each",
         "ratio: tokens per second over those of `transformers` generate (one prompt at a time, all cores)",
         "same text: answers equal to those of the same system without a drafter, same seed",
+        "self: the target's own weights as its draft; one as dear as the target cannot pay, it shows what coupling does",
+        "chain: one child a node, so that a rejected node is one that the target did not draw",
     ]
     seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
     base = tokens / seconds
@@ -150,10 +160,27 @@ def main(argv: list[str]) -> None:
                         concurrency=concurrency,
                         tokens_per_s=tokens / seconds,
                         ratio=tokens / seconds / base,
-                        accept_length=accept_length(answers) or 1.0,
+                        **speculation(answers),
                         same_text=f"{same}/{len(texts)}",
                     )
     seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
     report.add(system="transformers generate, again", temperature=0.0, concurrency=1, tokens_per_s=tokens / seconds,
                ratio=tokens / seconds / base)  # fmt: skip
+    _plot(report)
     report.write()
+
+
+def _plot(report: Report) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+    names = [f"{r['system']}, T={r['temperature']:g}, {r['concurrency']} at once" for r in report.rows][::-1]
+    bars = axes.barh(names, [r["tokens_per_s"] for r in report.rows][::-1], color="tab:blue")
+    axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
+    axes.set(xlabel="new tokens per second")
+    axes.tick_params(axis="y", labelsize=7)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
