@@ -82,18 +82,16 @@ def served(model: str, flags: list[str], dtype: str) -> Iterator[str]:
 Answer = dict[str, Any]
 
 
-async def ask(
-    url: str, texts: list[str], concurrency: int, body: dict[str, Any]
-) -> tuple[float, int, list[dict[str, Any]]]:
+async def ask(url: str, texts: list[str], concurrency: int, body: Answer) -> tuple[float, int, list[Answer]]:
     """All prompts, `concurrency` at a time. Returns seconds, new tokens and the answers in order of the prompts."""
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(client: httpx.AsyncClient, index: int, text: str) -> dict[str, Any]:
+    async def one(client: httpx.AsyncClient, index: int, text: str) -> Answer:
         async with gate:
             message = {"role": "user", "content": text}
             response = await client.post("/v1/chat/completions", json={**body, "seed": index, "messages": [message]})
             response.raise_for_status()
-            answer: dict[str, Any] = response.json()
+            answer: Answer = response.json()
             return answer
 
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
@@ -137,7 +135,7 @@ def main(argv: list[str]) -> None:
         f"{len(texts)} prompts of bench/prompts.jsonl, at most {args.max_tokens} new tokens each",
         "ratio: tokens per second over those of `transformers` generate (one prompt at a time, all cores)",
         "same text: answers equal to those of the same system without a drafter, same seed",
-        "self: the target's own weights as its draft; one as dear as the target cannot pay, it shows what coupling does",
+        "self: the target's own weights as its draft; as dear as the target, it cannot pay; it shows what coupling does",
         "chain: one child a node, so that a rejected node is one that the target did not draw",
     ]
     seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
