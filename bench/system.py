@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
         f"{len(texts)} prompts of bench/prompts.jsonl, at most {args.max_tokens} new tokens each",
         "ratio: tokens per second over those of `transformers` generate (one prompt at a time, all cores)",
         "same text: answers equal to those of the same system without a drafter, same seed",
-        "self: the target's own weights as its draft; as dear as the target, it cannot pay; it shows what coupling does",
+        "self: the target's own weights as its draft; as dear as the target, it shows what coupling does",
         "chain: one child a node, so that a rejected node is one that the target did not draw",
     ]
     seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
