@@ -1,12 +1,24 @@
 """Set before anything imports a numeric library: the machine's cores are shared, and results must repeat."""
 
+import logging
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("outrider")
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was():
+    """A test that runs a process's main in this one sets logging up as that process would."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
