@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from bench.report import RESULTS, Report
 from outrider.checkpoint import resolve
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
+WARM_UP = ["Say hello.", "Count to ten."]
 DRAFTERS = {
     "none": ["--speculative-algorithm", "NONE"],
     "NGRAM": ["--speculative-algorithm", "NGRAM"],
@@ -142,25 +144,26 @@ def main(argv: list[str]) -> None:
     base = tokens / seconds
     report.add(system="transformers generate", temperature=0.0, concurrency=1, tokens_per_s=base, ratio=1.0)
     plain: dict[tuple[int, float], list[str]] = {}
-    for name, flags in DRAFTERS.items():
-        with served(model, flags, args.dtype) as url:
-            asyncio.run(ask(url, texts[:2], 2, {"temperature": 0, "max_tokens": 16}))
-            for temperature in args.temperature:
-                for concurrency in args.concurrency:
-                    body = {"temperature": temperature, "max_tokens": args.max_tokens}
-                    seconds, tokens, answers = asyncio.run(ask(url, texts, concurrency, body))
-                    contents = [a["choices"][0]["message"]["content"] for a in answers]
-                    reference = plain.setdefault((concurrency, temperature), contents)
-                    same = sum(a == b for a, b in zip(contents, reference, strict=True))
-                    report.add(
-                        system=f"outrider, {name}",
-                        temperature=temperature,
-                        concurrency=concurrency,
-                        tokens_per_s=tokens / seconds,
-                        ratio=tokens / seconds / base,
-                        **speculation(answers),
-                        same_text=f"{same}/{len(texts)}",
-                    )
+    cells = list(itertools.product(args.temperature, args.concurrency))
+    for temperature, concurrency in cells:
+        for name, flags in DRAFTERS.items():
+            # A fresh system for each cell: an n-gram drafter must not have seen the texts before.
+            with served(model, flags, args.dtype) as url:
+                asyncio.run(ask(url, WARM_UP, 2, {"temperature": 0, "max_tokens": 24}))
+                body = {"temperature": temperature, "max_tokens": args.max_tokens}
+                seconds, tokens, answers = asyncio.run(ask(url, texts, concurrency, body))
+            contents = [a["choices"][0]["message"]["content"] for a in answers]
+            reference = plain.setdefault((concurrency, temperature), contents)
+            same = sum(a == b for a, b in zip(contents, reference, strict=True))
+            report.add(
+                system=f"outrider, {name}",
+                temperature=temperature,
+                concurrency=concurrency,
+                tokens_per_s=tokens / seconds,
+                ratio=tokens / seconds / base,
+                **speculation(answers),
+                same_text=f"{same}/{len(texts)}",
+            )
     seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
     report.add(system="transformers generate, again", temperature=0.0, concurrency=1, tokens_per_s=tokens / seconds,
                ratio=tokens / seconds / base)  # fmt: skip
