@@ -1,7 +1,8 @@
 """Which hints are worth their rows: measured cost against calibrated probability.
 
-A row more costs a share of a plain step, measured at start-up. A node that is accepted with a probability below that
-share makes the service slower and is left out. Drafters' scores are estimates of unlike kinds, so they are calibrated:
+A row more costs a share of a plain step, measured at start-up. It holds up every session of the step, so a node must be
+accepted with the probability at which it brings as many tokens as that time is worth to all of them; below it the node
+makes the service slower and is left out. Drafters' scores are estimates of unlike kinds, so they are calibrated:
 scaled by how many nodes were accepted for every one that the scores promised, in this session and in all.
 """
 
@@ -43,6 +44,14 @@ def row_share(plain_seconds: float, seconds: float, extra_rows: int) -> float:
     return min(max((seconds - plain_seconds) / (plain_seconds * extra_rows), 0.0), 1.0)
 
 
-def least_score(share: float, ratio: float) -> float:
+def break_even(share: float, sessions: int) -> float:
+    """Probability at which a row pays in a step of so many sessions.
+
+    A plain step of n sessions takes 1 + (n - 1) share and brings n tokens; a row takes share and brings its probability.
+    """
+    return sessions * share / (1.0 + (sessions - 1) * share)
+
+
+def least_score(share: float, sessions: int, ratio: float) -> float:
     """Log of the uncalibrated path probability below which a node does not pay."""
-    return math.log(share / ratio) if share > 0.0 else -math.inf
+    return math.log(break_even(share, sessions) / ratio) if share > 0.0 else -math.inf

@@ -215,16 +215,17 @@ class TargetEngine(Engine):
 
     def _plan(self) -> list[Work]:
         chunks = self.scheduler.plan()
-        rows = self._rows_per_session(sum(chunk.last for chunk in chunks))
-        return [Work(chunk, self._hints(chunk.session, rows - 1) if chunk.last else EMPTY_SLICE) for chunk in chunks]
+        sessions = sum(chunk.last for chunk in chunks)
+        return [Work(chunk, self._hints(chunk.session, sessions) if chunk.last else EMPTY_SLICE) for chunk in chunks]
 
     def _rows_per_session(self, sessions: int) -> int:
         if self._fixed_rows or not sessions:
             return self.max_rows
         return max(1, min(self.max_rows, _ROWS_PER_STEP // sessions))
 
-    def _hints(self, session: Session, nodes: int) -> TreeSlice:
-        """The nodes of a session to verify: what its limits, and pages that nobody needs, have room for."""
+    def _hints(self, session: Session, sessions: int) -> TreeSlice:
+        """The nodes of a session to verify: those that pay in a step of so many sessions, as far as there is room."""
+        nodes = self._rows_per_session(sessions) - 1
         allocator = self.scheduler.allocator
         spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
         depth = self._room(session) - 1  # the bonus token needs a place too
@@ -233,7 +234,7 @@ class TargetEngine(Engine):
         if depth < 1:
             return EMPTY_SLICE
         entry = self._entries[session.id]
-        least = -math.inf if self._fixed_rows else least_score(self._row_share, entry.calibration.ratio)
+        least = -math.inf if self._fixed_rows else least_score(self._row_share, sessions, entry.calibration.ratio)
         draft = entry.tree.select(min(nodes, spare), depth, self._max_children, least)
         reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
         assert reserved, "spare pages were counted wrongly"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.speculation.tree import TreeSlice
-from services.target.budget import Calibration, least_score, row_share
+from services.target.budget import Calibration, break_even, least_score, row_share
 
 
 def draft(*probabilities):
@@ -22,9 +22,17 @@ def test_cost_of_a_row():
 
 
 def test_break_even_is_that_of_calibrated_probabilities():
-    assert least_score(0.05, 1.0) == pytest.approx(math.log(0.05))
-    assert least_score(0.05, 0.1) == pytest.approx(math.log(0.5))
-    assert least_score(0.0, 0.1) == -math.inf
+    assert least_score(0.05, 1, 1.0) == pytest.approx(math.log(0.05))
+    assert least_score(0.05, 1, 0.1) == pytest.approx(math.log(0.5))
+    assert least_score(0.0, 1, 0.1) == -math.inf
+
+
+def test_a_row_must_pay_for_all_sessions_that_it_holds_up():
+    # Eight sessions bring 8 tokens in 1 + 7 * 0.1 = 1.7 steps; a row of 0.1 steps is worth 8 / 1.7 * 0.1 tokens.
+    assert break_even(0.1, 8) == pytest.approx(0.8 / 1.7)
+    assert break_even(1.0, 8) == 1.0
+    rates = [(8 + p) / (1.7 + 0.1) - 8 / 1.7 for p in (break_even(0.1, 8) - 0.01, break_even(0.1, 8) + 0.01)]
+    assert rates[0] < 0 < rates[1]
 
 
 def test_calibration_finds_what_scores_are_worth():
@@ -42,7 +50,7 @@ def test_what_was_given_up_is_tried_again():
         calibration.observe(draft(0.9, 0.9, 0.9), 0)
     assert calibration.ratio < 0.05
     steps = 0
-    while least_score(0.05, calibration.ratio) >= math.log(0.5):
+    while least_score(0.05, 1, calibration.ratio) >= math.log(0.5):
         calibration.observe(draft(), 0)
         steps += 1
     assert 5 < steps < 200
