@@ -47,7 +47,7 @@ def row_share(plain_seconds: float, seconds: float, extra_rows: int) -> float:
 def break_even(share: float, sessions: int) -> float:
     """Probability at which a row pays in a step of so many sessions.
 
-    A plain step of n sessions takes 1 + (n - 1) share and brings n tokens; a row takes share and brings its probability.
+    A plain step of n sessions takes 1 + (n - 1) share and brings n tokens; a row takes share, brings its probability.
     """
     return sessions * share / (1.0 + (sessions - 1) * share)
 
