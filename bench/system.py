@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -23,8 +25,8 @@ from typing import Any
 
 import httpx
 
-from bench.report import RESULTS, Report
-from outrider.checkpoint import resolve
+from bench.report import RESULTS, Report, read_bandwidth
+from outrider.checkpoint import resolve, weight_files
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 WARM_UP = ["Say hello.", "Count to ten."]
@@ -111,6 +113,28 @@ def transformers_generate(model: str, dtype: str, texts: list[str], max_tokens: 
     return facts["seconds"], facts["tokens"]
 
 
+def floor(folder: Path, dtype: str) -> str:
+    """The least time of a plain step on one core: every weight read once."""
+    parameters = sum(
+        math.prod(tensor["shape"]) for file in weight_files(folder) for tensor in tensor_headers(file).values()
+    )
+    size = parameters * {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    bandwidth = read_bandwidth()
+    return (
+        f"floor of a plain step on one core: {size / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s, "
+        f"{1e3 * size / bandwidth:.1f} ms, or {bandwidth / size:.0f} tokens a second and session"
+    )
+
+
+def tensor_headers(file: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors."""
+    with file.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        headers: dict[str, Any] = json.loads(stream.read(size))
+    headers.pop("__metadata__", None)
+    return headers
+
+
 def speculation(answers: list[Answer]) -> dict[str, float]:
     """Accept length (tokens a step, bonus included) and acceptance rate, from the usage that the gateway reports."""
     details = [answer["usage"]["completion_tokens_details"] for answer in answers]
@@ -140,6 +164,7 @@ def main(argv: list[str]) -> None:
         "self: the target's own weights as its draft; as dear as the target, it shows what coupling does",
         "chain: one child a node, so that a rejected node is one that the target did not draw",
     ]
+    report.notes.append(floor(Path(model), args.dtype))
     seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
     base = tokens / seconds
     report.add(system="transformers generate", temperature=0.0, concurrency=1, tokens_per_s=base, ratio=1.0)
@@ -182,6 +207,7 @@ def _plot(report: Report) -> None:
     bars = axes.barh(names, [r["tokens_per_s"] for r in report.rows][::-1], color="tab:blue")
     axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
     axes.set(xlabel="new tokens per second")
+    axes.margins(x=0.08)
     axes.tick_params(axis="y", labelsize=7)
     RESULTS.mkdir(parents=True, exist_ok=True)
     figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
