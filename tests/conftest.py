@@ -2,10 +2,13 @@
 
 import logging
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Compiled programs and converted models of tests stay out of the user's own cache.
+os.environ.setdefault("OUTRIDER_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "outrider"))
 
 import pytest
 from hypothesis import HealthCheck, settings
