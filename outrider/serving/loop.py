@@ -73,6 +73,7 @@ class EngineLoop:
         """on_fault: called once, in the engine thread, if the engine dies."""
         self.fault: BaseException | None = None
         self._on_fault = on_fault
+        self._audited = False  # since the engine last became idle
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -94,14 +95,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            audited = False
-            while True:
-                idle = self.engine.idle
-                if idle and not audited:
-                    self.engine.check()
-                audited = idle
-                if not self._take_messages():
-                    return
+            while self._take_messages():
                 if not self.engine.idle:
                     self._step()
         except BaseException as error:
@@ -120,8 +114,11 @@ class EngineLoop:
     def _take_messages(self) -> bool:
         """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
         while True:
+            idle = self.engine.idle
+            if idle and not self._audited:
+                self.engine.check()
+            self._audited = idle
             try:
-                idle = self.engine.idle
                 patience = 0.0 if idle else self.engine.patience
                 message = self._inbox.get(idle or patience > 0, None if idle else patience)
             except queue.Empty:

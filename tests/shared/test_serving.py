@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -66,6 +67,35 @@ def test_sessions_run_to_their_end_and_bad_opens_harm_nobody():
     failures = [f for o in sink.outputs for f in o.failures]
     assert [(f.session_id, type(f.error)) for f in failures] == [(2, InvalidRequest)]
     assert faults == []
+
+
+@pytest.mark.parametrize("end", ["finished", "closed"])
+def test_pages_are_audited_whenever_the_engine_becomes_idle(end):
+    class Audited(CountingEngine):
+        audits = 0
+
+        def check(self):
+            assert not self.sessions
+            self.audits += 1
+
+    engine = Audited()
+    loop, sink, faults = running_loop(engine)
+    for count in (1, 2, 3):  # idle at the start, and after every session
+        wait_until(lambda count=count: engine.audits == count)
+        if count < 3:
+            loop.submit(Message(opens=[request(count, max_tokens=3 if end == "finished" else 10**9)]))
+            sink.wait_for(lambda count=count: sink.tokens(count))
+            if end == "closed":
+                loop.submit(Message(closes=[count]))
+    loop.stop()
+    assert faults == []
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 def test_an_engine_that_breaks_is_reported_once():
