@@ -22,7 +22,7 @@ from functools import partial
 
 from gateway.metrics import Metrics
 from gateway.session import Session
-from gateway.streams.batches import commit_rows, split_proposals
+from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
@@ -147,7 +147,7 @@ class Orchestrator:
                 if draft.up:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
             now = time.perf_counter()
-            for session_id, base, tokens, verified, accepted, finish in commit_rows(frame.commits):
+            for session_id, base, tokens, verified, accepted, finish in codec.commit_rows(frame.commits):
                 session = self.sessions.get(session_id)
                 if session is not None and session.target is target:
                     self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now)

@@ -6,7 +6,7 @@ Raises InvalidRequest for frames whose arrays do not fit together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,25 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
         Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason))
         for session_id, base, span, root, verified, accepted, reason in zip(*columns, strict=True)
     ]
+
+
+def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int]]:
+    """Each commit as (session id, base length, tokens, verified, accepted, finish reason): for the gateway, which reads
+    every frame and needs no objects. Raises InvalidRequest.
+    """
+    ids = unpack(batch.session_ids, U64)
+    size = len(ids)
+    tokens: list[int] = unpack(batch.tokens, U32).tolist()
+    columns = zip(
+        ids.tolist(),
+        unpack(batch.base_lengths, U32, size).tolist(),
+        [tokens[span] for span in _split(unpack(batch.token_counts, U32, size), len(tokens))],
+        unpack(batch.verified_counts, U32, size).tolist(),
+        unpack(batch.accepted_counts, U32, size).tolist(),
+        unpack(batch.finish_reasons, U8, size).tolist(),
+        strict=True,
+    )
+    return iter(columns)
 
 
 # --- frames ---
