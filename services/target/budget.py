@@ -33,10 +33,15 @@ class Calibration:
         ratio = (self._accepted + _PRIOR * self._prior) / (self._promised + _PRIOR)
         return min(max(ratio, _LEAST), _MOST)
 
-    def observe(self, draft: TreeSlice, accepted: int) -> None:
-        """Take in one step. accepted: nodes of the draft on the accepted path."""
-        self._promised = self._promised * _KEPT + float(np.exp(draft.path_scores).sum())
+    def observe(self, promised: float, accepted: int) -> None:
+        """Take in one step. promised: sum of its nodes' probabilities. accepted: nodes on the accepted path."""
+        self._promised = self._promised * _KEPT + promised
         self._accepted = self._accepted * _KEPT + accepted
+
+
+def promised(draft: TreeSlice) -> float:
+    """Nodes that a draft's scores promise to be accepted."""
+    return float(np.exp(draft.path_scores).sum()) if len(draft) else 0.0
 
 
 def row_share(plain_seconds: float, seconds: float, extra_rows: int) -> float:

@@ -31,10 +31,10 @@ from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.speculation.tree import EMPTY_SLICE, ROOT, SpeculationTree, TreeSlice
+from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
 from services.target import sampler
 from services.target.batch import Batch, Work, build
-from services.target.budget import Calibration, least_score, row_share
+from services.target.budget import Calibration, least_score, promised, row_share
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.model.load import Model
 from services.target.patience import Patience
@@ -192,14 +192,14 @@ class TargetEngine(Engine):
         seconds: dict[bool, float] = {}
         for _ in range(_TIMED_STEPS):
             for drafted in (False, True):
-                node = ROOT
-                for _ in range(rows - 1 if drafted else 0):
-                    node = self._entries[_WARM_UP_ID].tree.add(node, 0, 0.0) or 0
+                tree = self._entries[_WARM_UP_ID].tree
+                for depth in range(rows - 1 if drafted else 0):  # a chain: the node before is the last one added
+                    tree.add(depth - 1, 0, 0.0)
                 start = time.perf_counter()
                 self.step()
                 elapsed = time.perf_counter() - start
                 seconds[drafted] = min(elapsed, seconds.get(drafted, elapsed))
-                self._entries[_WARM_UP_ID].tree.clear()
+                tree.clear()
         self.close(_WARM_UP_ID)
         self._row_share = row_share(seconds[False], seconds[True], rows - 1)
         self._calibration = Calibration()
@@ -305,8 +305,9 @@ class TargetEngine(Engine):
         else:
             self.close(session.id)
         accepted = len(verdict.path)
-        entry.calibration.observe(draft, accepted)
-        self._calibration.observe(draft, accepted)
+        expected = promised(draft)
+        for calibration in (entry.calibration, self._calibration):
+            calibration.observe(expected, accepted)
         return Commit(session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason)
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.speculation.tree import TreeSlice
-from services.target.budget import Calibration, break_even, least_score, row_share
+from services.target.budget import Calibration, break_even, least_score, promised, row_share
 
 
 def draft(*probabilities):
@@ -40,18 +40,20 @@ def test_calibration_finds_what_scores_are_worth():
         rng = np.random.default_rng(1)
         calibration = Calibration()
         for _ in range(300):
-            calibration.observe(draft(0.8, 0.4), int(rng.random() < 0.8 * worth) + int(rng.random() < 0.4 * worth))
+            calibration.observe(
+                promised(draft(0.8, 0.4)), int(rng.random() < 0.8 * worth) + int(rng.random() < 0.4 * worth)
+            )
         assert calibration.ratio == pytest.approx(worth, abs=0.2)
 
 
 def test_what_was_given_up_is_tried_again():
     calibration = Calibration()
     for _ in range(50):
-        calibration.observe(draft(0.9, 0.9, 0.9), 0)
+        calibration.observe(promised(draft(0.9, 0.9, 0.9)), 0)
     assert calibration.ratio < 0.05
     steps = 0
     while least_score(0.05, 1, calibration.ratio) >= math.log(0.5):
-        calibration.observe(draft(), 0)
+        calibration.observe(promised(draft()), 0)
         steps += 1
     assert 5 < steps < 200
 
@@ -59,5 +61,5 @@ def test_what_was_given_up_is_tried_again():
 def test_new_sessions_begin_where_the_others_are():
     calibration = Calibration()
     for _ in range(100):
-        calibration.observe(draft(0.5), 0)
+        calibration.observe(promised(draft(0.5)), 0)
     assert Calibration(calibration.ratio).ratio == pytest.approx(calibration.ratio)
