@@ -105,14 +105,19 @@ def fingerprint(folder: Path) -> str:
 
 def vocab_hash(folder: Path) -> str:
     """Hash of the tokenizer's vocabulary; empty if the folder has no tokenizer.json."""
+    entries = vocabulary(folder)
+    return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16] if entries else ""
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token ids by token, added tokens included; empty if the folder has no tokenizer.json."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        return ""
+        return {}
     content = load_json(file)
     vocab = content["model"].get("vocab", {})
     pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-    entries = dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
-    return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16]
+    return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
 
 
 def _checked(folder: Path) -> Path:

@@ -12,7 +12,7 @@ engine rests once no leaf is likely enough, or every tree is as large as it may 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import InvalidRequest, Unavailable
@@ -88,10 +88,6 @@ class DraftEngine(Engine):
     def _too_long(self, session: DraftSession) -> bool:
         limit = self.drafter.max_session_tokens
         return limit > 0 and session.length >= limit
-
-    def _sessions(self) -> Iterator[DraftSession]:
-        yield from self._running.values()
-        yield from self._waiting.values()
 
     # --- commits ---
 

@@ -69,13 +69,7 @@ def _keep_programs() -> None:
 
 def vocab_limit(folder: Path, model: ModelConfig) -> int:
     """Ids from here on are padding of the embedding, which a target with the same tokenizer may lack."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return model.vocab_size
-    content = checkpoint.load_json(file)
-    vocab = content["model"].get("vocab", {})
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [entry["id"] for entry in content.get("added_tokens", [])]
+    ids = checkpoint.vocabulary(folder).values()
     return min(model.vocab_size, max(ids, default=model.vocab_size - 1) + 1)
 
 

@@ -97,10 +97,6 @@ class DraftSession:
         keys: NDArray[np.uint32] = self._keys[positions - self._keys_from]
         return keys
 
-    def is_expanded(self, node: int) -> bool:
-        """True if the children of a node, or of the root, have been asked for."""
-        return self.root_expanded if node == ROOT else self._expanded[node]
-
     # --- growth ---
 
     def wishes(self, count: int) -> list[tuple[float, int]]:

@@ -66,11 +66,6 @@ class ModelConfig:
     qk_norm: bool
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def qkv_size(self) -> int:
-        """Width of the fused query, key and value projection."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of keys and values a token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
