@@ -54,9 +54,10 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     """Load a folder's model and warm its engine up. Raises ConfigError."""
     from services.target.engine import TargetEngine
     from services.target.model.load import load
+    from services.target.warmup import warm_up
 
     engine = TargetEngine(load(folder, config), config)
-    engine.warm_up()
+    warm_up(engine)
     model = engine.model
     log.info(
         "%s, %s on %s, %d pages of %d tokens",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,13 +29,12 @@ from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, S
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
-from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
 from services.target import sampler
 from services.target.batch import Batch, Work, build
-from services.target.budget import Calibration, least_score, promised, row_share
+from services.target.budget import Calibration, least_score, promised
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
-from services.target.model.load import Model
+from services.target.model.base import Model
 from services.target.patience import Patience
 from services.target.verifier import Verdict, settle
 
@@ -46,8 +44,6 @@ log = logging.getLogger(__name__)
 # second number; then fewer. Up to about so many rows a step costs little more than its reading of the weights.
 _ROWS_PER_SESSION = 8
 _ROWS_PER_STEP = 64
-_WARM_UP_ID = 0
-_TIMED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ class TargetEngine(Engine):
         self._step_tokens = 0
         self._patience = Patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
-        self._row_share = 0.0  # cost of a row in plain steps; measured by warm_up
+        self.row_share = 0.0  # cost of a row in plain steps; measured by the warm-up
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
@@ -129,6 +125,15 @@ class TargetEngine(Engine):
             if len(proposal.tokens) and int(proposal.tokens.max()) < self.model.vocab_size:
                 entry.tree.merge(proposal)
 
+    def hints(self, session_id: int) -> SpeculationTree:
+        """The speculation tree of a session that is open."""
+        return self._entries[session_id].tree
+
+    def forget_measurements(self) -> None:
+        """Begin anew with what sessions taught; the warm-up's own are no example."""
+        self._calibration = Calibration()
+        self._step_tokens = 0
+
     @property
     def idle(self) -> bool:
         """True without sessions."""
@@ -165,52 +170,6 @@ class TargetEngine(Engine):
         """Audit the pages. Raises EngineFault."""
         self.scheduler.check()
 
-    def warm_up(self) -> None:
-        """Run every kind of step once, so that the first request does not pay for what is done lazily."""
-        stop = StopConditions(max_tokens=3, ignore_eos=True)
-        tokens = np.zeros(min(4, self.max_session_tokens - 1), np.uint32)
-        for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
-            self.open(OpenSession(_WARM_UP_ID, tokens, len(tokens), params, stop))
-            while not self.idle:
-                tree = self._entries[_WARM_UP_ID].tree
-                parent: int | None = tree.add(-1, 0, 0.0)
-                if parent is not None:
-                    tree.add(parent, 0, 0.0)
-                self.step()
-        self._measure_rows()
-        self._step_tokens = 0
-
-    def _measure_rows(self) -> None:
-        """Time steps with and without draft rows, to know what a row costs."""
-        rows, prompt = self.max_rows, np.zeros(64, np.uint32)
-        if rows < 2 or self.max_session_tokens < len(prompt) + 4 * rows * _TIMED_STEPS:
-            return
-        stop = StopConditions(max_tokens=4 * rows * _TIMED_STEPS - 1, ignore_eos=True)
-        self.open(OpenSession(_WARM_UP_ID, prompt, len(prompt), SamplingParams(temperature=0.0), stop))
-        while self._entries[_WARM_UP_ID].session.computed == 0:
-            self.step()
-        seconds: dict[bool, float] = {}
-        for _ in range(_TIMED_STEPS):
-            for drafted in (False, True):
-                tree = self._entries[_WARM_UP_ID].tree
-                for depth in range(rows - 1 if drafted else 0):  # a chain: the node before is the last one added
-                    tree.add(depth - 1, 0, 0.0)
-                start = time.perf_counter()
-                self.step()
-                elapsed = time.perf_counter() - start
-                seconds[drafted] = min(elapsed, seconds.get(drafted, elapsed))
-                tree.clear()
-        self.close(_WARM_UP_ID)
-        self._row_share = row_share(seconds[False], seconds[True], rows - 1)
-        self._calibration = Calibration()
-        log.info(
-            "a plain step takes %.1f ms, one with %d rows %.1f ms; draft nodes below probability %.3f do not pay",
-            1e3 * seconds[False],
-            rows,
-            1e3 * seconds[True],
-            self._row_share,
-        )
-
     # --- 1. plan ---
 
     def _plan(self) -> list[Work]:
@@ -234,7 +193,7 @@ class TargetEngine(Engine):
         if depth < 1:
             return EMPTY_SLICE
         entry = self._entries[session.id]
-        least = -math.inf if self._fixed_rows else least_score(self._row_share, sessions, entry.calibration.ratio)
+        least = -math.inf if self._fixed_rows else least_score(self.row_share, sessions, entry.calibration.ratio)
         draft = entry.tree.select(min(nodes, spare), depth, self._max_children, least)
         reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
         assert reserved, "spare pages were counted wrongly"
@@ -251,10 +210,10 @@ class TargetEngine(Engine):
     def _draw(self, batch: Batch, works: Sequence[Work]) -> NDArray[np.int64]:
         """The tokens after the batch's sampled rows, [R]. Waits for the device, the only time in a step."""
         if not works:
-            self.model.forward(batch, self.cache)
+            self.model.runner.forward(batch, self.cache)
             return np.empty(0, np.int64)
         rows = sampler.gather([self._request(work) for work in works], self.model.device)
-        tokens = sampler.draw(self.model.forward(batch, self.cache), rows)
+        tokens = sampler.draw(self.model.runner.forward(batch, self.cache), rows)
         return np.asarray(tokens.cpu().numpy())
 
     def _request(self, work: Work) -> sampler.RowRequest:

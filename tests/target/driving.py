@@ -13,7 +13,8 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine import TargetEngine
-from services.target.model.load import Model, load
+from services.target.model.base import Model
+from services.target.model.load import load
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.

@@ -8,6 +8,7 @@ from outrider.errors import ConfigError, InvalidRequest
 from outrider.serving.messages import StepOutput
 from outrider.speculation.proposal import FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams
+from services.target.warmup import warm_up
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
@@ -348,7 +349,7 @@ def test_limits_that_make_no_sense_are_refused(model, flags):
 
 def test_broken_logits_end_one_session_and_no_other(tmp_path):
     model = load_model(write_model(tmp_path, tie_word_embeddings=False))
-    model.module.model.embed_tokens.weight[300] = float("nan")
+    model.runner.module.model.embed_tokens.weight[300] = float("nan")
     engine = engine_of(model)
     engine.open(opening(1, [5, 6, 7]))
     engine.open(opening(2, [5, 300, 7]))
@@ -361,6 +362,6 @@ def test_broken_logits_end_one_session_and_no_other(tmp_path):
 
 def test_warm_up_leaves_nothing_behind(model):
     engine = engine_of(model)
-    engine.warm_up()
+    warm_up(engine)
     assert engine.idle
     assert engine.load().free_pages == engine.load().total_pages

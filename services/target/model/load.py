@@ -6,21 +6,19 @@ The folder's tensors must be exactly those that the model needs; a missing one i
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
 
 from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import Batch
-from services.target.kv_cache import KVCache, LayerShape
 from services.target.model import attention
+from services.target.model.base import Model
 from services.target.model.linear import pack
+from services.target.model.modules import ModuleRunner
 
 log = logging.getLogger(__name__)
 
@@ -29,37 +27,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _NAMED_TENSORS = 5
-
-
-@dataclass(frozen=True)
-class Model:
-    """A loaded model and the facts of it that others need.
-
-    shapes: what each layer stores for a token; cache_dtype: in which format
-    context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
-    """
-
-    module: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    architecture: str
-    vocab_size: int
-    context_length: int
-    eos_token_ids: tuple[int, ...]
-    shapes: tuple[LayerShape, ...]
-
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Write the batch's keys and values, and return the logits of its sampled rows. [R, V]."""
-        with attention.paged(batch, cache):
-            output = self.module(
-                input_ids=batch.ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=batch.sampled,
-            )
-        logits: Tensor = output.logits[0]
-        return logits
 
 
 def load(folder: Path, config: TargetConfig) -> Model:
@@ -76,7 +43,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     probe = _probe(module, device)
     assert probe.dtype is not None
     return Model(
-        module=module,
+        runner=ModuleRunner(module),
         device=device,
         dtype=module.dtype,
         cache_dtype=probe.dtype,
