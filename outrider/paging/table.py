@@ -28,6 +28,11 @@ class PageTable:
         return self._pages[: self._count]
 
     @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._allocator.page_size
+
+    @property
     def capacity(self) -> int:
         """Tokens that the leased pages hold."""
         return self._count * self._allocator.page_size

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -39,18 +40,20 @@ class Span:
 
     start:     tokens of the session that are in the cache already
     committed: rows that are committed tokens; the others are draft nodes
-    slots:     [keys] int64, the slots of the session's keys in order, cached ones and the span's own
+    pages:     [pages] int32, the pages of the session's keys in order, cached ones and the span's own; page_size in
+               tokens. A view of the session's table, which lasts as long as the step.
     positions: [rows] int64, logical positions
-    tree_mask: [nodes, nodes] bool, which nodes a node sees (itself and its ancestors)
+    parents:   [nodes] int32, the parent of each draft node among them, or ROOT
     """
 
     first: int
     rows: int
     start: int
     committed: int
-    slots: NDArray[np.int64]
+    pages: NDArray[np.int32]
+    page_size: int
     positions: NDArray[np.int64]
-    tree_mask: NDArray[np.bool_]
+    parents: NDArray[np.int32]
 
     @property
     def keys(self) -> int:
@@ -61,6 +64,21 @@ class Span:
     def nodes(self) -> int:
         """Draft nodes."""
         return self.rows - self.committed
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """The slots of the session's keys in order, cached ones and the span's own. [keys] int64."""
+        return self.slots_from(0)
+
+    @cached_property
+    def tree_mask(self) -> NDArray[np.bool_]:
+        """Which nodes a node sees: itself and its ancestors. [nodes, nodes] bool."""
+        return tree_mask(self.parents)
+
+    def slots_from(self, first: int) -> NDArray[np.int64]:
+        """Slots of the keys first, first + 1, ... [keys - first] int64."""
+        keys = np.arange(first, self.keys)
+        return self.pages[keys // self.page_size].astype(np.int64) * self.page_size + keys % self.page_size
 
 
 @dataclass(frozen=True)
@@ -105,7 +123,7 @@ def build(works: Sequence[Work], device: torch.device) -> Batch:
         first += span.rows
     flat_ids = np.concatenate(ids).astype(np.int64)
     positions = np.concatenate([span.positions for span in spans])
-    slots = np.concatenate([span.slots[span.start :] for span in spans])
+    slots = np.concatenate([span.slots_from(span.start) for span in spans])
     rows = np.concatenate(sampled) if sampled else np.empty(0, np.int64)
     return Batch(spans, *(torch.from_numpy(array).to(device) for array in (flat_ids, positions, slots, rows)))
 
@@ -116,5 +134,7 @@ def _span(work: Work, first: int) -> Span:
     rows = len(chunk) + len(draft)
     positions = np.arange(chunk.start, chunk.start + rows)
     positions[len(chunk) :] = chunk.stop - 1 + draft.depths
-    slots = chunk.session.table.slots(0, chunk.start + rows)
-    return Span(first, rows, chunk.start, len(chunk), slots, positions, tree_mask(draft.parents))
+    table = chunk.session.table
+    assert chunk.start + rows <= table.capacity, "the rows of a step have places in the cache"
+    pages = table.pages[: -(-(chunk.start + rows) // table.page_size)]
+    return Span(first, rows, chunk.start, len(chunk), pages, table.page_size, positions, draft.parents)
