@@ -15,7 +15,7 @@ import transformers
 from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
-from services.target.model import attention
+from services.target.model import attention, selfcheck, support
 from services.target.model.base import Model
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # RoPE whose frequencies change with the longest sequence of a batch: one session would change another's text.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
 _NAMED_TENSORS = 5
 
 
@@ -35,14 +34,15 @@ def load(folder: Path, config: TargetConfig) -> Model:
     checkpoint.weight_files(folder)  # raises for missing files
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    settings = _read_config(folder, config.trust_remote_code)
-    module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), config.trust_remote_code)
+    settings, remote = support.read_settings(folder, config.trust_remote_code)
+    module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), remote)
     module.to(device).eval().requires_grad_(False)
     vocab_size = module.get_output_embeddings().weight.shape[0]
+    support.check_vocabulary(folder, vocab_size)
     pack(module)
     probe = _probe(module, device)
     assert probe.dtype is not None
-    return Model(
+    model = Model(
         runner=ModuleRunner(module),
         device=device,
         dtype=module.dtype,
@@ -53,6 +53,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
     )
+    selfcheck.check(model)
+    return model
 
 
 def pick_device(name: str) -> torch.device:
@@ -78,24 +80,7 @@ def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" or stored is None else stored
 
 
-def _read_config(folder: Path, trust_remote_code: bool) -> Any:
-    checkpoint.load_json(folder / "config.json")
-    try:
-        settings = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
-        )
-    except Exception as error:
-        raise ConfigError(f"{folder}/config.json cannot be used: {_first_line(error)}") from error
-    text = settings.get_text_config()
-    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
-    if kinds:
-        raise ConfigError(f"{folder}: layers of type {', '.join(kinds)} are not supported")
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise ConfigError(f"{folder}: layers that share keys and values are not supported")
-    return settings
-
-
-def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool) -> Any:
     log.info("loading %s as %s", folder, str(dtype).removeprefix("torch."))
     try:
         module, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -103,19 +88,21 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, trust_remote_
             config=settings,
             dtype=dtype,
             attn_implementation=attention.NAME,
-            trust_remote_code=trust_remote_code,
+            trust_remote_code=remote,
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
         )
     except Exception as error:
-        raise ConfigError(f"{folder} cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"{folder} cannot be loaded: {support.first_line(error)}") from error
     if report["missing_keys"]:
-        raise ConfigError(f"{folder} lacks tensors that the model needs: {_names(report['missing_keys'])}")
+        raise ConfigError(
+            f"{folder} lacks tensors that the model needs: {_names(report['missing_keys'])}; get it whole"
+        )
     if report["mismatched_keys"]:
         raise ConfigError(f"{folder} has tensors of the wrong shape: {_names(report['mismatched_keys'])}")
-    if report["unexpected_keys"]:
-        log.warning("%s has tensors that the model does not use: %s", folder, _names(report["unexpected_keys"]))
+    if spare := support.unexpected(report["unexpected_keys"], settings):
+        log.warning("%s has tensors that the model does not use: %s", folder, _names(spare))
     return module
 
 
@@ -127,8 +114,12 @@ def _probe(module: Any, device: torch.device) -> attention.Probe:
     with attention.probing(probe):
         try:
             output = module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=token[0])
-        except TypeError as error:
-            raise ConfigError(f"{type(module).__name__} cannot be called as needed: {_first_line(error)}") from error
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{type(module).__name__} cannot be called as needed: {support.first_line(error)}"
+            ) from error
     text = module.config.get_text_config()
     layers = text.num_hidden_layers
     if sorted(probe.shapes) != list(range(layers)):
@@ -172,7 +163,3 @@ def _names(keys: Any) -> str:
     names = sorted(key if isinstance(key, str) else str(key[0]) for key in keys)
     more = f" and {len(names) - _NAMED_TENSORS} more" if len(names) > _NAMED_TENSORS else ""
     return ", ".join(names[:_NAMED_TENSORS]) + more
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
