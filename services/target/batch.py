@@ -82,11 +82,27 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Capture:
+    """Hidden states that a forward pass hands back besides the logits.
+
+    layers: ascending; i is the residual stream entering decoder layer i, and the number of layers is what leaves the
+            last one, before the final norm
+    final:  also the state after the final norm, which the head multiplies; it comes last
+    rows:   [F] int64, the rows of the batch whose states are wanted
+    """
+
+    layers: tuple[int, ...]
+    final: bool
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """T rows of S sessions.
 
     ids, positions, slots: [T] int64; a slot is where the row's key and value go
     sampled:               [R] int64, the rows after which a token is drawn: each root and its nodes, session by session
+    capture:               the hidden states that somebody asked for; None in most steps
     """
 
     spans: Sequence[Span]
@@ -94,6 +110,7 @@ class Batch:
     positions: Tensor
     slots: Tensor
     sampled: Tensor
+    capture: Capture | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

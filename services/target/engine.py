@@ -213,7 +213,7 @@ class TargetEngine(Engine):
             self.model.runner.forward(batch, self.cache)
             return np.empty(0, np.int64)
         rows = sampler.gather([self._request(work) for work in works], self.model.device)
-        tokens = sampler.draw(self.model.runner.forward(batch, self.cache), rows)
+        tokens = sampler.draw(self.model.runner.forward(batch, self.cache).logits, rows)
         return np.asarray(tokens.cpu().numpy())
 
     def _request(self, work: Work) -> sampler.RowRequest:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +13,34 @@ from services.target.batch import Batch
 from services.target.kv_cache import KVCache, LayerShape
 
 
+class Outputs(NamedTuple):
+    """What a forward pass says.
+
+    logits:   [R, V], of the batch's sampled rows
+    features: [F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None without
+    """
+
+    logits: Tensor
+    features: Tensor | None = None
+
+
 class Runner(Protocol):
     """Computes a batch with a loaded model."""
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Write the batch's keys and values, and return the logits of its sampled rows. [R, V]."""
+    def forward(self, batch: Batch, cache: KVCache) -> Outputs:
+        """Write the batch's keys and values, and return what `Outputs` says. Must serve every `batch.capture`."""
+        ...
+
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """Names, as checkpoints have them, and shapes of what `update` can replace; empty if nothing can."""
+        ...
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights, any part of `weights()`, whose names and shapes the caller has checked.
+
+        tensors: of any float dtype, on the host. Tied weights and repacked copies follow. Addresses of plain
+        parameters stay, so that captured programs go on with the new values.
+        """
         ...
 
 

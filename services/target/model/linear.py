@@ -28,6 +28,10 @@ class PackedLinear(nn.Module):
         """The weight as nn.Linear has it, [out_features, in_features]; unpacked at every call."""
         return self._packed.to_dense()
 
+    def replace_weight(self, weight: Tensor) -> None:
+        """Pack another weight, [out_features, in_features] of any float dtype, in place of this one."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._packed.dtype), _ROWS)
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features]. Returns [..., out_features]."""
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from services.target.batch import Batch
 from services.target.kv_cache import KVCache
 from services.target.model import attention
+from services.target.model.base import Outputs
+from services.target.model.capture import Taps, joined
+from services.target.model.places import Places
 
 
 class ModuleRunner:
@@ -14,9 +19,19 @@ class ModuleRunner:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self._taps: Taps | None = None  # made when features are first asked for
 
-    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
-        """Write the batch's keys and values, and return the logits of its sampled rows. [R, V]."""
+    def forward(self, batch: Batch, cache: KVCache) -> Outputs:
+        """Write the batch's keys and values, and return the logits and features that it asks for."""
+        if batch.capture is None:
+            return Outputs(self._logits(batch, cache))
+        if self._taps is None:
+            self._taps = Taps(self.module)
+        with self._taps.taking(batch.capture) as states:
+            logits = self._logits(batch, cache)
+        return Outputs(logits, joined(states))
+
+    def _logits(self, batch: Batch, cache: KVCache) -> Tensor:
         with attention.paged(batch, cache):
             output = self.module(
                 input_ids=batch.ids[None],
@@ -26,3 +41,11 @@ class ModuleRunner:
             )
         logits: Tensor = output.logits[0]
         return logits
+
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the weights, as checkpoints have them."""
+        return Places(self.module).shapes
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights in place; what is tied or packed follows."""
+        Places(self.module).write(tensors)
