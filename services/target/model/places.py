@@ -5,32 +5,37 @@
     a packed linear layer's weight  the layer, which packs it anew
     one expert's projection         a slice of the parameter in which `transformers` fuses all experts of a layer
     a name that is tied to another  nowhere of its own: who writes the other writes it, too
+
+A model whose loading changes names or layouts in other ways has no places at all.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 Write = Callable[[Tensor], object]
+Place = tuple[str, tuple[int, ...], Write]
 
-# Checkpoints have a matrix an expert; the model has one tensor a layer: [experts, 2 * I, H] (gate above up), [experts, H, I].
-_FUSED = re.compile(r"(?P<layer>.*\.experts)\.(?P<kind>gate_up_proj|down_proj)$")
+_EVERY = ".*."  # in a converter's pattern: the number of an expert
 
 
 class Places:
-    """The places of a model's weights. Raises nothing: what has no place is not among `shapes`."""
+    """The places of a model's weights. `shapes` is empty for a model that has none."""
 
     def __init__(self, module: Any) -> None:
         """module: a causal LM of `transformers`; its linear layers may be packed."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._writes: dict[str, list[Write]] = {}
+        fused = _fused(module)
+        if fused is None:
+            return
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
-        for name, shape, write in _own_places(module):
+        for name, shape, write in _own_places(module, fused):
             source = tied.get(name, name)
             self._writes.setdefault(source, []).append(write)
             self.shapes.setdefault(source, shape)
@@ -44,7 +49,26 @@ class Places:
                 write(tensor)
 
 
-def _own_places(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Write]]:
+def _fused(module: Any) -> Mapping[str, tuple[str, str, tuple[str, ...]]] | None:
+    """Parameters that hold all experts of a layer: end of the name -> what stands for it in checkpoints, as text before
+    and behind the expert's number, in order of the parts that lie above one another. None for other conversions.
+    """
+    fused: dict[str, tuple[str, str, tuple[str, ...]]] = {}
+    for conversion in getattr(module, "_weight_conversions", None) or ():
+        if not isinstance(conversion, WeightConverter) or len(conversion.target_patterns) != 1:
+            return None
+        sources = [pattern.split(_EVERY) for pattern in conversion.source_patterns]
+        kinds = [type(operation) for operation in conversion.operations]
+        if kinds != [MergeModulelist, Concatenate][: len(kinds)] or len(kinds) != min(len(sources), 2):
+            return None
+        if any(len(source) != 2 for source in sources) or len({before for before, _ in sources}) != 1:
+            return None
+        target = conversion.target_patterns[0]
+        fused[target] = (target, sources[0][0], tuple(behind for _, behind in sources))
+    return fused
+
+
+def _own_places(module: nn.Module, fused: Mapping[str, tuple[str, str, tuple[str, ...]]]) -> Iterator[Place]:
     """Every name with its shape and how it is written, names that share a tensor included."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -52,7 +76,11 @@ def _own_places(module: nn.Module) -> Iterator[tuple[str, tuple[int, ...], Write
         if replace is not None:
             yield f"{dot}weight", (child.out_features, child.in_features), replace
         for name, tensor in _tensors(child):
-            yield from _slices(dot + name, tensor)
+            parts = next((fused[end] for end in fused if (dot + name).endswith(end)), None)
+            if parts is None:
+                yield dot + name, tuple(tensor.shape), tensor.copy_
+            else:
+                yield from _slices(dot + name, tensor, *parts)
 
 
 def _tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -63,17 +91,9 @@ def _tensors(child: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def _slices(name: str, tensor: Tensor) -> Iterator[tuple[str, tuple[int, ...], Write]]:
-    fused = _FUSED.match(name)
-    if fused is None or tensor.dim() != 3:
-        yield name, tuple(tensor.shape), tensor.copy_
-        return
-    for index, matrix in enumerate(tensor):
-        expert = f"{fused['layer']}.{index}"
-        if fused["kind"] == "down_proj":
-            parts = {"down_proj": matrix}
-        else:
-            gate, up = matrix.chunk(2)
-            parts = {"gate_proj": gate, "up_proj": up}
-        for part, place in parts.items():
-            yield f"{expert}.{part}.weight", tuple(place.shape), place.copy_
+def _slices(name: str, tensor: Tensor, end: str, before: str, behind: tuple[str, ...]) -> Iterator[Place]:
+    """tensor: [experts, parts * rows, columns]."""
+    head = name.removesuffix(end) + before
+    for expert, matrix in enumerate(tensor):
+        for part, place in zip(behind, matrix.chunk(len(behind)), strict=True):
+            yield f"{head}.{expert}.{part}", tuple(place.shape), place.copy_
