@@ -31,7 +31,7 @@ class Taps:
 
     @contextlib.contextmanager
     def taking(self, capture: Capture) -> Iterator[list[Tensor]]:
-        """Forward passes inside leave the states of `capture.rows` in the list, in order of computation. [F, H] each."""
+        """Forward passes inside leave the states of `capture.rows` in the list as computed. [F, H] each."""
         states: list[Tensor] = []
 
         def take(state: Tensor) -> None:
