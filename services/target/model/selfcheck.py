@@ -43,7 +43,7 @@ def check(model: Model) -> None:
         logits, start = torch.empty(0), 0
         for stop in stops:
             batch = build([Work(Chunk(session, start, stop))], model.device)
-            logits, start = model.runner.forward(batch, cache), stop
+            logits, start = model.runner.forward(batch, cache).logits, stop
         return logits[-1].float()
 
     whole, parts = last_logits(count), last_logits(_CUT, count)
