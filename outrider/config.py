@@ -18,6 +18,7 @@ from outrider.errors import ConfigError
 
 Algorithm = Literal["NGRAM", "STANDALONE", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+SchedulePolicy = Literal["fcfs", "lpm"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "default"
@@ -69,7 +70,15 @@ class TargetOptions:
     mem_fraction_static: float = 0.5
     """Fraction of the device's memory for weights and KV cache."""
     chunked_prefill_size: int = 512
-    """Prompt tokens computed in one step, over all sessions."""
+    """Tokens computed in one step, over all sessions; longer prompts are cut. -1 computes every prompt in one piece."""
+    max_prefill_tokens: int = 16384
+    """Prompt tokens computed in one step, over all sessions; without cutting, a longer prompt is computed alone."""
+    max_queued_requests: int | None = None
+    """Most sessions that wait for a place; further ones are refused. By default without limit."""
+    schedule_policy: SchedulePolicy = "fcfs"
+    """Which waiting session is next: first come, first served (fcfs), or longest prefix match (lpm), within limits."""
+    disable_radix_cache: bool = False
+    """Keep no pages for later sessions that begin with the same tokens."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ Invariant between steps: the cache holds every committed token but the last.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -42,11 +44,14 @@ class PageTable:
         missing = self._allocator.pages_for(tokens) - self._count
         if missing <= 0:
             return
-        leased = self._allocator.lease(missing)
-        if self._count + missing > len(self._pages):
-            self._pages = np.resize(self._pages, max(2 * len(self._pages), self._count + missing))
-        self._pages[self._count : self._count + missing] = leased
-        self._count += missing
+        self._extend(self._allocator.lease(missing))
+
+    def _extend(self, pages: Sequence[int]) -> None:
+        end = self._count + len(pages)
+        if end > len(self._pages):
+            self._pages = np.resize(self._pages, max(2 * len(self._pages), end))
+        self._pages[self._count : end] = pages
+        self._count = end
 
     def truncate(self, tokens: int) -> None:
         """Give back the pages behind those that hold a number of tokens."""
@@ -56,7 +61,8 @@ class PageTable:
 
     def release(self) -> None:
         """Give all pages back."""
-        self.truncate(0)
+        self._allocator.release(self.pages.tolist())
+        self._count = 0
 
     def slots(self, start: int, stop: int) -> NDArray[np.int64]:
         """Slots of the positions start .. stop - 1. [stop - start] int64."""

@@ -15,13 +15,17 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 
 @dataclass(frozen=True)
 class OpenSession:
-    """Opens a session. tokens: [n] uint32, the prompt and then what is already committed; n >= prompt_length >= 1."""
+    """Opens a session. tokens: [n] uint32, the prompt and then what is already committed; n >= prompt_length >= 1.
+
+    cache_salt: only sessions of the same salt share pages of the prefix cache
+    """
 
     session_id: int
     tokens: NDArray[np.uint32]
     prompt_length: int
     sampling: SamplingParams
     stop: StopConditions
+    cache_salt: str = ""
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""
@@ -58,6 +62,7 @@ class EngineLoad:
     total_pages: int = 0
     step_microseconds: int = 0
     step_tokens: int = 0
+    cached_pages: int = 0
 
 
 @dataclass

@@ -1,19 +1,29 @@
 """Which sessions take part in a step, and with which tokens.
 
-First every running session that only needs its next token, then prompt chunks in order of arrival until the step's
-token budget is spent. Sessions run while there is a place and pages; when pages run out, the session that arrived last
-gives its own back and waits, so that nothing accepted is lost.
+    1. publish   pages that have filled up since the last step go to the prefix cache
+    2. admit     sessions run while there is a place, and pages for all of their tokens
+    3. attach    whose next pages are in the cache by now takes them instead of computing them
+    4. plan      first every running session that only needs its next token, then prompt chunks, within limits
+
+When pages run out, cached ones that nobody holds give way first; then the session that arrived last gives its own back
+and waits, so that nothing accepted is lost. What it computed stays in the cache as long as there is room.
+
+The prompt that has waited longest gets half of a step's room for prompts or more; what is left goes to the shortest
+ones, so that neither does a long prompt hold up short ones, nor do they starve it. Of several sessions whose next page
+is the same, one computes it, and the others take it one step later.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-from outrider.errors import EngineFault
+from outrider.config import SchedulePolicy
+from outrider.errors import EngineFault, Overloaded
 from outrider.paging.allocator import OutOfPages, PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.session import Session
+from outrider.serving.waiting import WaitingQueue
 
 
 @dataclass
@@ -33,17 +43,36 @@ class Chunk:
         return self.stop - self.start
 
 
-class Scheduler:
-    """Owns the sessions of an engine and the pages that they lease."""
+@dataclass(frozen=True)
+class Limits:
+    """What a step, and the queue before it, may hold.
 
-    def __init__(self, allocator: PageAllocator, max_running: int, max_step_tokens: int) -> None:
-        """max_running: sessions in a step. max_step_tokens: committed tokens computed in a step, over all sessions."""
-        self.allocator = allocator
-        self.max_running = max_running
-        self.max_step_tokens = max_step_tokens
+    max_running: sessions in a step. step_tokens: committed tokens computed in a step, over all sessions; None computes
+    every prompt in one piece. prefill_tokens: those of them that belong to prompts; a prompt that is not cut may be
+    longer if it is alone. max_queued: sessions that wait; None is without limit.
+    """
+
+    max_running: int
+    step_tokens: int | None
+    prefill_tokens: int | None = None
+    max_queued: int | None = None
+    policy: SchedulePolicy = "fcfs"
+
+
+class Scheduler:
+    """Owns the sessions of an engine and the pages that they hold."""
+
+    def __init__(self, prefix: PrefixCache, limits: Limits) -> None:
+        self.prefix = prefix
+        self.limits = limits
         self.preemptions = 0
-        self._waiting: deque[Session] = deque()
+        self._waiting = WaitingQueue(limits.policy)
         self._running: dict[int, Session] = {}  # in order of admission
+
+    @property
+    def allocator(self) -> PageAllocator:
+        """The books of the pages."""
+        return self.prefix.allocator
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -63,29 +92,44 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, session: Session) -> None:
-        """Queue a session."""
-        self._waiting.append(session)
+        """Queue a session. Raises Overloaded if the queue is full; never for one that goes on from elsewhere."""
+        self._waiting.add(session)
+        most = self.limits.max_queued
+        if most is None or len(self._waiting) <= most or session.new_tokens:
+            return
+        self._admit()
+        if len(self._waiting) > most and session.id not in self._running:
+            self._waiting.remove(session)
+            raise Overloaded(f"{most} requests wait already, which is the most that may; retry later")
 
-    def remove(self, session: Session) -> None:
-        """Forget a session and free its pages."""
-        session.evict()
-        if self._running.pop(session.id, None) is None and session in self._waiting:
+    def remove(self, session: Session, *, trusted: bool = True) -> None:
+        """Forget a session and free its pages. trusted: False if its rows must not be found in the cache."""
+        if trusted:
+            session.publish()
+        session.evict(trusted=trusted)
+        if self._running.pop(session.id, None) is None:
             self._waiting.remove(session)
 
     def plan(self) -> list[Chunk]:
         """Chunks of this step, with pages for their tokens reserved."""
+        for session in self._running.values():
+            session.publish()
         self._admit()
-        decoding = [s for s in self._running.values() if s.pending == 1]
-        prefilling = [s for s in self._running.values() if s.pending > 1]
-        budget = self.max_step_tokens
+        prompts: list[Session] = []
+        planned: list[tuple[Session, int]] = []
+        for session in self._running.values():
+            if session.pending > 1:
+                session.attach()
+            if session.pending > 1:
+                prompts.append(session)
+            else:
+                planned.append((session, 1))
+        if prompts:
+            planned += self._portions(prompts, len(planned))
         chunks: list[Chunk] = []
-        for session in decoding + prefilling:
-            size = min(session.pending, budget)
-            if size <= 0 or session.id not in self._running:
-                continue
-            if self.reserve(session, session.computed + size):
+        for session, size in planned:
+            if session.id in self._running and self.reserve(session, session.computed + size):
                 chunks.append(Chunk(session, session.computed, session.computed + size))
-                budget -= size
         # A later reservation may have preempted a session that was planned before.
         return [chunk for chunk in chunks if chunk.session.id in self._running]
 
@@ -114,20 +158,78 @@ class Scheduler:
 
     def check(self) -> None:
         """Audit the pages against what the sessions hold. Raises EngineFault."""
-        self.allocator.check(expected_leased=sum(len(s.table.pages) for s in self))
+        self.allocator.check(tables=[session.table.pages.tolist() for session in self])
+        self.prefix.check()
 
     def _admit(self) -> None:
-        promised = 0  # pages for sessions admitted in this step, which have not leased them yet
-        while self._waiting and len(self._running) < self.max_running:
-            session = self._waiting[0]
-            wanted = self.allocator.pages_for(session.length + 1)
+        if not self._waiting or len(self._running) >= self.limits.max_running:
+            return
+        pages_for = self.allocator.pages_for
+        # Pages for what running sessions have yet to compute.
+        promised = sum(max(0, pages_for(s.length + 1) - len(s.table.pages)) for s in self._running.values())
+        while self._waiting and len(self._running) < self.limits.max_running:
+            session = self._waiting.next()
+            found = session.table.peek(session.sharable)
+            wanted = pages_for(session.length + 1) - sum(self.allocator.holders(page) > 0 for page in found)
             if self._running and wanted + promised > self.allocator.free_pages:
                 return
-            promised += wanted
-            self._running[session.id] = self._waiting.popleft()
+            self._waiting.take(session)
+            self._running[session.id] = session
+            session.attach()
+            promised += pages_for(session.length + 1) - len(session.table.pages)
 
     def _preempt(self, session: Session) -> None:
         del self._running[session.id]
+        session.publish()
         session.evict()
-        self._waiting.appendleft(session)
+        self._waiting.give_back(session)
         self.preemptions += 1
+
+    # --- prompts ---
+
+    def _portions(self, prompts: Sequence[Session], decoding: int) -> list[tuple[Session, int]]:
+        """How many tokens each prompt gets. prompts: in order of admission. decoding: tokens that others need."""
+        oldest, *others = prompts
+        order = _first_of_each_page([oldest, *sorted(others, key=lambda session: session.pending)])
+        if self.limits.step_tokens is None:
+            return self._whole(order)
+        room = self.limits.step_tokens - decoding
+        if self.limits.prefill_tokens is not None:
+            room = min(room, self.limits.prefill_tokens)
+        rest = sum(session.pending for session in order[1:])
+        portions: list[tuple[Session, int]] = []
+        for session in order:
+            size = min(session.pending, room if portions else max((room + 1) // 2, room - rest))
+            if size <= 0:
+                break
+            portions.append((session, size))
+            room -= size
+        return portions
+
+    def _whole(self, order: Sequence[Session]) -> list[tuple[Session, int]]:
+        """Whole prompts, as many as fit, but at least the first."""
+        room = self.limits.prefill_tokens
+        portions: list[tuple[Session, int]] = []
+        for session in order:
+            if room is not None:
+                if portions and session.pending > room:
+                    break
+                room -= session.pending
+            portions.append((session, session.pending))
+        return portions
+
+
+def _first_of_each_page(order: Sequence[Session]) -> list[Session]:
+    """Leave out sessions whose next page an earlier one in this order is about to compute."""
+    keys: set[Hashable] = set()
+    first: list[Session] = []
+    for session in order:
+        own = session.table.next_key(session.tokens)
+        takes = (
+            len(session.table.pages) == session.table.shared and session.table.next_key(session.sharable) is not None
+        )
+        if not (takes and own in keys):
+            first.append(session)
+            if own is not None:
+                keys.add(own)
+    return first

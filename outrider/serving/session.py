@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.table import PageTable
+from outrider.paging.prefix import PrefixCache, SharedTable
 from outrider.serving.messages import OpenSession
 
 
@@ -16,16 +15,21 @@ class Session:
     Lengths, in tokens:   0 <= computed < length;   prompt_length <= length
         tokens  0 ........ computed | ........ length-1 |
                 in the cache        | pending           |
+
+    cached_tokens: prompt tokens that were found in the prefix cache when it began
     """
 
-    def __init__(self, request: OpenSession, allocator: PageAllocator) -> None:
+    def __init__(self, request: OpenSession, prefix: PrefixCache) -> None:
         self.id = request.session_id
         self.sampling = request.sampling
         self.stop = request.stop
         self.prompt_length = request.prompt_length
         self.length = len(request.tokens)
+        self.opened_length = self.length
         self.computed = 0
-        self.table = PageTable(allocator)
+        self.cached_tokens = 0
+        self.table = SharedTable(prefix, request.cache_salt, self.id)
+        self._began = False  # it has been evicted, or has committed something
         self._tokens = np.empty(self.length + 256, dtype=np.uint32)
         self._tokens[: self.length] = request.tokens
 
@@ -33,6 +37,11 @@ class Session:
     def tokens(self) -> NDArray[np.uint32]:
         """Prompt and committed tokens, [length] uint32, a view."""
         return self._tokens[: self.length]
+
+    @property
+    def sharable(self) -> NDArray[np.uint32]:
+        """Tokens whose rows may come from the prefix cache: all but the last, whose row must be computed to go on."""
+        return self._tokens[: self.length - 1]
 
     @property
     def pending(self) -> int:
@@ -51,8 +60,24 @@ class Session:
             self._tokens = np.resize(self._tokens, 2 * end)
         self._tokens[self.length : end] = tokens
         self.length = end
+        self._began = True
 
-    def evict(self) -> None:
-        """Give all pages back; the tokens stay and are computed again later."""
-        self.table.release()
+    def attach(self) -> None:
+        """Take from the prefix cache what comes next."""
+        if taken := self.table.attach(self.sharable):
+            self.computed += taken
+            if not self._began:
+                self.cached_tokens = min(self.cached_tokens + taken, self.prompt_length)
+
+    def publish(self) -> None:
+        """Give pages that have filled up to the prefix cache. Every computed row must have been written."""
+        self.table.publish(self._tokens[: self.computed])
+
+    def evict(self, *, trusted: bool = True) -> None:
+        """Give all pages back; the tokens stay and are computed again later.
+
+        trusted: False if its rows must not be found again; otherwise, those that were published are.
+        """
+        self.table.release(trusted=trusted)
         self.computed = 0
+        self._began = True

@@ -88,6 +88,7 @@ class Commit:
     tokens:      [n] uint32, n >= 1: the accepted path, then the bonus token (cut short where the session finished)
     root_hash:   path hash after the commit
     verified, accepted: draft nodes in the step, and those of them on the accepted path
+    cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone
     """
 
     session_id: int
@@ -97,3 +98,4 @@ class Commit:
     verified: int = 0
     accepted: int = 0
     finish_reason: FinishReason = FinishReason.RUNNING
+    cached_tokens: int = 0

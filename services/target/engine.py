@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError, EngineFault, InvalidRequest
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.serving.scheduler import Scheduler
+from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
@@ -71,11 +72,8 @@ class TargetEngine(Engine):
             model.device,
         )
         self.cache = KVCache(model.shapes, pages, config.page_size, model.cache_dtype, model.device)
-        self.scheduler = Scheduler(
-            PageAllocator(pages, config.page_size),
-            config.max_running_requests,
-            max(config.chunked_prefill_size, config.max_running_requests),
-        )
+        prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
+        self.scheduler = Scheduler(prefix, _scheduling(config))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
         self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
         self._fixed_rows = config.speculative_num_draft_tokens is not None
@@ -101,18 +99,18 @@ class TargetEngine(Engine):
         if len(request.tokens) - request.prompt_length >= request.stop.max_tokens:
             raise InvalidRequest("the session has all of its max_tokens already", param="max_tokens")
         self.close(request.session_id)
-        session = Session(request, self.scheduler.allocator)
+        session = Session(request, self.scheduler.prefix)
+        self.scheduler.add(session)
         self._entries[session.id] = _Entry(
             session, SpeculationTree(request.tokens), stop_ids, Calibration(self._calibration.ratio)
         )
-        self.scheduler.add(session)
 
-    def close(self, session_id: int) -> None:
-        """Forget a session and free its pages."""
+    def close(self, session_id: int, *, trusted: bool = True) -> None:
+        """Forget a session and free its pages. trusted: False if its rows must not serve others."""
         entry = self._entries.pop(session_id, None)
         self._patience.forget(session_id)
         if entry is not None:
-            self.scheduler.remove(entry.session)
+            self.scheduler.remove(entry.session, trusted=trusted)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Merge hints. Those with tokens that the model does not know are dropped."""
@@ -130,7 +128,8 @@ class TargetEngine(Engine):
         return self._entries[session_id].tree
 
     def forget_measurements(self) -> None:
-        """Begin anew with what sessions taught; the warm-up's own are no example."""
+        """Begin anew with what sessions taught and left behind; the warm-up's own are no example."""
+        self.scheduler.prefix.flush()
         self._calibration = Calibration()
         self._step_tokens = 0
 
@@ -164,6 +163,7 @@ class TargetEngine(Engine):
             free_pages=allocator.free_pages,
             total_pages=allocator.total_pages,
             step_tokens=self._step_tokens,
+            cached_pages=allocator.cached_pages,
         )
 
     def check(self) -> None:
@@ -241,7 +241,7 @@ class TargetEngine(Engine):
                 verdict = settle(draft, sampled, self._entries[session.id].stop_ids, self._room(session))
             except EngineFault as error:
                 output.failures.append(SessionFailure(session.id, error))
-                self.close(session.id)
+                self.close(session.id, trusted=False)
                 continue
             if verdict.reason == FinishReason.RUNNING:
                 moves.append(_moves(session, verdict.path))
@@ -267,7 +267,8 @@ class TargetEngine(Engine):
         expected = promised(draft)
         for calibration in (entry.calibration, self._calibration):
             calibration.observe(expected, accepted)
-        return Commit(session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason)
+        cached = session.cached_tokens if base == session.opened_length else 0
+        return Commit(session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason, cached)
 
     @torch.inference_mode()
     def _move(self, moves: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> None:
@@ -290,12 +291,30 @@ def _moves(session: Session, path: list[int]) -> tuple[NDArray[np.int64], NDArra
     return slots[nodes[away]], slots[: len(nodes)][away]
 
 
+def _scheduling(config: TargetConfig) -> Limits:
+    """Limits of a step and of the queue. A chunk is never shorter than the roots of all sessions together."""
+    chunk = config.chunked_prefill_size
+    return Limits(
+        config.max_running_requests,
+        None if chunk < 0 else max(chunk, config.max_running_requests),
+        config.max_prefill_tokens,
+        config.max_queued_requests,
+        config.schedule_policy,
+    )
+
+
 def _check_limits(config: TargetConfig) -> None:
     """Raise ConfigError for numbers that make no sense."""
+    if config.chunked_prefill_size < 1 and config.chunked_prefill_size != -1:
+        raise ConfigError(
+            f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {config.chunked_prefill_size}"
+        )
     least = {
         "page_size": 1,
         "max_running_requests": 1,
-        "chunked_prefill_size": 1,
+        "max_prefill_tokens": 1,
+        "max_queued_requests": 0,
+        "max_total_tokens": 1,
         "speculative_num_steps": 0,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 1,

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from outrider.errors import EngineFault, InvalidRequest
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message, OpenSession, StepOutput
-from outrider.serving.scheduler import Scheduler
+from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
 from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason, Proposal
@@ -178,12 +179,14 @@ async def test_a_stream_that_ends_takes_its_sessions_along(hub, end):
 # --- scheduler ---
 
 
-def scheduler(pages=8, page_size=4, max_running=4, step=16):
-    return Scheduler(PageAllocator(pages, page_size), max_running, step)
+def scheduler(pages=8, page_size=4, max_running=4, step=16, **limits):
+    return Scheduler(PrefixCache(PageAllocator(pages, page_size)), Limits(max_running, step, **limits))
 
 
 def session(s, session_id, length):
-    return Session(request(session_id, prompt=range(1, length + 1), max_tokens=100), s.allocator)
+    """A session whose tokens are no other's."""
+    prompt = range(1000 * session_id + 1, 1000 * session_id + length + 1)
+    return Session(request(session_id, prompt=prompt, max_tokens=100), s.prefix)
 
 
 def advance(s, chunks):

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
@@ -37,7 +38,7 @@ def random_works(rng, page_size, sessions):
     for i in range(sessions):
         kind = rng.choice(["chunk", "plain", "tree", "prompt and tree"])
         length = int(rng.integers(1, 120))
-        session = Session(opening(i, rng.integers(0, 50, length).tolist()), allocator)
+        session = Session(opening(i, rng.integers(0, 50, length).tolist()), PrefixCache(allocator))
         start = 0 if kind == "prompt and tree" else int(rng.integers(0, length))
         start = length - 1 if kind in ("plain", "tree") else start
         stop = int(rng.integers(start + 1, length + 1)) if kind == "chunk" else length
@@ -119,8 +120,8 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
 
 def test_a_batch_lays_out_rows_positions_slots_and_draws():
     allocator = PageAllocator(20, 4)
-    first = Session(opening(1, [10, 11, 12, 13, 14]), allocator)  # its chunk ends before its prompt does
-    second = Session(opening(2, [20, 21, 22]), allocator)
+    first = Session(opening(1, [10, 11, 12, 13, 14]), PrefixCache(allocator))  # its chunk ends before its prompt does
+    second = Session(opening(2, [20, 21, 22]), PrefixCache(allocator))
     first.table.reserve(5)
     second.table.reserve(6)
     parents, depths = np.array([-1, 0, -1], np.int32), np.array([1, 2, 1], np.int32)
