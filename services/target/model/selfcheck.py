@@ -12,6 +12,7 @@ import torch
 
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
@@ -33,10 +34,10 @@ def check(model: Model) -> None:
     count = min(_TOKENS, model.context_length)
     if count <= _CUT:
         return
-    allocator = PageAllocator(1, _TOKENS)
+    prefix = PrefixCache(PageAllocator(1, _TOKENS), enabled=False)
     cache = KVCache(model.shapes, 1, _TOKENS, model.cache_dtype, model.device)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.uint32)
-    session = Session(OpenSession(0, tokens, count, SamplingParams(), StopConditions(1)), allocator)
+    session = Session(OpenSession(0, tokens, count, SamplingParams(), StopConditions(1)), prefix)
     session.table.reserve(count)
 
     def last_logits(*stops: int) -> torch.Tensor:
