@@ -122,7 +122,9 @@ class Generator:
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        for tokens, param in ((request.prompt, "prompt"), (request.stop_token_ids, "stop_token_ids")):
+        biased = [token for token, _ in request.sampling.logit_bias]
+        named = ((request.prompt, "prompt"), (request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias"))
+        for tokens, param in named:
             if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
                 wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
                 raise InvalidRequest(

@@ -81,7 +81,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         if max_tokens == 0:
             raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
         sampling = SamplingParams(
-            given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0)
+            given("temperature", 1.0),
+            given("top_k", 0),
+            given("top_p", 1.0),
+            given("min_p", 0.0),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=given("repetition_penalty", 1.0),
+            logit_bias=tuple(request.logit_bias.items()),
         )
         return GenerationRequest(
             await self._prompt(request),

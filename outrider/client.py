@@ -57,6 +57,14 @@ class Options(TypedDict, total=False):
     """Token ids that end the generation."""
     ignore_eos: bool
     """True if the model's own end-of-sequence ids do not end the generation."""
+    presence_penalty: float
+    """Subtracted from the logit of a token that is in the answer so far."""
+    frequency_penalty: float
+    """Subtracted from a token's logit for each time that it is in the answer so far."""
+    repetition_penalty: float
+    """Divides a logit above 0, and multiplies others, of a token in the prompt or the answer so far; 1 is off."""
+    logit_bias: Mapping[int, float]
+    """What is added to the logits of tokens."""
 
 
 @dataclass(frozen=True)

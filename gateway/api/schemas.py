@@ -25,10 +25,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
     "response_format": (None, {"type": "text"}),
     "structured_outputs": (None,),
     "guided_json": (None,),
@@ -75,6 +71,10 @@ class GenerationBody(BaseModel):
     top_p: Number | None = None
     top_k: Count | None = Field(None, ge=-1)
     min_p: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    repetition_penalty: Number | None = None
+    logit_bias: dict[str, Number] | None = None
     seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
@@ -117,6 +117,10 @@ class GenerationBody(BaseModel):
             top_k=max(self.top_k or 0, 0),  # -1 is off, too
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
         )
         return GenerationRequest(
             prompt,
@@ -129,6 +133,12 @@ class GenerationBody(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
         )
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit()):
+        raise InvalidRequest(f'logit_bias: "{key}" is no token id', param="logit_bias")
+    return int(key)
 
 
 class CompletionBody(GenerationBody):

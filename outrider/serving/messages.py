@@ -36,6 +36,11 @@ class OpenSession:
                 f"token id {int(self.tokens.max())} is not in the vocabulary of {vocab_size} tokens",
                 param="prompt",
             )
+        biased = max((token for token, _ in self.sampling.logit_bias), default=0)
+        if biased >= vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: token id {biased} is not in the vocabulary of {vocab_size} tokens", param="logit_bias"
+            )
         if len(self.tokens) >= max_tokens:
             raise InvalidRequest(
                 f"the prompt has {len(self.tokens)} tokens, and the model's context of {max_tokens} leaves no room "

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.speculation.sampling import SamplingParams, sample
+from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
 
 # Logits [V] of the next token, given a whole path.
@@ -38,12 +38,27 @@ def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[
     return path, samples[node + 1]
 
 
-def verify(next_logits: NextLogits, path: list[int], draft: TreeSlice, params: SamplingParams) -> list[int]:
-    """One verification step on a model given as a function: the tokens that it commits. For tests."""
+def draw(next_logits: NextLogits, path: list[int], params: SamplingParams, prompt_length: int) -> int:
+    """The token after a path on a model given as a function. For tests."""
+    tokens = np.array(path, dtype=np.int64)
+    logits = next_logits(path)
+    if params.adjusts:
+        logits = adjusted(logits, params, tokens[:prompt_length], tokens[prompt_length:])
+    return sample(logits, params, len(path))
+
+
+def verify(
+    next_logits: NextLogits, path: list[int], draft: TreeSlice, params: SamplingParams, prompt_length: int | None = None
+) -> list[int]:
+    """One verification step on a model given as a function: the tokens that it commits. For tests.
+
+    prompt_length: tokens of the path that are the prompt; all by default.
+    """
     rows = [path]
     for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
         rows.append([*rows[parent + 1], token])
-    sampled = np.array([sample(next_logits(row), params, len(row)) for row in rows])
+    prompt_length = len(path) if prompt_length is None else prompt_length
+    sampled = np.array([draw(next_logits, row, params, prompt_length) for row in rows])
     accepted, bonus = accepted_path(draft, sampled)
     return [*draft.tokens[accepted].tolist(), bonus]
 
@@ -52,5 +67,5 @@ def decode(next_logits: NextLogits, prompt: list[int], params: SamplingParams, s
     """Plain decoding on a model given as a function: the new tokens. For tests."""
     path = list(prompt)
     for _ in range(steps):
-        path.append(sample(next_logits(path), params, len(path)))
+        path.append(draw(next_logits, path, params, len(prompt)))
     return path[len(prompt) :]

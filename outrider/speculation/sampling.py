@@ -1,9 +1,16 @@
 """How a token is drawn from logits: the rules, in NumPy, that both services follow.
 
-    logits -> no stop token before min_tokens -> / temperature -> top_k -> top_p (of what top_k left) -> min_p
-           -> argmax(log p + noise)
+    logits -> penalties, bias -> no stop token before min_tokens -> / temperature -> top_k
+           -> top_p (of what top_k left) -> min_p -> argmax(log p + noise)
 
-At temperature 0 the token is the argmax of the logits and no noise is used. Ties go to the lowest token id.
+Penalties look at the token's own path, drafted tokens included: repetition_penalty at the prompt and what follows it,
+presence and frequency only at what follows it. For a token that occurs `count` times behind the prompt
+
+    x -> x / repetition_penalty if x > 0 else x * repetition_penalty           if it occurs anywhere
+    x -> x + (bias - frequency_penalty * count - presence_penalty * (count > 0))
+
+in float64, rounded to float32 once. At temperature 0 the token is the argmax and no noise is used. Ties go to the
+lowest token id.
 """
 
 from __future__ import annotations
@@ -18,17 +25,27 @@ from outrider.speculation import noise
 
 # Below this temperature a request is greedy, as in SGLang.
 GREEDY_BELOW = 1e-6
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIASED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a session's tokens are drawn. top_k 0, top_p 1 and min_p 0 are off. Raises InvalidRequest if out of range."""
+    """How a session's tokens are drawn. Raises InvalidRequest if out of range.
+
+    top_k 0, top_p 1, min_p 0, presence_penalty 0, frequency_penalty 0 and repetition_penalty 1 are off.
+    logit_bias: pairs of a token id and what is added to its logit
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature <= 100.0:
@@ -41,6 +58,40 @@ class SamplingParams:
             raise InvalidRequest(f"min_p must lie in [0, 1], not {self.min_p}", param="min_p")
         if not 0 <= self.seed < 2**64:
             raise InvalidRequest(f"seed must lie in [0, 2^64), not {self.seed}", param="seed")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise InvalidRequest(f"{name} must lie in [-2, 2], not {getattr(self, name)}", param=name)
+        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
+            raise InvalidRequest(
+                f"repetition_penalty must lie in (0, {MAX_REPETITION_PENALTY:g}], not {self.repetition_penalty}",
+                param="repetition_penalty",
+            )
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequest(f"logit_bias may name at most {MAX_BIASED_TOKENS} tokens", param="logit_bias")
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise InvalidRequest("logit_bias names a token twice", param="logit_bias")
+        for token, bias in self.logit_bias:
+            if token < 0:
+                raise InvalidRequest(f"logit_bias: {token} is no token id", param="logit_bias")
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidRequest(f"logit_bias must lie in [-100, 100], not {bias}", param="logit_bias")
+
+    @property
+    def counts(self) -> bool:
+        """True if a token's logit depends on how often it occurs behind the prompt."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def adjusts(self) -> bool:
+        """True if penalties or bias change logits."""
+        return self.counts or self.repetition_penalty != 1.0 or bool(self.logit_bias)
+
+    def shift(self, bias: float, count: int) -> float:
+        """What is added to the logit of a token of this bias that occurs `count` times behind the prompt."""
+        return bias - self.frequency_penalty * count - self.presence_penalty * (count > 0)
 
     @property
     def greedy(self) -> bool:
@@ -99,8 +150,29 @@ def filtered_log_probs(logits: NDArray[np.floating], params: SamplingParams) -> 
     return filtered
 
 
-def sample(logits: NDArray[np.floating], params: SamplingParams, position: int) -> int:
-    """The token at an absolute position, given the logits of the token before it. logits: [V]."""
+def adjusted(
+    logits: NDArray[np.floating], params: SamplingParams, prompt: NDArray[np.integer], output: NDArray[np.integer]
+) -> NDArray[np.float32]:
+    """Logits after penalties and bias. logits: [V]; prompt, output: the path's tokens, in two parts."""
+    x = logits.astype(np.float64)
+    counts = np.bincount(output, minlength=len(x)) if len(output) else np.zeros(len(x), np.int64)
+    occurs = counts > 0
+    occurs[prompt] = True
+    scaled = np.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)
+    bias = dict(params.logit_bias)
+    shift = [params.shift(bias.get(token, 0.0), int(count)) for token, count in enumerate(counts)]
+    return np.asarray(np.where(occurs, scaled, x) + np.array(shift), np.float32)
+
+
+def sample(
+    logits: NDArray[np.floating], params: SamplingParams, position: int, allowed: NDArray[np.bool_] | None = None
+) -> int:
+    """The token at an absolute position, given the logits of the token before it, after penalties and bias.
+
+    logits: [V]; allowed: [V], the tokens that may be drawn; all by default.
+    """
+    if allowed is not None:
+        logits = np.where(allowed, logits, -np.inf)
     if params.greedy:
         return int(np.argmax(logits))
     tokens = np.arange(len(logits))

@@ -20,7 +20,7 @@ from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
 
-U8, U32, I32, U64, F32 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8", "<f4"))
+U8, U32, I32, U64, F32, F64 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8", "<f4", "<f8"))
 
 
 def pack(values: Iterable[Any] | NDArray[Any], dtype: np.dtype[Any]) -> bytes:
@@ -56,18 +56,12 @@ def _split(counts: NDArray[np.uint32], total: int) -> list[slice]:
 
 def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
     """An OpenSession message."""
-    sampling, stop = request.sampling, request.stop
+    stop = request.stop
     return common_pb2.OpenSession(
         session_id=request.session_id,
         tokens=pack(request.tokens, U32),
         prompt_length=request.prompt_length,
-        sampling=common_pb2.SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_sampling_to_pb(request.sampling),
         stop=common_pb2.StopConditions(
             max_tokens=stop.max_tokens,
             min_tokens=stop.min_tokens,
@@ -79,13 +73,43 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
 
 def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
     """The session that a message opens. Raises InvalidRequest for parameters out of range."""
-    sampling, stop = message.sampling, message.stop
+    stop = message.stop
     return OpenSession(
         session_id=message.session_id,
         tokens=unpack(message.tokens, U32),
         prompt_length=message.prompt_length,
-        sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed),
+        sampling=_sampling_from_pb(message.sampling),
         stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
+    )
+
+
+def _sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias_tokens=pack((token for token, _ in params.logit_bias), U32),
+        bias_values=pack((bias for _, bias in params.logit_bias), F64),
+    )
+
+
+def _sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
+    biased = unpack(message.bias_tokens, U32)
+    return SamplingParams(
+        message.temperature,
+        message.top_k,
+        message.top_p,
+        message.min_p,
+        message.seed,
+        message.presence_penalty,
+        message.frequency_penalty,
+        message.repetition_penalty or 1.0,
+        tuple(zip(biased.tolist(), unpack(message.bias_values, F64, len(biased)).tolist(), strict=True)),
     )
 
 

@@ -6,7 +6,7 @@ One step of `engine.TargetEngine`, which is the way to read this package:
     tree.select         the best hints of each session that can use them
     batch.build         flat rows, their slots in the paged cache, their tree masks
     runner.forward      a transformers model whose attention is ours (model/attention.py, kernels/)
-    sampler.draw        one token after every sampled row, by coupled noise
+    drawing.draw        one token after every sampled row: penalties, filters, coupled noise
     verifier.settle     the accepted path, the bonus token, the end of the session
     kv_cache.move       the accepted path's keys and values to where they belong
 """

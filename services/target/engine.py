@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,9 +30,9 @@ from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
-from services.target import sampler
-from services.target.batch import Batch, Work, build
+from services.target.batch import Work, build
 from services.target.budget import Calibration, least_score, promised
+from services.target.drawing import Drawing, Entry, tally_of
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.model.base import Model
 from services.target.patience import Patience
@@ -45,16 +44,6 @@ log = logging.getLogger(__name__)
 # second number; then fewer. Up to about so many rows a step costs little more than its reading of the weights.
 _ROWS_PER_SESSION = 8
 _ROWS_PER_STEP = 64
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A session, its hints, and the token ids that end it."""
-
-    session: Session
-    tree: SpeculationTree
-    stop_ids: frozenset[int]
-    calibration: Calibration
 
 
 class TargetEngine(Engine):
@@ -80,7 +69,8 @@ class TargetEngine(Engine):
         self._max_depth = config.speculative_num_steps
         self._max_children = config.speculative_eagle_topk
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
-        self._entries: dict[int, _Entry] = {}
+        self._drawing = Drawing(model, self.cache)
+        self._entries: dict[int, Entry] = {}
         self._step_tokens = 0
         self._patience = Patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
@@ -101,8 +91,8 @@ class TargetEngine(Engine):
         self.close(request.session_id)
         session = Session(request, self.scheduler.prefix)
         self.scheduler.add(session)
-        self._entries[session.id] = _Entry(
-            session, SpeculationTree(request.tokens), stop_ids, Calibration(self._calibration.ratio)
+        self._entries[session.id] = Entry(
+            session, SpeculationTree(request.tokens), stop_ids, Calibration(self._calibration.ratio), tally_of(request)
         )
 
     def close(self, session_id: int, *, trusted: bool = True) -> None:
@@ -151,7 +141,7 @@ class TargetEngine(Engine):
             return StepOutput(load=self.load())
         batch = build(works, self.model.device)
         self._step_tokens = len(batch)
-        draws = self._draw(batch, [work for work in works if work.chunk.last])
+        draws = self._drawing.draw(batch, [work for work in works if work.chunk.last], self._entries)
         return self._settle(works, draws)
 
     def load(self) -> EngineLoad:
@@ -204,26 +194,6 @@ class TargetEngine(Engine):
         limit = min(session.prompt_length + session.stop.max_tokens, self.max_session_tokens)
         return limit - session.length
 
-    # --- 2. forward, 3. draw ---
-
-    @torch.inference_mode()
-    def _draw(self, batch: Batch, works: Sequence[Work]) -> NDArray[np.int64]:
-        """The tokens after the batch's sampled rows, [R]. Waits for the device, the only time in a step."""
-        if not works:
-            self.model.runner.forward(batch, self.cache)
-            return np.empty(0, np.int64)
-        rows = sampler.gather([self._request(work) for work in works], self.model.device)
-        tokens = sampler.draw(self.model.runner.forward(batch, self.cache).logits, rows)
-        return np.asarray(tokens.cpu().numpy())
-
-    def _request(self, work: Work) -> sampler.RowRequest:
-        session = work.chunk.session
-        depths = [0, *work.draft.depths.tolist()]
-        stop_ids = sorted(self._entries[session.id].stop_ids)
-        missing = session.stop.min_tokens - session.new_tokens  # new tokens before one may end the session
-        banned = [stop_ids if depth < missing else [] for depth in depths]
-        return sampler.RowRequest(session.sampling, [session.length + depth for depth in depths], banned)
-
     # --- 4. settle ---
 
     def _settle(self, works: Sequence[Work], draws: NDArray[np.int64]) -> StepOutput:
@@ -256,8 +226,7 @@ class TargetEngine(Engine):
         entry = self._entries[session.id]
         tree = entry.tree
         base = session.length
-        session.append(verdict.tokens)
-        tree.commit(verdict.tokens)
+        entry.append(verdict.tokens)
         if verdict.reason == FinishReason.RUNNING:
             session.computed = session.length - 1
             session.table.truncate(session.length)

@@ -55,6 +55,16 @@ def test_the_seed_is_told_and_repeats_the_text(client):
     assert client.complete("A", max_tokens=3, seed=2**64 - 1).text == "BCD"  # stride 1
 
 
+def test_penalties_and_bias_reach_the_target(client, target):
+    client.complete("A", max_tokens=2, presence_penalty=0.5, frequency_penalty=-1, repetition_penalty=1.1,
+                    logit_bias={7: -100.0})  # fmt: skip
+    sampling = target.engine.seen[-1].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.1)
+    assert sampling.logit_bias == ((7, -100.0),)
+    client.complete("A", max_tokens=2)
+    assert not target.engine.seen[-1].sampling.adjusts
+
+
 def test_limits_default_to_the_rest_of_the_context(client):
     assert len(client.complete([5] * 350, temperature=0, ignore_eos=True).token_ids) == 50
 
@@ -63,6 +73,8 @@ def test_limits_default_to_the_rest_of_the_context(client):
     ("error", "prompt", "options"),
     [
         (InvalidRequest, "A", {"temperature": -1.0}),
+        (InvalidRequest, "A", {"repetition_penalty": 0.0}),
+        (InvalidRequest, "A", {"logit_bias": {300: 1.0}}),
         (InvalidRequest, [300], {}),
         (InvalidRequest, [REFUSED], {}),
         (InvalidRequest, [], {}),

@@ -78,6 +78,16 @@ def test_choices_have_seeds_that_follow_one_another(gateway):
     assert body["usage"]["prompt_tokens"] == 1
 
 
+def test_penalties_and_bias_reach_the_target(client, target):
+    client.completions.create(
+        model="default", prompt="A", max_tokens=2, temperature=0, presence_penalty=0.5, frequency_penalty=-1,
+        logit_bias={"7": -100, "8": 2.5}, extra_body={"repetition_penalty": 1.1},
+    )  # fmt: skip
+    sampling = target.engine.seen[-1].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.5, -1.0, 1.1)
+    assert sampling.logit_bias == ((7, -100.0), (8, 2.5))
+
+
 def test_negative_seeds_and_none_are_allowed(gateway, target):
     first = gateway.text("A", max_tokens=6, temperature=1, seed=-5)
     assert gateway.text("A", max_tokens=6, temperature=1, seed=-5) == first

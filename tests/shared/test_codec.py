@@ -39,7 +39,7 @@ def same(a, b):
 
 
 def opened():
-    sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1)
+    sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1, 0.1, -0.2, 1.3, ((5, -100.0), (6, 1 / 3)))
     return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, StopConditions(9, 2, (5, 6), True))
 
 

@@ -24,29 +24,29 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/wire/v1/common.proto\x12\x10outrider.wire.v1\"`\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"d\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"\xac\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .outrider.wire.v1.SamplingParams\x12.\n\x04stop\x18\x05 \x01(\x0b\x32 .outrider.wire.v1.StopConditions\"\xb8\x01\n\rProposalBatch\x12\x13\n\x0bsession_ids\x18\x01 \x01(\x0c\x12\x16\n\x0e\x61nchor_lengths\x18\x02 \x01(\x0c\x12\x15\n\ranchor_hashes\x18\x03 \x01(\x0c\x12\x13\n\x0bnode_counts\x18\x04 \x01(\x0c\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\x12\x12\n\nlog_scores\x18\x07 \x01(\x0c\x12\x19\n\x11\x63ommitted_lengths\x18\x08 \x01(\x0c\"\xbd\x01\n\x0b\x43ommitBatch\x12\x13\n\x0bsession_ids\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_lengths\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x13\n\x0broot_hashes\x18\x05 \x01(\x0c\x12\x17\n\x0fverified_counts\x18\x06 \x01(\x0c\x12\x17\n\x0f\x61\x63\x63\x65pted_counts\x18\x07 \x01(\x0c\x12\x16\n\x0e\x66inish_reasons\x18\x08 \x01(\x0c\"A\n\x0cSessionError\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x99\x01\n\nEngineLoad\x12\x18\n\x10running_sessions\x18\x01 \x01(\r\x12\x18\n\x10waiting_sessions\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x19\n\x11step_microseconds\x18\x05 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\"\x99\x01\n\tModelInfo\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nvocab_hash\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/wire/v1/common.proto\x12\x10outrider.wire.v1\"\xdb\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x13\n\x0b\x62ias_tokens\x18\t \x01(\x0c\x12\x13\n\x0b\x62ias_values\x18\n \x01(\x0c\"d\n\x0eStopConditions\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\"\xac\x01\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x32\n\x08sampling\x18\x04 \x01(\x0b\x32 .outrider.wire.v1.SamplingParams\x12.\n\x04stop\x18\x05 \x01(\x0b\x32 .outrider.wire.v1.StopConditions\"\xb8\x01\n\rProposalBatch\x12\x13\n\x0bsession_ids\x18\x01 \x01(\x0c\x12\x16\n\x0e\x61nchor_lengths\x18\x02 \x01(\x0c\x12\x15\n\ranchor_hashes\x18\x03 \x01(\x0c\x12\x13\n\x0bnode_counts\x18\x04 \x01(\x0c\x12\x0e\n\x06tokens\x18\x05 \x01(\x0c\x12\x0f\n\x07parents\x18\x06 \x01(\x0c\x12\x12\n\nlog_scores\x18\x07 \x01(\x0c\x12\x19\n\x11\x63ommitted_lengths\x18\x08 \x01(\x0c\"\xbd\x01\n\x0b\x43ommitBatch\x12\x13\n\x0bsession_ids\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_lengths\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x13\n\x0broot_hashes\x18\x05 \x01(\x0c\x12\x17\n\x0fverified_counts\x18\x06 \x01(\x0c\x12\x17\n\x0f\x61\x63\x63\x65pted_counts\x18\x07 \x01(\x0c\x12\x16\n\x0e\x66inish_reasons\x18\x08 \x01(\x0c\"A\n\x0cSessionError\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x99\x01\n\nEngineLoad\x12\x18\n\x10running_sessions\x18\x01 \x01(\r\x12\x18\n\x10waiting_sessions\x18\x02 \x01(\r\x12\x12\n\nfree_pages\x18\x03 \x01(\r\x12\x13\n\x0btotal_pages\x18\x04 \x01(\r\x12\x19\n\x11step_microseconds\x18\x05 \x01(\r\x12\x13\n\x0bstep_tokens\x18\x06 \x01(\r\"\x99\x01\n\tModelInfo\x12\x12\n\nmodel_path\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x12\n\nvocab_hash\x18\x05 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.wire.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1184
-  _globals['_FINISHREASON']._serialized_end=1304
-  _globals['_SAMPLINGPARAMS']._serialized_start=51
-  _globals['_SAMPLINGPARAMS']._serialized_end=147
-  _globals['_STOPCONDITIONS']._serialized_start=149
-  _globals['_STOPCONDITIONS']._serialized_end=249
-  _globals['_OPENSESSION']._serialized_start=252
-  _globals['_OPENSESSION']._serialized_end=424
-  _globals['_PROPOSALBATCH']._serialized_start=427
-  _globals['_PROPOSALBATCH']._serialized_end=611
-  _globals['_COMMITBATCH']._serialized_start=614
-  _globals['_COMMITBATCH']._serialized_end=803
-  _globals['_SESSIONERROR']._serialized_start=805
-  _globals['_SESSIONERROR']._serialized_end=870
-  _globals['_ENGINELOAD']._serialized_start=873
-  _globals['_ENGINELOAD']._serialized_end=1026
-  _globals['_MODELINFO']._serialized_start=1029
-  _globals['_MODELINFO']._serialized_end=1182
+  _globals['_FINISHREASON']._serialized_start=1308
+  _globals['_FINISHREASON']._serialized_end=1428
+  _globals['_SAMPLINGPARAMS']._serialized_start=52
+  _globals['_SAMPLINGPARAMS']._serialized_end=271
+  _globals['_STOPCONDITIONS']._serialized_start=273
+  _globals['_STOPCONDITIONS']._serialized_end=373
+  _globals['_OPENSESSION']._serialized_start=376
+  _globals['_OPENSESSION']._serialized_end=548
+  _globals['_PROPOSALBATCH']._serialized_start=551
+  _globals['_PROPOSALBATCH']._serialized_end=735
+  _globals['_COMMITBATCH']._serialized_start=738
+  _globals['_COMMITBATCH']._serialized_end=927
+  _globals['_SESSIONERROR']._serialized_start=929
+  _globals['_SESSIONERROR']._serialized_end=994
+  _globals['_ENGINELOAD']._serialized_start=997
+  _globals['_ENGINELOAD']._serialized_end=1150
+  _globals['_MODELINFO']._serialized_start=1153
+  _globals['_MODELINFO']._serialized_end=1306
 # @@protoc_insertion_point(module_scope)

@@ -25,13 +25,15 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eoutrider/wire/v1/gateway.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x17\n\x15GetGatewayInfoRequest\"\xa7\x01\n\x16GetGatewayInfoResponse\x12\x18\n\x10software_version\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12*\n\x05model\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x10\n\x08\x64rafters\x18\x04 \x03(\t\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\nChatPrompt\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.ChatMessage\"\xc3\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12/\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.TokenIdsH\x00\x12,\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seed\"T\n\x11SpeculationReport\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"\xf8\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1e.outrider.wire.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x38\n\x0bspeculation\x18\x07 \x01(\x0b\x32#.outrider.wire.v1.SpeculationReport\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x32\xca\x01\n\x0eGatewayService\x12\x63\n\x0eGetGatewayInfo\x12\'.outrider.wire.v1.GetGatewayInfoRequest\x1a(.outrider.wire.v1.GetGatewayInfoResponse\x12S\n\x08Generate\x12!.outrider.wire.v1.GenerateRequest\x1a\".outrider.wire.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eoutrider/wire/v1/gateway.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x17\n\x15GetGatewayInfoRequest\"\xa7\x01\n\x16GetGatewayInfoResponse\x12\x18\n\x10software_version\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12*\n\x05model\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x10\n\x08\x64rafters\x18\x04 \x03(\t\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"=\n\nChatPrompt\x12/\n\x08messages\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.ChatMessage\"\xa8\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12/\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1a.outrider.wire.v1.TokenIdsH\x00\x12,\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x1c.outrider.wire.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x07 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\t \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\n \x01(\x01H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x07\x88\x01\x01\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x18\n\x10presence_penalty\x18\x0f \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x10 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x11 \x01(\x01H\x08\x88\x01\x01\x12\x44\n\nlogit_bias\x18\x12 \x03(\x0b\x32\x30.outrider.wire.v1.GenerateRequest.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"T\n\x11SpeculationReport\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x17\n\x0fproposed_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x03 \x01(\r\"\xf8\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x35\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1e.outrider.wire.v1.FinishReason\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x38\n\x0bspeculation\x18\x07 \x01(\x0b\x32#.outrider.wire.v1.SpeculationReport\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x32\xca\x01\n\x0eGatewayService\x12\x63\n\x0eGetGatewayInfo\x12\'.outrider.wire.v1.GetGatewayInfoRequest\x1a(.outrider.wire.v1.GetGatewayInfoResponse\x12S\n\x08Generate\x12!.outrider.wire.v1.GenerateRequest\x1a\".outrider.wire.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.wire.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
   _globals['_GETGATEWAYINFOREQUEST']._serialized_start=83
   _globals['_GETGATEWAYINFOREQUEST']._serialized_end=106
   _globals['_GETGATEWAYINFORESPONSE']._serialized_start=109
@@ -43,11 +45,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATPROMPT']._serialized_start=349
   _globals['_CHATPROMPT']._serialized_end=410
   _globals['_GENERATEREQUEST']._serialized_start=413
-  _globals['_GENERATEREQUEST']._serialized_end=864
-  _globals['_SPECULATIONREPORT']._serialized_start=866
-  _globals['_SPECULATIONREPORT']._serialized_end=950
-  _globals['_GENERATERESPONSE']._serialized_start=953
-  _globals['_GENERATERESPONSE']._serialized_end=1201
-  _globals['_GATEWAYSERVICE']._serialized_start=1204
-  _globals['_GATEWAYSERVICE']._serialized_end=1406
+  _globals['_GENERATEREQUEST']._serialized_end=1093
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=927
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=975
+  _globals['_SPECULATIONREPORT']._serialized_start=1095
+  _globals['_SPECULATIONREPORT']._serialized_end=1179
+  _globals['_GENERATERESPONSE']._serialized_start=1182
+  _globals['_GENERATERESPONSE']._serialized_end=1430
+  _globals['_GATEWAYSERVICE']._serialized_start=1433
+  _globals['_GATEWAYSERVICE']._serialized_end=1635
 # @@protoc_insertion_point(module_scope)
