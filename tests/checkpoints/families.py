@@ -171,15 +171,15 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def write_family(folder: Path, name: str, seed: int = 0) -> Path:
-    """Write the checkpoint of a family. Returns the folder."""
+def write_family(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
+    """Write the checkpoint of a family. changes: of its configuration. Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family = FAMILIES[name]
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in family.code.items():
         (folder / file).write_text(text)
-    config = json.dumps(family.config, indent=1)
+    config = json.dumps(family.config | changes, indent=1)
     (folder / "config.json").write_text(config)
     settings = AutoConfig.from_pretrained(folder, trust_remote_code=family.remote)
     torch.manual_seed(seed)

@@ -15,7 +15,7 @@ import transformers
 from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
-from services.target.model import attention, selfcheck, support
+from services.target.model import attention, quantized, selfcheck, support
 from services.target.model.base import Model
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
@@ -35,7 +35,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
-    module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), remote)
+    how = quantized.prepare(settings, device)
+    module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), remote, how)
     module.to(device).eval().requires_grad_(False)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     support.check_vocabulary(folder, vocab_size)
@@ -80,7 +81,7 @@ def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" or stored is None else stored
 
 
-def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool) -> Any:
+def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool, how: dict[str, Any]) -> Any:
     log.info("loading %s as %s", folder, str(dtype).removeprefix("torch."))
     try:
         module, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -92,6 +93,7 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool)
             output_loading_info=True,
             local_files_only=True,
             use_safetensors=True,
+            **how,
         )
     except Exception as error:
         raise ConfigError(f"{folder} cannot be loaded: {support.first_line(error)}") from error
