@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 Algorithm = Literal["NGRAM", "STANDALONE", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulePolicy = Literal["fcfs", "lpm"]
+AttentionBackend = Literal["auto", "triton", "torch_native"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "default"
@@ -50,7 +51,15 @@ class SharedOptions:
 
 
 @dataclass(frozen=True)
-class TargetOptions:
+class KernelOptions:
+    """How the target computes."""
+
+    attention_backend: AttentionBackend = "auto"
+    """Attention kernels: triton (CUDA), torch_native (PyTorch's fused attention, any device), or the best there is."""
+
+
+@dataclass(frozen=True)
+class TargetOptions(KernelOptions):
     """The target service: verifies proposals with the large model."""
 
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL

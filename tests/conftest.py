@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,6 +10,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Compiled programs and converted models of tests stay out of the user's own cache.
 os.environ.setdefault("OUTRIDER_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "outrider"))
+# Without a GPU, Triton's kernels are run by its interpreter; it wants to know before anything imports it.
+if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, ROOT, TreeSlice
+from services.target.upload import upload
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,18 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """The rows of a batch on the host. ids, positions, slots: [T] int64; sampled: [R] int64."""
+
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    sampled: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """T rows of S sessions.
+    """T rows of S sessions, for a device.
 
     ids, positions, slots: [T] int64; a slot is where the row's key and value go
     sampled:               [R] int64, the rows after which a token is drawn: each root and its nodes, session by session
@@ -106,14 +117,37 @@ class Batch:
     """
 
     spans: Sequence[Span]
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
-    sampled: Tensor
+    rows: Rows
+    device: torch.device
     capture: Capture | None = None
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.rows.ids)
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids."""
+        return self._tensors[0]
+
+    @property
+    def positions(self) -> Tensor:
+        """Logical positions."""
+        return self._tensors[1]
+
+    @property
+    def slots(self) -> Tensor:
+        """Where keys and values go."""
+        return self._tensors[2]
+
+    @property
+    def sampled(self) -> Tensor:
+        """Rows after which a token is drawn."""
+        return self._tensors[3]
+
+    @cached_property
+    def _tensors(self) -> list[Tensor]:
+        rows = self.rows
+        return upload([rows.ids, rows.positions, rows.slots, rows.sampled], self.device)
 
 
 def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -142,7 +176,7 @@ def build(works: Sequence[Work], device: torch.device) -> Batch:
     positions = np.concatenate([span.positions for span in spans])
     slots = np.concatenate([span.slots_from(span.start) for span in spans])
     rows = np.concatenate(sampled) if sampled else np.empty(0, np.int64)
-    return Batch(spans, *(torch.from_numpy(array).to(device) for array in (flat_ids, positions, slots, rows)))
+    return Batch(spans, Rows(flat_ids, positions, slots, rows), device)
 
 
 def _span(work: Work, first: int) -> Span:

@@ -1,15 +1,21 @@
 """Ragged paged attention with a tree mask: the doorman, which picks the kernel for a device.
 
 `reference.paged_attention` is the plain twin that all others are tested against; `grouped` gathers pages for PyTorch's
-fused attention, on any device. A native kernel of a device is another class of `Attention` that `plan` returns.
+fused attention, on any device; `triton_attention` reads pages in place on CUDA. A native kernel of a device is another
+class of `Attention` that `choose` knows.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from outrider.errors import ConfigError
 from services.target.batch import Batch
 from services.target.kernels.grouped import GroupedAttention
 
@@ -30,6 +36,29 @@ class Attention(Protocol):
     ) -> Tensor: ...
 
 
+Planner = Callable[[Batch], Attention]
+
+
+def choose(backend: str, device: torch.device) -> Planner:
+    """What makes the attention of a batch on a device. backend: that of --attention-backend.
+
+    Raises ConfigError for a backend that is not known, or not there.
+    """
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch_native"
+    if backend == "torch_native":
+        return GroupedAttention
+    if backend != "triton":
+        raise ConfigError(f'--attention-backend "{backend}" is not known; choose auto, triton or torch_native')
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("--attention-backend triton needs the package triton, which is not installed")
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"--attention-backend triton needs a CUDA device, not {device}; leave it at auto")
+    from services.target.kernels.triton_attention import TritonAttention
+
+    return TritonAttention
+
+
 def plan(batch: Batch) -> Attention:
-    """The attention of a batch on its device."""
-    return GroupedAttention(batch)
+    """The attention of a batch, by default, on its device."""
+    return choose("auto", batch.device)(batch)

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from outrider.errors import ConfigError
 from services.target.batch import Batch
-from services.target.kernels import plan
+from services.target.kernels import Planner
 from services.target.kv_cache import KVCache, LayerShape
 
 NAME = "outrider_paged"
@@ -59,10 +59,10 @@ def _attending(context: _Context) -> Iterator[None]:
 class _Paged:
     """Writes the rows of a batch into the cache and attends over pages."""
 
-    def __init__(self, batch: Batch, cache: KVCache) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, planner: Planner) -> None:
         self._slots = batch.slots
         self._cache = cache
-        self._attention = plan(batch)
+        self._attention = planner(batch)
 
     def attend(self, call: Call) -> Tensor:
         cache = self._cache
@@ -90,9 +90,9 @@ class Probe:
         return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)  # one token sees itself alone
 
 
-def paged(batch: Batch, cache: KVCache) -> contextlib.AbstractContextManager[None]:
+def paged(batch: Batch, cache: KVCache, planner: Planner) -> contextlib.AbstractContextManager[None]:
     """Forward passes inside attend over a batch's pages."""
-    return _attending(_Paged(batch, cache))
+    return _attending(_Paged(batch, cache, planner))
 
 
 def probing(probe: Probe) -> contextlib.AbstractContextManager[None]:

@@ -15,6 +15,7 @@ import transformers
 from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
+from services.target.kernels import choose
 from services.target.model import attention, quantized, selfcheck, support
 from services.target.model.base import Model
 from services.target.model.linear import pack
@@ -31,6 +32,7 @@ _NAMED_TENSORS = 5
 def load(folder: Path, config: TargetConfig) -> Model:
     """Load a model from a folder. Raises ConfigError saying what does not fit."""
     device = pick_device(config.device)
+    planner = choose(config.attention_backend, device)
     checkpoint.weight_files(folder)  # raises for missing files
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -44,7 +46,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     probe = _probe(module, device)
     assert probe.dtype is not None
     model = Model(
-        runner=ModuleRunner(module),
+        runner=ModuleRunner(module, planner),
         device=device,
         dtype=module.dtype,
         cache_dtype=probe.dtype,

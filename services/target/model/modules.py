@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from services.target.batch import Batch
+from services.target.kernels import Planner
 from services.target.kv_cache import KVCache
 from services.target.model import attention
 from services.target.model.base import Outputs
@@ -17,8 +18,10 @@ from services.target.model.places import Places
 class ModuleRunner:
     """A `Runner` for any causal LM of `transformers` that uses its attention interface."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, planner: Planner) -> None:
+        """planner: makes the attention of a batch."""
         self.module = module
+        self._planner = planner
         self._taps: Taps | None = None  # made when features are first asked for
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
@@ -32,7 +35,7 @@ class ModuleRunner:
         return Outputs(logits, joined(states))
 
     def _logits(self, batch: Batch, cache: KVCache) -> Tensor:
-        with attention.paged(batch, cache):
+        with attention.paged(batch, cache, self._planner):
             output = self.module(
                 input_ids=batch.ids[None],
                 position_ids=batch.positions[None],

@@ -1,0 +1,243 @@
+"""Ragged paged attention with a tree mask on CUDA: the host side of triton_kernels.py.
+
+One launch serves prompt chunks, plain rows and draft nodes of all sessions; a second one folds long contexts that
+several programs share. Shapes and constants of a model fix the program, so a row gives the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from services.target.batch import Batch
+from services.target.kernels import triton_kernels
+from services.target.kernels.ragged import Load, Ragged
+from services.target.upload import upload
+
+_LOG2E = 1.4426950408889634
+# Partial results of long contexts, over all heads; tables that would need more leave tiles whole.
+_PARTIAL_BYTES = 64 << 20
+# Programs a multiprocessor runs at once; persistent ones, so that a captured launch serves any batch.
+_PER_PROCESSOR = 2
+_FOLDS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a program cuts its work: rows times heads, keys a block and a split, warps, blocks in flight.
+
+    One for all batches of a model: heights differ in the order in which a device adds up, so a row's bits would.
+    """
+
+    lanes: int
+    keys: int
+    split: int
+    warps: int
+    stages: int
+
+
+def pick_tile(key_dim: int, value_dim: int, itemsize: int) -> Tile:
+    """The tile of a shape. Tall enough that the verification of 16 nodes reads the keys of 4 heads a group once."""
+    if itemsize > 2:  # exact products run outside the tensor cores
+        return Tile(16, 32, 512, 4, 2)
+    if max(key_dim, value_dim) <= 128:
+        return Tile(64, 64, 512, 4, 3)
+    if max(key_dim, value_dim) <= 256:
+        return Tile(64, 32, 512, 8, 2)
+    return Tile(16, 32, 512, 4, 2)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers must share to share tables."""
+
+    height: int
+    window: int | None
+    split: int
+    programs: int  # per item: key heads times blocks of heads
+    partial_rows: int
+
+
+@dataclass(frozen=True)
+class DeviceTables:
+    """`ragged.Tables` of a kind on the device. count: [1] int32, items."""
+
+    tiles: Tensor
+    items: Tensor
+    folds: Tensor
+    count: Tensor
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; a few for the interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@lru_cache
+def _workspace(rows: int, heads: int, value_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Partial results, which layers use in turn."""
+    acc = torch.empty(rows, heads, value_dim, dtype=torch.float32, device=device)
+    return acc, torch.empty(rows, heads, 2, dtype=torch.float32, device=device)
+
+
+class TritonAttention:
+    """Attention of one batch; call it once a layer."""
+
+    def __init__(self, batch: Batch, tile: Tile | None = None) -> None:
+        """tile: for measurements; by default by shape."""
+        self._batch = batch
+        self._tile = tile
+        self._ragged: Ragged | None = None
+        self._pages = self._words = torch.empty(0)
+        self._tables: dict[Kind, tuple[DeviceTables, bool]] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        """As `reference.paged_attention`; pools may be fp8, whose numbers are multiplied by k_scale and v_scale."""
+        layout = Layout.of(q, k_pool, v_pool, self._tile)
+        tables, partial = self._tables_of(layout.kind(window, q.device), q.device)
+        assert self._ragged is not None
+        return launch(
+            layout, q, k_pool, v_pool, self._batch.positions, tables, self._pages, self._words, partial,
+            tree=len(self._ragged.words) > 0, words_a_node=self._ragged.node_words,
+            scaling=scaling, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+    def _tables_of(self, kind: Kind, device: torch.device) -> tuple[DeviceTables, bool]:
+        if kind not in self._tables:
+            shared: list[NDArray[np.int32]] = []
+            if self._ragged is None:
+                self._ragged = Ragged(self._batch.spans)
+                shared = [self._ragged.pages, self._ragged.words]
+            host = self._ragged.tables(kind.height, kind.window, kind.split, _load(kind, device), kind.programs)
+            count = np.array([len(host.items)], np.int32)
+            tensors = upload([host.tiles, host.items, host.folds, count, *shared], device)
+            if shared:
+                self._pages, self._words = tensors[4:]
+            self._tables[kind] = DeviceTables(*tensors[:4]), host.partial_rows > 0
+        return self._tables[kind]
+
+
+def _load(kind: Kind, device: torch.device) -> Load:
+    return Load(processors(device) * _PER_PROCESSOR, kind.partial_rows)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes of a call, and how a tile is cut. A group's heads are cut into `blocks` of `heads`."""
+
+    kv_heads: int
+    group: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    tile: Tile
+    heads: int
+    blocks: int
+
+    @classmethod
+    def of(cls, q: Tensor, k_pool: Tensor, v_pool: Tensor, tile: Tile | None = None) -> Layout:
+        """q: [T, heads, D]; pools: [pages, page_size, kv_heads, D or Dv]."""
+        return _layout(
+            q.shape[1], k_pool.shape[2], q.shape[2], v_pool.shape[3], k_pool.shape[1], q.element_size(), tile
+        )
+
+    @property
+    def height(self) -> int:
+        """Rows a tile."""
+        return self.tile.lanes // self.heads
+
+    def kind(self, window: int | None, device: torch.device) -> Kind:
+        """What decides the tables of a call."""
+        del device
+        row_bytes = self.kv_heads * self.group * (self.value_dim + 2) * 4
+        partial_rows = max(_PARTIAL_BYTES // row_bytes, 1)
+        return Kind(self.height, window, self.tile.split, self.kv_heads * self.blocks, partial_rows)
+
+
+@lru_cache
+def _layout(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, page_size: int, itemsize: int, tile: Tile | None
+) -> Layout:
+    tile = tile or pick_tile(key_dim, value_dim, itemsize)
+    group = heads // kv_heads
+    blocks = -(-group // tile.lanes)
+    return Layout(kv_heads, group, key_dim, value_dim, page_size, tile, -(-group // blocks), blocks)
+
+
+def launch(
+    layout: Layout,
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    positions: Tensor,
+    tables: DeviceTables,
+    pages: Tensor,
+    words: Tensor,
+    partial: bool,
+    *,
+    tree: bool,
+    words_a_node: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    k_scale: float,
+    v_scale: float,
+) -> Tensor:
+    """Launch the kernels for tables on the device. partial: whether some tile is shared. Returns [T, heads, Dv]."""
+    assert q.stride(2) == k_pool.stride(3) == v_pool.stride(3) == 1, "a head's numbers lie together"
+    tile, key_dim, value_dim = layout.tile, layout.key_dim, layout.value_dim
+    out = q.new_empty(q.shape[0], q.shape[1], value_dim)
+    kind = layout.kind(window, q.device)
+    acc, ml = _workspace(kind.partial_rows, q.shape[1], value_dim, q.device)
+    wide_keys = max(16, 1 << (key_dim.bit_length() - 1))
+    rest = max(key_dim - wide_keys, 0)
+    scale = scaling * k_scale * _LOG2E
+    cap = 0.0
+    if softcap is not None:  # cap tanh(s / cap) = cap (1 - 2 / (exp(2 s / cap) + 1))
+        scale, cap = 2.0 * scale / softcap, softcap * _LOG2E
+    padded_value = max(16, 1 << (value_dim - 1).bit_length())
+    programs = processors(q.device) * _PER_PROCESSOR
+    triton_kernels.attend[(programs,)](
+        q, k_pool, v_pool, out, acc, ml, positions, tables.tiles, tables.items, tables.count, pages, words,
+        q if sinks is None else sinks,
+        scale, cap, v_scale, window or 0, words_a_node,
+        q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], out.stride(0), out.stride(1),
+        KV_HEADS=layout.kv_heads, GROUP=layout.group, HEADS=layout.heads, BLOCKS=layout.blocks,
+        D1=wide_keys, D2=max(16, 1 << (rest - 1).bit_length()) if rest else 0, D=key_dim,
+        DV=value_dim, DV_PAD=padded_value, PAGE=layout.page_size, M=tile.lanes, N=tile.keys, SPLIT=tile.split,
+        TREE=tree, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        WIDE=interpreted() and q.dtype == torch.bfloat16,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if partial:
+        triton_kernels.fold[(q.shape[0], q.shape[1])](
+            out, acc, ml, tables.folds, q if sinks is None else sinks, v_scale, out.stride(0), out.stride(1),
+            HEAD_COUNT=q.shape[1], DV=value_dim, DV_PAD=padded_value, SINKS=sinks is not None,
+            AT_ONCE=_FOLDS_AT_ONCE, num_warps=1 if value_dim <= 128 else 4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def interpreted() -> bool:
+    """True where Triton's interpreter stands in for a GPU; it multiplies no bfloat16."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

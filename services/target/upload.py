@@ -1,0 +1,47 @@
+"""Small arrays of a step on their way to the device: in one transfer, from pinned memory, which nothing waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGNED = 16  # bytes
+
+
+def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on a device, in order and of the same shapes and dtypes.
+
+    On the CPU they are the arrays themselves. Elsewhere they are views of one buffer; PyTorch's allocators keep both of
+    its copies until the transfer and all work queued behind it are over.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = offsets(arrays)
+    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    stage(arrays, starts, staging.numpy())
+    buffer = staging.to(device, non_blocking=True)
+    return [view(buffer, start, array) for start, array in zip(starts, arrays, strict=False)]
+
+
+def offsets(arrays: Sequence[NDArray[np.generic]]) -> list[int]:
+    """Where each array begins in a buffer of bytes, and at last the buffer's size."""
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + -(-array.nbytes // _ALIGNED) * _ALIGNED)
+    return starts
+
+
+def stage(arrays: Sequence[NDArray[np.generic]], starts: Sequence[int], buffer: NDArray[np.uint8]) -> None:
+    """Copy arrays to where they begin in a buffer of bytes."""
+    for start, array in zip(starts, arrays, strict=False):
+        buffer[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+
+
+def view(buffer: Tensor, start: int, like: NDArray[np.generic]) -> Tensor:
+    """The part of a buffer of bytes that holds an array."""
+    dtype = torch.from_numpy(like[:0]).dtype
+    return buffer[start : start + like.nbytes].view(dtype).view(like.shape)
