@@ -20,7 +20,7 @@ from gateway.session import Session
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
-from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, OutriderError
+from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, OutriderError, Overloaded
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
@@ -45,6 +45,7 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    cache_salt: str = ""
 
 
 class Part(NamedTuple):
@@ -59,6 +60,7 @@ class Part(NamedTuple):
     verified: int
     accepted: int
     seed: int
+    cached_tokens: int
 
 
 class Generator:
@@ -115,7 +117,8 @@ class Generator:
             )
         stop = StopConditions(max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
-        session = self.orchestrator.open(request.prompt, replace(request.sampling, seed=seed), stop)
+        sampling = replace(request.sampling, seed=seed)
+        session = self.orchestrator.open(request.prompt, sampling, stop, request.cache_salt)
         text = _Text(self.tokenizer.detokenizer(), request.stops, request.min_tokens)
         return Generation(self.orchestrator, self.metrics, session, text)
 
@@ -153,8 +156,8 @@ class Generation:
         session, text = self._session, self._text
         try:
             tokens, finish = await session.next()
-        except OutriderError:
-            self._outcome = "error"
+        except OutriderError as error:
+            self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
             raise
         piece, used = text.add(tokens, finish)
         dropped = len(tokens) - used
@@ -172,6 +175,7 @@ class Generation:
             session.verified,
             max(0, session.accepted - dropped),
             session.sampling.seed,
+            session.cached_tokens,
         )
 
     def close(self) -> None:

@@ -52,6 +52,7 @@ class Tally(Collector):
     accepted: int = 0
     hits: int = 0
     misses: int = 0
+    cached: int = 0
 
     @property
     def accept_length(self) -> float:
@@ -70,6 +71,7 @@ class Tally(Collector):
             ("generated_tokens", "New tokens that were committed.", self.tokens),
             ("verified_draft_tokens", "Draft nodes that were verified.", self.verified),
             ("accepted_draft_tokens", "Draft nodes that were accepted; bonus tokens not counted.", self.accepted),
+            ("cached_prompt_tokens", "Prompt tokens found in a target's prefix cache.", self.cached),
             ("hint_hits", "Decoding steps of a session that verified at least one draft node.", self.hits),
             ("hint_misses", "Decoding steps of a session that had no draft node to verify.", self.misses),
         ):
@@ -118,7 +120,8 @@ class Metrics:
         self.service_up = gauge("service_up", "1 if a service can be used.", replica)
         self._running = gauge("engine_running_sessions", "Sessions in the engine's batch.", replica)
         self._queue = gauge("queue_depth", "Sessions that wait in the engine.", replica)
-        self._free_pages = gauge("engine_free_pages", "KV pages that are free.", replica)
+        self._free_pages = gauge("engine_free_pages", "KV pages that a session can have, cached ones too.", replica)
+        self._cached_pages = gauge("engine_cached_pages", "Free KV pages that keep a cached prefix.", replica)
         self._total_pages = gauge("engine_total_pages", "KV pages in all.", replica)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
@@ -127,6 +130,7 @@ class Metrics:
         self._running.labels(service, address).set(load.running_sessions)
         self._queue.labels(service, address).set(load.waiting_sessions)
         self._free_pages.labels(service, address).set(load.free_pages)
+        self._cached_pages.labels(service, address).set(load.cached_pages)
         self._total_pages.labels(service, address).set(load.total_pages)
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
 

@@ -83,11 +83,13 @@ class Orchestrator:
 
     # --- sessions ---
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions) -> Session:
+    def open(
+        self, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions, cache_salt: str = ""
+    ) -> Session:
         """Open a session. While targets are away it waits; raises Unavailable once they have been for too long."""
         if self._gave_up:
             raise self._nobody()
-        session = Session(next(self._ids), prompt, sampling, stop)
+        session = Session(next(self._ids), prompt, sampling, stop, cache_salt)
         self.sessions[session.id] = session
         self.metrics.prompt_tokens.inc(len(prompt))
         self._open_on_target(session)
@@ -147,9 +149,12 @@ class Orchestrator:
                 if draft.up:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
             now = time.perf_counter()
-            for session_id, base, tokens, verified, accepted, finish in codec.commit_rows(frame.commits):
+            for session_id, base, tokens, verified, accepted, finish, cached in codec.commit_rows(frame.commits):
                 session = self.sessions.get(session_id)
                 if session is not None and session.target is target:
+                    if cached and not session.steps:
+                        session.cached_tokens = cached
+                        self.metrics.tally.cached += cached
                     self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now)
         for error in frame.errors:
             self._target_failed(target, codec.failure_from_pb(error))

@@ -99,6 +99,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stops=tuple(request.stop),
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
+            cache_salt=request.cache_salt,
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
@@ -126,4 +127,5 @@ def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
             steps=part.steps, proposed_tokens=part.verified, accepted_tokens=part.accepted
         ),
         seed=part.seed,
+        cached_tokens=part.cached_tokens,
     )

@@ -32,13 +32,22 @@ class Session:
     target, draft: the links it is open on; None while it waits for one.
     """
 
-    def __init__(self, session_id: int, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions) -> None:
+    def __init__(
+        self,
+        session_id: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        stop: StopConditions,
+        cache_salt: str = "",
+    ) -> None:
         """prompt: token ids, at least one."""
         self.id = session_id
         self.prompt_length = len(prompt)
         self.tokens: list[int] = list(prompt)
         self.sampling = sampling
         self.stop = stop
+        self.cache_salt = cache_salt
+        self.cached_tokens = 0  # of the prompt, found in the first target's prefix cache
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
         self.target_failures = 0
@@ -60,7 +69,7 @@ class Session:
     def request(self) -> OpenSession:
         """What opens it, or opens it again: prompt and committed tokens."""
         tokens = np.array(self.tokens, dtype=np.uint32)
-        return OpenSession(self.id, tokens, self.prompt_length, self.sampling, self.stop)
+        return OpenSession(self.id, tokens, self.prompt_length, self.sampling, self.stop, self.cache_salt)
 
     def commit(self, tokens: list[int], verified: int, accepted: int, finish: FinishReason) -> None:
         """Append what a step committed, and wake who waits for it."""

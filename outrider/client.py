@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     """Token ids that end the generation."""
     ignore_eos: bool
     """True if the model's own end-of-sequence ids do not end the generation."""
+    cache_salt: str
+    """Only requests of the same salt share cached pages."""
     presence_penalty: float
     """Subtracted from the logit of a token that is in the answer so far."""
     frequency_penalty: float
@@ -83,6 +85,7 @@ class Part:
     text, token_ids: what this part adds
     finish_reason: in the last part alone
     completion_tokens, speculation: of all parts so far
+    cached_tokens: prompt tokens that came from the prefix cache
     seed: of the noise that was used; sending it again gives the same text
     """
 
@@ -94,6 +97,7 @@ class Part:
     completion_tokens: int
     speculation: Speculation
     seed: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,7 @@ class Answer:
     seed: int
     token_ids: list[int] = field(default_factory=list)
     speculation: Speculation = field(default_factory=Speculation)
+    cached_tokens: int = 0
 
     @property
     def accept_length(self) -> float:
@@ -251,6 +256,7 @@ def _part(message: gateway_pb2.GenerateResponse) -> Part:
         message.completion_tokens,
         Speculation(speculation.steps, speculation.proposed_tokens, speculation.accepted_tokens),
         message.seed,
+        message.cached_tokens,
     )
 
 
@@ -266,6 +272,7 @@ def _answer(parts: Sequence[Part]) -> Answer:
         last.seed,
         [token for part in parts for token in part.token_ids],
         last.speculation,
+        last.cached_tokens,
     )
 
 

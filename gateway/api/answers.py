@@ -130,13 +130,15 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens of all choices; a prompt counts once, however many choices it has."""
         parts = self._last.values()
-        prompt = sum(part.prompt_tokens for index, part in self._last.items() if index % self._per_prompt == 0)
+        first = [part for index, part in self._last.items() if index % self._per_prompt == 0]
+        prompt = sum(part.prompt_tokens for part in first)
         completion = sum(part.completion_tokens for part in parts)
         accepted = sum(part.accepted for part in parts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(part.cached_tokens for part in first), "audio_tokens": 0},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(part.verified for part in parts) - accepted,

@@ -79,6 +79,7 @@ class GenerationBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     ignore_eos: Flag = False
+    cache_salt: str | None = None
     n: Count | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: Count | None = None
     stream: Flag | None = None
@@ -132,6 +133,7 @@ class GenerationBody(BaseModel):
             stops=stops,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            cache_salt=self.cache_salt or "",
         )
 
 

@@ -68,6 +68,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
             stop_token_ids=stop.stop_token_ids,
             ignore_eos=stop.ignore_eos,
         ),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -80,6 +81,7 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         prompt_length=message.prompt_length,
         sampling=_sampling_from_pb(message.sampling),
         stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
+        cache_salt=message.cache_salt,
     )
 
 
@@ -157,6 +159,7 @@ def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
 
 def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
     """A CommitBatch message."""
+    cached = [c.cached_tokens for c in commits]
     return common_pb2.CommitBatch(
         session_ids=pack((c.session_id for c in commits), U64),
         base_lengths=pack((c.base_length for c in commits), U32),
@@ -166,6 +169,7 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
         verified_counts=pack((c.verified for c in commits), U32),
         accepted_counts=pack((c.accepted for c in commits), U32),
         finish_reasons=pack((int(c.finish_reason) for c in commits), U8),
+        cached_counts=pack(cached, U32) if any(cached) else b"",
     )
 
 
@@ -182,16 +186,21 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
         unpack(message.verified_counts, U32, count).tolist(),
         unpack(message.accepted_counts, U32, count).tolist(),
         unpack(message.finish_reasons, U8, count).tolist(),
+        _or_zeros(message.cached_counts, count),
     )
     return [
-        Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason))
-        for session_id, base, span, root, verified, accepted, reason in zip(*columns, strict=True)
+        Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason), cached)
+        for session_id, base, span, root, verified, accepted, reason, cached in zip(*columns, strict=True)
     ]
 
 
-def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int]]:
-    """Each commit as (session id, base length, tokens, verified, accepted, finish reason): for the gateway, which reads
-    every frame and needs no objects. Raises InvalidRequest.
+def _or_zeros(data: bytes, length: int) -> list[int]:
+    return unpack(data, U32, length).tolist() if data else [0] * length
+
+
+def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int, int]]:
+    """Each commit as (session id, base length, tokens, verified, accepted, finish reason, cached tokens): for the
+    gateway, which reads every frame and needs no objects. Raises InvalidRequest.
     """
     ids = unpack(batch.session_ids, U64)
     size = len(ids)
@@ -203,6 +212,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
         unpack(batch.verified_counts, U32, size).tolist(),
         unpack(batch.accepted_counts, U32, size).tolist(),
         unpack(batch.finish_reasons, U8, size).tolist(),
+        _or_zeros(batch.cached_counts, size),
         strict=True,
     )
     return iter(columns)
@@ -220,6 +230,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         total_pages=load.total_pages,
         step_microseconds=load.step_microseconds,
         step_tokens=load.step_tokens,
+        cached_pages=load.cached_pages,
     )
 
 
@@ -232,6 +243,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.total_pages,
         message.step_microseconds,
         message.step_tokens,
+        message.cached_pages,
     )
 
 

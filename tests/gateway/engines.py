@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.errors import InvalidRequest, Unavailable
+from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
@@ -29,6 +29,7 @@ TEMPLATE = (
     "<|user|>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 REFUSED = VOCAB - 1  # a prompt that ends in this token is refused by the target itself
+BUSY = VOCAB - 2  # for a prompt that ends in this one it has no room
 
 
 def tokenizer() -> Tokenizer:
@@ -63,12 +64,22 @@ def expected(prompt: Sequence[int], count: int, step: int = 1) -> list[int]:
     return [(prompt[-1] + step * (i + 1)) % VOCAB for i in range(count)]
 
 
+def common(request: OpenSession, other: OpenSession) -> int:
+    """Tokens that a prompt finds where another one of the same salt has been; not all of them."""
+    if request.cache_salt != other.cache_salt:
+        return 0
+    length = min(request.prompt_length - 1, other.prompt_length)
+    differ = np.flatnonzero(request.tokens[:length] != other.tokens[:length])
+    return int(differ[0]) if len(differ) else length
+
+
 class _Sequence:
     def __init__(self, request: OpenSession) -> None:
         self.request = request
         self.tree = SpeculationTree(request.tokens)
         self.tokens: list[int] = request.tokens.tolist()
         self.stride = stride(request)
+        self.cached = 0
 
     def next(self) -> int:
         """The token after the present ones."""
@@ -117,7 +128,11 @@ class FakeTarget(FakeEngine):
         request.validate(VOCAB, CONTEXT)
         if int(request.tokens[-1]) == REFUSED:
             raise InvalidRequest("the target does not like this prompt", param="prompt")
+        if int(request.tokens[-1]) == BUSY:
+            raise Overloaded("3 requests wait already; retry later")
+        cached = max((common(request, other) for other in self.seen), default=0)
         super().open(request)
+        self.sessions[request.session_id].cached = cached
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         for proposal in proposals:
@@ -152,7 +167,8 @@ class FakeTarget(FakeEngine):
             accepted += 1
         new = np.array(sequence.tokens[base:], np.uint32)
         tree.commit(new)
-        return Commit(session_id, base, new, tree.root_hash, verified, accepted, reason)
+        cached, sequence.cached = sequence.cached, 0
+        return Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached)
 
 
 class FakeDraft(FakeEngine):

@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from tests.gateway.engines import REFUSED, VOCAB
+from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
 
 LONG = [5] * 500
@@ -165,6 +165,16 @@ def test_errors_of_the_target_keep_their_status_in_streams(gateway):
     body = {"prompt": [REFUSED], "stream": True}
     error = error_of(gateway.client.post("/v1/completions", json=body), 400)
     assert "does not like" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_told_before_the_answer_begins(gateway, stream):
+    before = gateway.metric("outrider_requests_total", outcome="overloaded")
+    response = gateway.client.post("/v1/completions", json={"prompt": [5, BUSY], "stream": stream})
+    error = error_of(response, 503)
+    assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
+    assert "retry later" in error["message"]
+    assert gateway.metric("outrider_requests_total", outcome="overloaded") == before + 1
 
 
 def test_bad_requests_leave_no_session_behind(gateway, target, draft):

@@ -41,6 +41,12 @@ def test_parts_add_up(client, prompt):
     assert 0 < last.speculation.accepted_tokens < last.speculation.proposed_tokens
 
 
+def test_cached_prompt_tokens_are_told(client):
+    prompt = [201, 202, 203]
+    assert [client.complete(prompt, max_tokens=4, cache_salt="x").cached_tokens for _ in range(2)] == [0, 2]
+    assert list(client.generate(prompt, max_tokens=4))[-1].cached_tokens == 0
+
+
 def test_conversations_and_stop_strings(client):
     answer = client.complete([{"role": "user", "content": "hello"}], max_tokens=20, temperature=0, stop=["%"])
     assert answer.text == '!"#$'

@@ -252,6 +252,19 @@ def test_request_ids_are_echoed_or_made(gateway):
     assert len(gateway.client.get("/health").headers["x-request-id"]) > 8
 
 
+def test_cached_prompt_tokens_show_in_the_usage(gateway):
+    def cached(prompt, **options):
+        body = gateway.complete(prompt, max_tokens=4, **options)
+        return body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    before = gateway.metric("outrider_cached_prompt_tokens_total")
+    prompt = [77, 41, 93, 12]
+    assert [cached(prompt), cached(prompt), cached([*prompt[:2], 8])] == [0, 3, 2]
+    assert [cached(prompt, cache_salt="mine"), cached(prompt, cache_salt="mine")] == [0, 3]
+    assert cached([[31, 32, 33], [31, 32, 34]], n=2) == 0 + 2  # once a prompt, as its tokens
+    assert gateway.metric("outrider_cached_prompt_tokens_total") - before == 3 + 2 + 3 + (2 + 2 + 2)
+
+
 def test_metrics_count(gateway):
     names = ("generated_tokens_total", "accepted_draft_tokens_total", "hint_hits_total", "prompt_tokens_total")
     before = {name: gateway.metric(f"outrider_{name}") for name in names}

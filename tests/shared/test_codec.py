@@ -28,7 +28,8 @@ def proposals(draw):
 def commits(draw):
     tokens = np.array(draw(st.lists(U32, min_size=1, max_size=5)), np.uint32)
     reason = draw(st.sampled_from(FinishReason))
-    return Commit(draw(U64), draw(U32), tokens, draw(U64), draw(U32), draw(U32), reason)
+    cached = draw(st.one_of(st.just(0), U32))
+    return Commit(draw(U64), draw(U32), tokens, draw(U64), draw(U32), draw(U32), reason, cached)
 
 
 def same(a, b):
@@ -40,7 +41,8 @@ def same(a, b):
 
 def opened():
     sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1, 0.1, -0.2, 1.3, ((5, -100.0), (6, 1 / 3)))
-    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, StopConditions(9, 2, (5, 6), True))
+    stop = StopConditions(9, 2, (5, 6), True)
+    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt")
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
@@ -60,7 +62,7 @@ def test_frames_for_the_draft_and_of_the_target(items):
     got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
     for a, b in zip(items, got.commits, strict=True):
         same(a, b)
-    load = EngineLoad(1, 2, 3, 4, 5, 6)
+    load = EngineLoad(1, 2, 3, 4, 5, 6, 7)
     failures = [SessionFailure(7, ContextTooLong("too long")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
     assert answer.load == load

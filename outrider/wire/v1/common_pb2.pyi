@@ -55,18 +55,20 @@ class StopConditions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     tokens: bytes
     prompt_length: int
     sampling: SamplingParams
     stop: StopConditions
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ProposalBatch(_message.Message):
     __slots__ = ("session_ids", "anchor_lengths", "anchor_hashes", "node_counts", "tokens", "parents", "log_scores", "committed_lengths")
@@ -89,7 +91,7 @@ class ProposalBatch(_message.Message):
     def __init__(self, session_ids: _Optional[bytes] = ..., anchor_lengths: _Optional[bytes] = ..., anchor_hashes: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., log_scores: _Optional[bytes] = ..., committed_lengths: _Optional[bytes] = ...) -> None: ...
 
 class CommitBatch(_message.Message):
-    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons")
+    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +100,7 @@ class CommitBatch(_message.Message):
     VERIFIED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     session_ids: bytes
     base_lengths: bytes
     token_counts: bytes
@@ -106,7 +109,8 @@ class CommitBatch(_message.Message):
     verified_counts: bytes
     accepted_counts: bytes
     finish_reasons: bytes
-    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ...) -> None: ...
+    cached_counts: bytes
+    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "code", "message")
@@ -119,20 +123,22 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
     total_pages: int
     step_microseconds: int
     step_tokens: int
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    cached_pages: int
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model_path", "fingerprint", "architecture", "vocab_size", "vocab_hash", "context_length", "dtype")
