@@ -12,12 +12,16 @@ from outrider.errors import InvalidRequest, OutriderError
 from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
+MAX_LOGPROBS = 20  # as OpenAI has it
+
 
 @dataclass(frozen=True)
 class OpenSession:
     """Opens a session. tokens: [n] uint32, the prompt and then what is already committed; n >= prompt_length >= 1.
 
     cache_salt: only sessions of the same salt share pages of the prefix cache
+    logprobs, prompt_logprobs: log-probabilities are told of new tokens and of the prompt's, and of this many of the
+        likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
     """
 
     session_id: int
@@ -26,6 +30,8 @@ class OpenSession:
     sampling: SamplingParams
     stop: StopConditions
     cache_salt: str = ""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""
@@ -41,6 +47,9 @@ class OpenSession:
             raise InvalidRequest(
                 f"logit_bias: token id {biased} is not in the vocabulary of {vocab_size} tokens", param="logit_bias"
             )
+        for name in ("logprobs", "prompt_logprobs"):
+            if not 0 <= (getattr(self, name) or 0) <= MAX_LOGPROBS:
+                raise InvalidRequest(f"at most {MAX_LOGPROBS} logprobs a token can be told", param=name)
         if len(self.tokens) >= max_tokens:
             raise InvalidRequest(
                 f"the prompt has {len(self.tokens)} tokens, and the model's context of {max_tokens} leaves no room "

@@ -49,7 +49,8 @@ class Limits:
 
     max_running: sessions in a step. step_tokens: committed tokens computed in a step, over all sessions; None computes
     every prompt in one piece. prefill_tokens: those of them that belong to prompts; a prompt that is not cut may be
-    longer if it is alone. max_queued: sessions that wait; None is without limit.
+    longer if it is alone. max_queued: sessions that wait; None is without limit. scored_tokens: prompt tokens whose
+    logits are wanted, which take much memory.
     """
 
     max_running: int
@@ -57,6 +58,7 @@ class Limits:
     prefill_tokens: int | None = None
     max_queued: int | None = None
     policy: SchedulePolicy = "fcfs"
+    scored_tokens: int | None = None
 
 
 class Scheduler:
@@ -125,7 +127,7 @@ class Scheduler:
             else:
                 planned.append((session, 1))
         if prompts:
-            planned += self._portions(prompts, len(planned))
+            planned += self._few_scored(self._portions(prompts, len(planned)))
         chunks: list[Chunk] = []
         for session, size in planned:
             if session.id in self._running and self.reserve(session, session.computed + size):
@@ -205,6 +207,16 @@ class Scheduler:
             portions.append((session, size))
             room -= size
         return portions
+
+    def _few_scored(self, portions: Sequence[tuple[Session, int]]) -> Iterator[tuple[Session, int]]:
+        """Cut the portions of prompts whose logits are wanted."""
+        room = self.limits.scored_tokens
+        for session, size in portions:
+            if room is None or session.scored == session.to_score:
+                yield session, size
+            elif room > 0:
+                yield session, min(size, room)
+                room -= min(size, room)
 
     def _whole(self, order: Sequence[Session]) -> list[tuple[Session, int]]:
         """Whole prompts, as many as fit, but at least the first."""

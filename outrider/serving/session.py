@@ -17,6 +17,7 @@ class Session:
                 in the cache        | pending           |
 
     cached_tokens: prompt tokens that were found in the prefix cache when it began
+    to_score: rows from the first on whose logits somebody asked for; scored: how many of them were computed
     """
 
     def __init__(self, request: OpenSession, prefix: PrefixCache) -> None:
@@ -28,6 +29,9 @@ class Session:
         self.opened_length = self.length
         self.computed = 0
         self.cached_tokens = 0
+        asked = request.prompt_logprobs is not None and self.length == self.prompt_length
+        self.to_score = self.prompt_length - 1 if asked else 0
+        self.scored = 0
         self.table = SharedTable(prefix, request.cache_salt, self.id)
         self._began = False  # it has been evicted, or has committed something
         self._tokens = np.empty(self.length + 256, dtype=np.uint32)
@@ -40,8 +44,11 @@ class Session:
 
     @property
     def sharable(self) -> NDArray[np.uint32]:
-        """Tokens whose rows may come from the prefix cache: all but the last, whose row must be computed to go on."""
-        return self._tokens[: self.length - 1]
+        """Tokens whose rows may come from the prefix cache: all but the last, whose row must be computed to go on.
+
+        While logits of the prompt are wanted, only those whose logits are known.
+        """
+        return self._tokens[: self.length - 1 if self.scored == self.to_score else self.scored]
 
     @property
     def pending(self) -> int:

@@ -81,6 +81,29 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class Logprobs:
+    """Natural-log probabilities of n tokens in a row: those of the model, before temperature, penalties and filters.
+
+    first:      absolute position of the first of them
+    values:     [n] float32
+    top_tokens: [n, k] uint32, the k likeliest tokens at each position, best first
+    top_values: [n, k] float32
+    """
+
+    first: int
+    values: NDArray[np.float32]
+    top_tokens: NDArray[np.uint32]
+    top_values: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def behind(self, count: int) -> Logprobs:
+        """Without the first ones."""
+        return Logprobs(self.first + count, self.values[count:], self.top_tokens[count:], self.top_values[count:])
+
+
+@dataclass(frozen=True)
 class Commit:
     """What one verification step committed in one session.
 
@@ -89,6 +112,8 @@ class Commit:
     root_hash:   path hash after the commit
     verified, accepted: draft nodes in the step, and those of them on the accepted path
     cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone
+    logprobs:    of the tokens, where the session asked for them
+    prompt_logprobs: of the prompt's tokens but the first, where the session asked; with the first commit alone
     """
 
     session_id: int
@@ -99,3 +124,5 @@ class Commit:
     accepted: int = 0
     finish_reason: FinishReason = FinishReason.RUNNING
     cached_tokens: int = 0
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None

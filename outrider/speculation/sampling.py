@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest
 from outrider.speculation import noise
+from outrider.speculation.proposal import Logprobs
 
 # Below this temperature a request is greedy, as in SGLang.
 GREEDY_BELOW = 1e-6
@@ -127,6 +128,17 @@ def log_softmax(logits: NDArray[np.floating]) -> NDArray[np.float64]:
     x = logits.astype(np.float64)
     x = x - x.max(axis=-1, keepdims=True)
     return np.asarray(x - np.log(np.exp(x).sum(axis=-1, keepdims=True)))
+
+
+def logprobs(logits: NDArray[np.floating], tokens: NDArray[np.integer], first: int, top: int) -> Logprobs:
+    """What a session is told of tokens and the `top` likeliest ones. logits: [n, V], as the model gave them.
+
+    tokens: [n]; first: absolute position of the first.
+    """
+    log_p = log_softmax(logits).astype(np.float32)
+    best = np.argsort(-log_p, axis=-1, kind="stable")[:, :top]
+    values = log_p[np.arange(len(tokens)), tokens]
+    return Logprobs(first, values, best.astype(np.uint32), np.take_along_axis(log_p, best, axis=-1))
 
 
 def filtered_log_probs(logits: NDArray[np.floating], params: SamplingParams) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -44,7 +45,7 @@ def _concatenate(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> bytes:
     return pack(np.concatenate(arrays), dtype) if arrays else b""
 
 
-def _split(counts: NDArray[np.uint32], total: int) -> list[slice]:
+def _split(counts: NDArray[np.integer], total: int) -> list[slice]:
     ends = np.cumsum(counts, dtype=np.int64)
     if (int(ends[-1]) if len(ends) else 0) != total:
         raise InvalidRequest(f"the counts of a frame do not add up to its {total} elements")
@@ -69,6 +70,8 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
             ignore_eos=stop.ignore_eos,
         ),
         cache_salt=request.cache_salt,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -82,6 +85,8 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         sampling=_sampling_from_pb(message.sampling),
         stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
         cache_salt=message.cache_salt,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -218,6 +223,50 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
     return iter(columns)
 
 
+def logprobs_to_pb(commits: Sequence[Commit]) -> target_pb2.LogprobBatch | None:
+    """A LogprobBatch message; None if no commit has any."""
+    groups = [
+        (place, group)
+        for place, commit in enumerate(commits)
+        for group in (commit.prompt_logprobs, commit.logprobs)
+        if group is not None and len(group)
+    ]
+    if not groups:
+        return None
+    return target_pb2.LogprobBatch(
+        commits=pack((place for place, _ in groups), U32),
+        positions=pack((group.first for _, group in groups), U32),
+        token_counts=pack((len(group) for _, group in groups), U32),
+        top_counts=pack((group.top_tokens.shape[1] for _, group in groups), U32),
+        logprobs=_concatenate([group.values for _, group in groups], F32),
+        top_tokens=_concatenate([group.top_tokens.reshape(-1) for _, group in groups], U32),
+        top_logprobs=_concatenate([group.top_values.reshape(-1) for _, group in groups], F32),
+    )
+
+
+def logprobs_from_pb(message: target_pb2.LogprobBatch) -> list[tuple[int, Logprobs]]:
+    """The groups of a message, each with the place of its commit in the frame. Raises InvalidRequest."""
+    places = unpack(message.commits, U32)
+    size = len(places)
+    counts, tops = unpack(message.token_counts, U32, size), unpack(message.top_counts, U32, size)
+    values, top_tokens = unpack(message.logprobs, F32), unpack(message.top_tokens, U32)
+    top_values = unpack(message.top_logprobs, F32, len(top_tokens))
+    columns = zip(
+        places.tolist(),
+        unpack(message.positions, U32, size).tolist(),
+        tops.tolist(),
+        _split(counts, len(values)),
+        _split(counts.astype(np.int64) * tops, len(top_tokens)),
+        strict=True,
+    )
+    groups = []
+    for place, first, top, own, best in columns:
+        shape = (own.stop - own.start, top)
+        group = Logprobs(first, values[own], top_tokens[best].reshape(shape), top_values[best].reshape(shape))
+        groups.append((place, group))
+    return groups
+
+
 # --- frames ---
 
 
@@ -300,13 +349,21 @@ def verify_response_to_pb(output: StepOutput) -> target_pb2.VerifyResponse:
         commits=commits_to_pb(output.commits),
         errors=_failures_to_pb(output.failures),
         load=load_to_pb(output.load),
+        logprobs=logprobs_to_pb(output.commits),
     )
 
 
 def verify_response_from_pb(frame: target_pb2.VerifyResponse) -> StepOutput:
     """What a frame of the target says."""
+    commits = commits_from_pb(frame.commits)
+    for place, group in logprobs_from_pb(frame.logprobs):
+        if place >= len(commits):
+            raise InvalidRequest("log-probabilities belong to a commit that is not in their frame")
+        commit = commits[place]
+        prompt = group.first < commit.base_length
+        commits[place] = replace(commit, prompt_logprobs=group) if prompt else replace(commit, logprobs=group)
     return StepOutput(
-        commits=commits_from_pb(frame.commits),
+        commits=commits,
         failures=[failure_from_pb(error) for error in frame.errors],
         load=load_from_pb(frame.load),
     )

@@ -34,6 +34,12 @@ class Work:
     chunk: Chunk
     draft: TreeSlice = EMPTY_SLICE
 
+    @property
+    def scored(self) -> range:
+        """Positions of the chunk's tokens whose logits are wanted although nothing is drawn after them."""
+        session = self.chunk.session
+        return range(max(self.chunk.start, session.scored), min(self.chunk.stop, session.to_score))
+
 
 @dataclass(frozen=True)
 class Span:
@@ -112,13 +118,15 @@ class Batch:
     """T rows of S sessions, for a device.
 
     ids, positions, slots: [T] int64; a slot is where the row's key and value go
-    sampled:               [R] int64, the rows after which a token is drawn: each root and its nodes, session by session
+    sampled:               [R] int64, the rows whose logits are wanted. First the `drawn` ones after which a token is
+                           drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
     """
 
     spans: Sequence[Span]
     rows: Rows
     device: torch.device
+    drawn: int
     capture: Capture | None = None
 
     def __len__(self) -> int:
@@ -164,6 +172,7 @@ def build(works: Sequence[Work], device: torch.device) -> Batch:
     spans: list[Span] = []
     ids: list[NDArray[np.integer]] = []
     sampled: list[NDArray[np.int64]] = []
+    scored: list[NDArray[np.int64]] = []
     first = 0
     for work in works:
         span = _span(work, first)
@@ -171,12 +180,15 @@ def build(works: Sequence[Work], device: torch.device) -> Batch:
         ids += [work.chunk.session.tokens[work.chunk.start : work.chunk.stop], work.draft.tokens]
         if work.chunk.last:
             sampled.append(np.arange(first + span.committed - 1, first + span.rows))
+        if work.chunk.session.to_score and work.scored:
+            scored.append(first - span.start + np.array(work.scored))
         first += span.rows
     flat_ids = np.concatenate(ids).astype(np.int64)
     positions = np.concatenate([span.positions for span in spans])
     slots = np.concatenate([span.slots_from(span.start) for span in spans])
-    rows = np.concatenate(sampled) if sampled else np.empty(0, np.int64)
-    return Batch(spans, Rows(flat_ids, positions, slots, rows), device)
+    drawn = sum(map(len, sampled))
+    rows = np.concatenate(sampled + scored) if sampled or scored else np.empty(0, np.int64)
+    return Batch(spans, Rows(flat_ids, positions, slots, rows), device, drawn)
 
 
 def _span(work: Work, first: int) -> Span:

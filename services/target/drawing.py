@@ -6,32 +6,41 @@ Between the engine, which knows sessions, and the device, which knows rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from outrider.serving.messages import OpenSession
 from outrider.serving.session import Session
+from outrider.speculation.proposal import Logprobs
 from outrider.speculation.tree import SpeculationTree
-from services.target import penalties, sampler
+from services.target import logprobs, penalties, sampler
 from services.target.batch import Batch, Work
 from services.target.budget import Calibration
 from services.target.kv_cache import KVCache
+from services.target.logprobs import PromptScores, Scores
 from services.target.model.base import Model
 from services.target.penalties import Tally
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A session of the engine, its hints, the token ids that end it, and what of its past changes its logits."""
+    """A session of the engine, its hints, the token ids that end it, and what it asked for.
+
+    tally: what of its past changes its logits; top: likeliest tokens to tell beside each new one, None for no
+    log-probabilities; prompt_scores: those of its prompt
+    """
 
     session: Session
     tree: SpeculationTree
     stop_ids: frozenset[int]
     calibration: Calibration
     tally: Tally | None
+    top: int | None
+    prompt_scores: PromptScores | None
 
     def append(self, tokens: NDArray[np.uint32]) -> None:
         """Commit tokens, [n]."""
@@ -41,35 +50,101 @@ class Entry:
             self.tally.append(tokens)
 
 
-def tally_of(request: OpenSession) -> Tally | None:
-    """What keeps account of a session's tokens, where it asked for penalties or bias."""
-    params = request.sampling
-    return Tally(params, request.tokens, request.prompt_length) if params.adjusts else None
+@dataclass(frozen=True)
+class Draws:
+    """What a step drew. tokens: [R], after each root and its nodes, session by session."""
+
+    tokens: NDArray[np.int64]
+    scores: Scores | None = None
+    firsts: Mapping[int, int] = field(default_factory=dict)  # of a session that asked: the first of its rows in scores
+
+    def logprobs(self, entry: Entry, path: Sequence[int], count: int) -> Logprobs | None:
+        """Of the `count` first tokens along the accepted nodes of a session that is about to commit them."""
+        session = entry.session
+        if self.scores is None or entry.top is None:
+            return None
+        first = self.firsts[session.id]
+        rows = [first, *(first + node + 1 for node in path)][:count]
+        return self.scores.logprobs(session.length, rows, entry.top)
 
 
 class Drawing:
-    """Draws the tokens of steps with a model."""
+    """Opens entries, and draws the tokens of steps with a model."""
 
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
 
-    @torch.inference_mode()
-    def draw(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> NDArray[np.int64]:
-        """The tokens after the batch's sampled rows, [R]. Waits for the device, the only time in a step.
+    def entry(
+        self, request: OpenSession, session: Session, stop_ids: frozenset[int], calibration: Calibration
+    ) -> Entry:
+        """What a session needs besides its pages."""
+        params, vocab = request.sampling, self._model.vocab_size
+        tell_prompt = request.prompt_logprobs is not None and session.new_tokens == 0
+        return Entry(
+            session,
+            SpeculationTree(request.tokens),
+            stop_ids,
+            calibration,
+            Tally(params, request.tokens, request.prompt_length) if params.adjusts else None,
+            None if request.logprobs is None else min(request.logprobs, vocab),
+            PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab)) if tell_prompt else None,
+        )
 
-        works: those whose sessions draw. entries: by session id.
+    @torch.inference_mode()
+    def draw(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> Draws:
+        """Compute a batch and draw after its roots and nodes. Waits for the device, the only time in a step.
+
+        works: those of the batch. entries: of their sessions, by id.
         """
-        model = self._model
-        if not works:
-            model.runner.forward(batch, self._cache)
-            return np.empty(0, np.int64)
-        drawn = [entries[work.chunk.session.id] for work in works]
-        requests = [_request(work, entry) for work, entry in zip(works, drawn, strict=True)]
-        rows = sampler.gather(requests, model.device)
-        adjustments = self._adjustments(works, drawn)
-        tokens = sampler.draw(model.runner.forward(batch, self._cache).logits, rows, adjustments)
-        return np.asarray(tokens.cpu().numpy())
+        device = self._model.device
+        drawing = [work for work in works if work.chunk.last]
+        drawn = [entries[work.chunk.session.id] for work in drawing]
+        requests = [_request(work, entry) for work, entry in zip(drawing, drawn, strict=True)]
+        rows = sampler.gather(requests, device) if drawing else None
+        adjustments = self._adjustments(drawing, drawn)
+        logits = self._model.runner.forward(batch, self._cache).logits
+        if len(batch.rows.sampled) > batch.drawn:
+            self._score_prompts(logits, batch.drawn, works, entries)
+        if rows is None:
+            return Draws(np.empty(0, np.int64))
+        tokens = sampler.draw(logits[: batch.drawn], rows, adjustments)
+        scores, firsts = self._score(logits, tokens, drawing, drawn)
+        return Draws(np.asarray(tokens.cpu().numpy()), scores.cpu() if scores is not None else None, firsts)
+
+    def _score(
+        self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]
+    ) -> tuple[Scores | None, dict[int, int]]:
+        """Log-probabilities of the drawn tokens of sessions that asked."""
+        tops = [entry.top for entry in drawn if entry.top is not None]
+        if not tops:
+            return None, {}
+        wanted: list[NDArray[np.int64]] = []
+        firsts: dict[int, int] = {}
+        row = count = 0
+        for work, entry in zip(works, drawn, strict=True):
+            size = len(work.draft) + 1
+            if entry.top is not None:
+                firsts[entry.session.id] = count
+                wanted.append(np.arange(row, row + size))
+                count += size
+            row += size
+        rows = torch.from_numpy(np.concatenate(wanted)).to(logits.device)
+        return logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts
+
+    def _score_prompts(self, logits: Tensor, first: int, works: Sequence[Work], entries: Mapping[int, Entry]) -> None:
+        """Keep the log-probabilities of prompts. first: the first row that is only scored."""
+        asked = [(entries[work.chunk.session.id], work.scored) for work in works if work.scored]
+        tokens = np.concatenate([logprobs.next_tokens(entry.session.tokens, part) for entry, part in asked])
+        scored = [(entry.prompt_scores, part) for entry, part in asked if entry.prompt_scores is not None]
+        assert len(scored) == len(asked), "a session whose prompt is scored keeps the scores"
+        rows = torch.arange(first, first + len(tokens), device=logits.device)
+        top = max(keeper.top for keeper, _ in scored)
+        scores = logprobs.score(logits, rows, torch.from_numpy(tokens).to(logits.device), top).cpu()
+        row = 0
+        for keeper, part in scored:
+            keeper.put(scores.logprobs(part.start + 1, slice(row, row + len(part)), keeper.top))
+            row += len(part)
 
     def _adjustments(self, works: Sequence[Work], drawn: Sequence[Entry]) -> penalties.Adjustments | None:
         if all(entry.tally is None for entry in drawn):

@@ -15,6 +15,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +34,9 @@ from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
 from services.target.batch import Work, build
 from services.target.budget import Calibration, least_score, promised
-from services.target.drawing import Drawing, Entry, tally_of
+from services.target.drawing import Drawing, Draws, Entry
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
+from services.target.logprobs import scored_rows
 from services.target.model.base import Model
 from services.target.patience import Patience
 from services.target.verifier import Verdict, settle
@@ -62,7 +65,7 @@ class TargetEngine(Engine):
         )
         self.cache = KVCache(model.shapes, pages, config.page_size, model.cache_dtype, model.device)
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
-        self.scheduler = Scheduler(prefix, _scheduling(config))
+        self.scheduler = Scheduler(prefix, _scheduling(config, model.vocab_size))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
         self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
         self._fixed_rows = config.speculative_num_draft_tokens is not None
@@ -91,9 +94,8 @@ class TargetEngine(Engine):
         self.close(request.session_id)
         session = Session(request, self.scheduler.prefix)
         self.scheduler.add(session)
-        self._entries[session.id] = Entry(
-            session, SpeculationTree(request.tokens), stop_ids, Calibration(self._calibration.ratio), tally_of(request)
-        )
+        calibration = Calibration(self._calibration.ratio)
+        self._entries[session.id] = self._drawing.entry(request, session, stop_ids, calibration)
 
     def close(self, session_id: int, *, trusted: bool = True) -> None:
         """Forget a session and free its pages. trusted: False if its rows must not serve others."""
@@ -141,8 +143,7 @@ class TargetEngine(Engine):
             return StepOutput(load=self.load())
         batch = build(works, self.model.device)
         self._step_tokens = len(batch)
-        draws = self._drawing.draw(batch, [work for work in works if work.chunk.last], self._entries)
-        return self._settle(works, draws)
+        return self._settle(works, self._drawing.draw(batch, works, self._entries))
 
     def load(self) -> EngineLoad:
         """Sessions and pages at present."""
@@ -196,16 +197,17 @@ class TargetEngine(Engine):
 
     # --- 4. settle ---
 
-    def _settle(self, works: Sequence[Work], draws: NDArray[np.int64]) -> StepOutput:
+    def _settle(self, works: Sequence[Work], draws: Draws) -> StepOutput:
         output = StepOutput()
         moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         first = 0
         for work in works:
             session, draft = work.chunk.session, work.draft
             session.computed = work.chunk.stop
+            session.scored = min(max(session.scored, session.computed), session.to_score)
             if not work.chunk.last:
                 continue
-            sampled = draws[first : first + len(draft) + 1]
+            sampled = draws.tokens[first : first + len(draft) + 1]
             first += len(draft) + 1
             try:
                 verdict = settle(draft, sampled, self._entries[session.id].stop_ids, self._room(session))
@@ -215,17 +217,18 @@ class TargetEngine(Engine):
                 continue
             if verdict.reason == FinishReason.RUNNING:
                 moves.append(_moves(session, verdict.path))
-            output.commits.append(self._commit(session, draft, verdict))
+            output.commits.append(self._commit(session, draft, verdict, draws))
         self._move(moves)
         committed = sum(len(commit.tokens) for commit in output.commits)
         self._patience.end([commit.session_id for commit in output.commits], committed)
         output.load = self.load()
         return output
 
-    def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict) -> Commit:
+    def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
         entry = self._entries[session.id]
         tree = entry.tree
         base = session.length
+        told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
         entry.append(verdict.tokens)
         if verdict.reason == FinishReason.RUNNING:
             session.computed = session.length - 1
@@ -236,8 +239,19 @@ class TargetEngine(Engine):
         expected = promised(draft)
         for calibration in (entry.calibration, self._calibration):
             calibration.observe(expected, accepted)
-        cached = session.cached_tokens if base == session.opened_length else 0
-        return Commit(session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason, cached)
+        commit = Commit(
+            session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason, logprobs=told
+        )
+        return commit if base > session.opened_length else replace(commit, **self._first(entry))
+
+    @staticmethod
+    def _first(entry: Entry) -> dict[str, Any]:
+        """What the first commit of a session tells besides."""
+        prompt = entry.prompt_scores
+        return {
+            "cached_tokens": entry.session.cached_tokens,
+            "prompt_logprobs": None if prompt is None else prompt.whole(),
+        }
 
     @torch.inference_mode()
     def _move(self, moves: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> None:
@@ -260,7 +274,7 @@ def _moves(session: Session, path: list[int]) -> tuple[NDArray[np.int64], NDArra
     return slots[nodes[away]], slots[: len(nodes)][away]
 
 
-def _scheduling(config: TargetConfig) -> Limits:
+def _scheduling(config: TargetConfig, vocab_size: int) -> Limits:
     """Limits of a step and of the queue. A chunk is never shorter than the roots of all sessions together."""
     chunk = config.chunked_prefill_size
     return Limits(
@@ -269,6 +283,7 @@ def _scheduling(config: TargetConfig) -> Limits:
         config.max_prefill_tokens,
         config.max_queued_requests,
         config.schedule_policy,
+        scored_rows(vocab_size),
     )
 
 

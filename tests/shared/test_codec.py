@@ -1,5 +1,7 @@
 """The codec: every frame comes back as it went out; frames whose arrays do not fit are refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import ContextTooLong, InvalidRequest, Overloaded
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2
@@ -29,20 +31,34 @@ def commits(draw):
     tokens = np.array(draw(st.lists(U32, min_size=1, max_size=5)), np.uint32)
     reason = draw(st.sampled_from(FinishReason))
     cached = draw(st.one_of(st.just(0), U32))
-    return Commit(draw(U64), draw(U32), tokens, draw(U64), draw(U32), draw(U32), reason, cached)
+    base = draw(st.integers(2, 2**20))
+    told = draw(logprobs(base, len(tokens))), draw(logprobs(1, draw(st.integers(1, min(base - 1, 5)))))
+    return Commit(draw(U64), base, tokens, draw(U64), draw(U32), draw(U32), reason, cached, *told)
+
+
+@st.composite
+def logprobs(draw, first, count):
+    if draw(st.booleans()):
+        return None
+    values = np.random.default_rng(draw(U32)).standard_normal((3, count, draw(st.integers(0, 3)) + 1))
+    top_tokens, top_values = (values[0, :, 1:] * 1e6).astype(np.uint32), values[1, :, 1:].astype(np.float32)
+    return Logprobs(first, values[2, :, 0].astype(np.float32), top_tokens, top_values)
 
 
 def same(a, b):
     assert type(a) is type(b)
     for name in a.__dataclass_fields__:
         left, right = getattr(a, name), getattr(b, name)
+        if isinstance(left, Logprobs):
+            same(left, right)
+            continue
         assert left.tolist() == right.tolist() if isinstance(left, np.ndarray) else left == right, name
 
 
 def opened():
     sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1, 0.1, -0.2, 1.3, ((5, -100.0), (6, 1 / 3)))
     stop = StopConditions(9, 2, (5, 6), True)
-    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt")
+    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", 3, 0)
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
@@ -61,7 +77,7 @@ def test_frames_for_the_draft_and_of_the_target(items):
     frame = codec.propose_request_to_pb(Message(commits=items))
     got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
     for a, b in zip(items, got.commits, strict=True):
-        same(a, b)
+        same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
     load = EngineLoad(1, 2, 3, 4, 5, 6, 7)
     failures = [SessionFailure(7, ContextTooLong("too long")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))

@@ -10,7 +10,7 @@ import numpy as np
 
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import FinishReason, Proposal, path_hash
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine import TargetEngine
 from services.target.model.base import Model
@@ -30,10 +30,14 @@ def engine_of(model: Model, **flags) -> TargetEngine:
     return TargetEngine(model, TargetConfig(**({"page_size": 16, "max_total_tokens": 4096} | flags)))
 
 
-def opening(session_id, prompt, params=GREEDY, *, max_tokens=24, committed=(), **stop) -> OpenSession:
+def opening(
+    session_id, prompt, params=GREEDY, *, max_tokens=24, committed=(), logprobs=None, prompt_logprobs=None, **stop
+) -> OpenSession:
     tokens = np.array([*prompt, *committed], np.uint32)
     conditions = StopConditions(max_tokens, **({"ignore_eos": True} | stop))
-    return OpenSession(session_id, tokens, len(prompt), params, conditions)
+    return OpenSession(
+        session_id, tokens, len(prompt), params, conditions, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+    )
 
 
 def chain(session_id, tokens, nodes, score=-0.1) -> Proposal:
@@ -57,6 +61,7 @@ class Run:
     """What an engine said until it was idle."""
 
     new: dict[int, list[int]] = field(default_factory=dict)
+    commits: dict[int, list[Commit]] = field(default_factory=dict)
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     steps: int = 0
     verified: int = 0
@@ -83,6 +88,7 @@ def run(engine: TargetEngine, requests: Sequence[OpenSession], hints: Hints | No
             path += commit.tokens.tolist()
             assert commit.root_hash == path_hash(np.array(path))
             result.new[commit.session_id] += commit.tokens.tolist()
+            result.commits.setdefault(commit.session_id, []).append(commit)
             result.verified += commit.verified
             result.accepted += commit.accepted
             if commit.finish_reason != FinishReason.RUNNING:

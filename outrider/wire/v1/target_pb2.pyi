@@ -53,12 +53,32 @@ class VerifyRequest(_message.Message):
     closes: bytes
     def __init__(self, opens: _Optional[_Iterable[_Union[_common_pb2.OpenSession, _Mapping]]] = ..., proposals: _Optional[_Union[_common_pb2.ProposalBatch, _Mapping]] = ..., closes: _Optional[bytes] = ...) -> None: ...
 
+class LogprobBatch(_message.Message):
+    __slots__ = ("commits", "positions", "token_counts", "top_counts", "logprobs", "top_tokens", "top_logprobs")
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOP_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    commits: bytes
+    positions: bytes
+    token_counts: bytes
+    top_counts: bytes
+    logprobs: bytes
+    top_tokens: bytes
+    top_logprobs: bytes
+    def __init__(self, commits: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., top_counts: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+
 class VerifyResponse(_message.Message):
-    __slots__ = ("commits", "errors", "load")
+    __slots__ = ("commits", "errors", "load", "logprobs")
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     commits: _common_pb2.CommitBatch
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
     load: _common_pb2.EngineLoad
-    def __init__(self, commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.EngineLoad, _Mapping]] = ...) -> None: ...
+    logprobs: LogprobBatch
+    def __init__(self, commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.EngineLoad, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobBatch, _Mapping]] = ...) -> None: ...

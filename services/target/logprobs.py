@@ -1,0 +1,86 @@
+"""Log-probabilities of tokens, on the device: the model's own, before temperature, penalties, grammar and filters.
+
+Only rows of sessions that asked are touched, a few at a time, for a row's working memory is several vocabularies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.speculation.proposal import Logprobs
+
+_PIECE_BYTES = 32 << 20  # of float32 logits that are worked on together
+_SCORED_BYTES = 64 << 20  # of a step's logits that are wanted for nothing but this
+
+
+def scored_rows(vocab_size: int) -> int:
+    """Rows of prompts whose logits a step may ask for."""
+    return max(16, _SCORED_BYTES // (4 * vocab_size))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of n rows: log-probabilities [n] of a token each, and of the k likeliest, [n, k] tokens and log-probabilities."""
+
+    values: Tensor
+    top_tokens: Tensor
+    top_values: Tensor
+
+    def logprobs(self, first: int, rows: Sequence[int] | slice, top: int) -> Logprobs:
+        """What is told of some rows, whose tokens stand from position `first` on. Must lie on the host."""
+        return Logprobs(
+            first,
+            self.values[rows].numpy(),
+            self.top_tokens[rows, :top].numpy().astype(np.uint32),
+            self.top_values[rows, :top].numpy(),
+        )
+
+    def cpu(self) -> Scores:
+        """On the host. Waits for the device."""
+        return Scores(self.values.cpu(), self.top_tokens.cpu(), self.top_values.cpu())
+
+
+def score(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Scores:
+    """Score a token after each of n rows. logits: [R, V]; rows, tokens: [n] int64; top: likeliest tokens to name."""
+    size = max(1, _PIECE_BYTES // (4 * logits.shape[1]))
+    pieces = []
+    for start in range(0, len(rows), size):
+        x = logits.index_select(0, rows[start : start + size]).float()
+        own = x.gather(1, tokens[start : start + size, None].clamp(min=0))
+        best = x.topk(min(top, x.shape[1]), dim=-1)
+        norm = x.logsumexp(dim=-1, keepdim=True)
+        pieces.append(((own - norm)[:, 0], best.indices.to(torch.int32), best.values - norm))
+    values, top_tokens, top_values = zip(*pieces, strict=True)
+    return Scores(torch.cat(values), torch.cat(top_tokens), torch.cat(top_values))
+
+
+class PromptScores:
+    """A prompt's log-probabilities as they come, chunk by chunk, on the host."""
+
+    def __init__(self, prompt_length: int, top: int) -> None:
+        self.top = top
+        self._values = np.empty(prompt_length - 1, np.float32)
+        self._top_tokens = np.empty((prompt_length - 1, top), np.uint32)
+        self._top_values = np.empty((prompt_length - 1, top), np.float32)
+
+    def put(self, part: Logprobs) -> None:
+        """Take in the log-probabilities of some of the prompt's tokens."""
+        place = slice(part.first - 1, part.first - 1 + len(part))
+        self._values[place], self._top_tokens[place], self._top_values[place] = (
+            part.values, part.top_tokens, part.top_values,
+        )  # fmt: skip
+
+    def whole(self) -> Logprobs:
+        """Of all tokens but the first."""
+        return Logprobs(1, self._values, self._top_tokens, self._top_values)
+
+
+def next_tokens(tokens: NDArray[np.uint32], positions: range) -> NDArray[np.int64]:
+    """The tokens behind some positions of a sequence."""
+    return tokens[positions.start + 1 : positions.stop + 1].astype(np.int64)
