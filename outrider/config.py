@@ -78,6 +78,8 @@ class TargetOptions(KernelOptions):
     """Tokens in the KV cache, over all sessions; by default as many as the memory fraction holds."""
     mem_fraction_static: float = 0.5
     """Fraction of the device's memory for weights and KV cache."""
+    feature_cache_bytes: int = 1 << 30
+    """Host memory for hidden states of cached prefixes, where a drafter feeds on them, in bytes; 0 keeps none."""
     chunked_prefill_size: int = 512
     """Tokens computed in one step, over all sessions; longer prompts are cut. -1 computes every prompt in one piece."""
     max_prefill_tokens: int = 16384

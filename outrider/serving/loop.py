@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.errors import EngineFault, OutriderError
+from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, Proposal
 
@@ -39,6 +40,9 @@ class Engine(ABC):
     @abstractmethod
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Take what the other service said."""
+
+    def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:  # noqa: B027  (most engines need none)
+        """Take hidden states of the target. The commits of their tokens have been received."""
 
     @property
     @abstractmethod
@@ -106,7 +110,7 @@ class EngineLoop:
     def _step(self) -> None:
         start = time.perf_counter()
         output = self.engine.step()
-        if output.commits or output.proposals or output.failures:
+        if output.commits or output.proposals or output.failures or output.features:
             elapsed = int((time.perf_counter() - start) * 1e6)
             output.load = replace(output.load, step_microseconds=elapsed)
             self._publish(output)
@@ -140,5 +144,7 @@ class EngineLoop:
             self.engine.close(session_id)
         if message.proposals or message.commits:
             self.engine.receive(message.proposals, message.commits)
+        if message.features:
+            self.engine.receive_features(message.features)
         if failures:
             self._publish(StepOutput(failures=failures, load=self.engine.load()))

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest, OutriderError
+from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
@@ -22,6 +23,7 @@ class OpenSession:
     cache_salt: only sessions of the same salt share pages of the prefix cache
     logprobs, prompt_logprobs: log-probabilities are told of new tokens and of the prompt's, and of this many of the
         likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
+    feature_spec: id of the FeatureSpec whose hidden states are wanted from position `features_from` on; 0 for none
     """
 
     session_id: int
@@ -32,6 +34,8 @@ class OpenSession:
     cache_salt: str = ""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    feature_spec: int = 0
+    features_from: int = 0
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""
@@ -87,6 +91,7 @@ class StepOutput:
     proposals: list[Proposal] = field(default_factory=list)
     failures: list[SessionFailure] = field(default_factory=list)
     load: EngineLoad = field(default_factory=EngineLoad)
+    features: list[FeatureBlock] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -97,3 +102,4 @@ class Message:
     proposals: Sequence[Proposal] = ()
     commits: Sequence[Commit] = ()
     closes: Sequence[int] = ()
+    features: Sequence[FeatureBlock] = ()

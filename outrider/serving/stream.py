@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 from outrider.errors import InvalidRequest
+from outrider.serving.features import BACKLOG_BYTES, cut
 from outrider.serving.messages import Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import FinishReason
 
@@ -29,6 +30,7 @@ class _Outbox:
 
     def __init__(self) -> None:
         self._output = StepOutput()
+        self._backlog = 0  # bytes of features that wait
         self._ready = asyncio.Event()
         self.closed = False
 
@@ -37,6 +39,12 @@ class _Outbox:
         self._output.proposals += output.proposals
         self._output.failures += output.failures
         self._output.load = output.load
+        for block in output.features:
+            if self._backlog + block.rows.nbytes > BACKLOG_BYTES:
+                log.warning("a peer is too slow for its features; those of session %d are dropped", block.session_id)
+                continue
+            self._output.features.append(block)
+            self._backlog += block.rows.nbytes
         self._ready.set()
 
     def close(self) -> None:
@@ -44,12 +52,18 @@ class _Outbox:
         self._ready.set()
 
     async def take(self) -> StepOutput | None:
-        """The next frame's content; None once the stream is closed."""
+        """The next frame's content; None once the stream is closed. Many features take several frames."""
         await self._ready.wait()
         self._ready.clear()
         if self.closed:
             return None
         output, self._output = self._output, StepOutput()
+        if output.features:
+            output.features, self._output.features = cut(output.features)
+            self._output.load = output.load
+            self._backlog -= sum(block.rows.nbytes for block in output.features)
+            if self._output.features:
+                self._ready.set()
         return output
 
 
@@ -118,6 +132,9 @@ class StreamHub(Generic[Request, Response]):
             owner = self._owners.get(session_id)
             return None if owner is None else parts.setdefault(owner, StepOutput(load=output.load))
 
+        for block in output.features:
+            if (part := part_of(block.session_id)) is not None:
+                part.features.append(block)
         for commit in output.commits:
             if (part := part_of(commit.session_id)) is not None:
                 part.commits.append(commit)

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
+from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -72,6 +73,8 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         cache_salt=request.cache_salt,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,
+        feature_spec=request.feature_spec,
+        features_from=request.features_from,
     )
 
 
@@ -87,6 +90,8 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         cache_salt=message.cache_salt,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        feature_spec=message.feature_spec,
+        features_from=message.features_from,
     )
 
 
@@ -267,6 +272,66 @@ def logprobs_from_pb(message: target_pb2.LogprobBatch) -> list[tuple[int, Logpro
     return groups
 
 
+# --- features ---
+
+
+def feature_spec_to_pb(spec: FeatureSpec, fusion: bytes) -> common_pb2.FeatureSpec:
+    """A FeatureSpec message. fusion: the safetensors file that belongs to it, or nothing."""
+    return common_pb2.FeatureSpec(
+        spec_id=spec.id(fusion),
+        layers=spec.layers,
+        final=spec.final,
+        format=common_pb2.FeatureFormat.Name(int(spec.format)),
+        norm_epsilon=spec.norm_epsilon,
+    )
+
+
+def feature_spec_from_pb(message: common_pb2.FeatureSpec) -> FeatureSpec:
+    """The specification of a message. Raises InvalidRequest for a format that is not known."""
+    try:
+        layout = FeatureFormat(message.format)
+    except ValueError:
+        raise InvalidRequest(f"features in format {message.format} are not known here") from None
+    return FeatureSpec(tuple(message.layers), message.final, layout, message.norm_epsilon)
+
+
+def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
+    """A FeatureBatch message."""
+    return common_pb2.FeatureBatch(
+        session_ids=pack((b.session_id for b in blocks), U64),
+        first_positions=pack((b.first for b in blocks), U32),
+        row_counts=pack((len(b.rows) for b in blocks), U32),
+        block_bytes=pack((b.rows.nbytes for b in blocks), U32),
+        rows=b"".join(b.rows.tobytes() for b in blocks),
+    )
+
+
+def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
+    """The blocks of a message, as views of its bytes."""
+    ids = unpack(message.session_ids, U64)
+    rows = unpack(message.rows, U8)
+    columns = (
+        ids.tolist(),
+        unpack(message.first_positions, U32, len(ids)).tolist(),
+        unpack(message.row_counts, U32, len(ids)).tolist(),
+        _split(unpack(message.block_bytes, U32, len(ids)), len(rows)),
+    )
+    blocks = []
+    for session_id, first, count, span in zip(*columns, strict=True):
+        size = span.stop - span.start
+        if not count or size % count:
+            raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
+        blocks.append(FeatureBlock(session_id, first, rows[span].reshape(count, size // count)))
+    return blocks
+
+
+def feature_ends(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int]]:
+    """Each block as (session id, position behind its last row): for the gateway, which does not look at rows."""
+    ids = unpack(batch.session_ids, U64)
+    ends = unpack(batch.first_positions, U32, len(ids)) + unpack(batch.row_counts, U32, len(ids))
+    return zip(ids.tolist(), ends.tolist(), strict=True)
+
+
 # --- frames ---
 
 
@@ -350,6 +415,7 @@ def verify_response_to_pb(output: StepOutput) -> target_pb2.VerifyResponse:
         errors=_failures_to_pb(output.failures),
         load=load_to_pb(output.load),
         logprobs=logprobs_to_pb(output.commits),
+        features=features_to_pb(output.features) if output.features else None,
     )
 
 
@@ -364,6 +430,7 @@ def verify_response_from_pb(frame: target_pb2.VerifyResponse) -> StepOutput:
         commits[place] = replace(commit, prompt_logprobs=group) if prompt else replace(commit, logprobs=group)
     return StepOutput(
         commits=commits,
+        features=features_from_pb(frame.features),
         failures=[failure_from_pb(error) for error in frame.errors],
         load=load_from_pb(frame.load),
     )
@@ -375,6 +442,7 @@ def propose_request_to_pb(message: Message) -> draft_pb2.ProposeRequest:
         opens=[open_to_pb(request) for request in message.opens],
         commits=commits_to_pb(message.commits) if message.commits else None,
         closes=pack(message.closes, U64),
+        features=features_to_pb(message.features) if message.features else None,
     )
 
 
@@ -382,7 +450,8 @@ def propose_request_from_pb(frame: draft_pb2.ProposeRequest) -> tuple[Message, l
     """What a frame for the draft service says."""
     opens, failures = opens_from_pb(frame.opens)
     closes = unpack(frame.closes, U64).tolist()
-    return Message(opens=opens, commits=commits_from_pb(frame.commits), closes=closes), failures
+    commits, features = commits_from_pb(frame.commits), features_from_pb(frame.features)
+    return Message(opens=opens, commits=commits, closes=closes, features=features), failures
 
 
 def propose_response_to_pb(output: StepOutput) -> draft_pb2.ProposeResponse:

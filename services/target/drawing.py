@@ -20,6 +20,7 @@ from outrider.speculation.tree import SpeculationTree
 from services.target import logprobs, penalties, sampler
 from services.target.batch import Batch, Work
 from services.target.budget import Calibration
+from services.target.features import Features
 from services.target.kv_cache import KVCache
 from services.target.logprobs import PromptScores, Scores
 from services.target.model.base import Model
@@ -71,9 +72,10 @@ class Draws:
 class Drawing:
     """Opens entries, and draws the tokens of steps with a model."""
 
-    def __init__(self, model: Model, cache: KVCache) -> None:
+    def __init__(self, model: Model, cache: KVCache, features: Features) -> None:
         self._model = model
         self._cache = cache
+        self._features = features
 
     def entry(
         self, request: OpenSession, session: Session, stop_ids: frozenset[int], calibration: Calibration
@@ -103,7 +105,7 @@ class Drawing:
         requests = [_request(work, entry) for work, entry in zip(drawing, drawn, strict=True)]
         rows = sampler.gather(requests, device) if drawing else None
         adjustments = self._adjustments(drawing, drawn)
-        logits = self._model.runner.forward(batch, self._cache).logits
+        logits = self._forward(batch)
         if len(batch.rows.sampled) > batch.drawn:
             self._score_prompts(logits, batch.drawn, works, entries)
         if rows is None:
@@ -145,6 +147,12 @@ class Drawing:
         for keeper, part in scored:
             keeper.put(scores.logprobs(part.start + 1, slice(row, row + len(part)), keeper.top))
             row += len(part)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """The logits of the sampled rows, [R, V]; features set out for the host before the tokens do."""
+        outputs = self._model.runner.forward(batch, self._cache)
+        self._features.take(batch, outputs.features)
+        return outputs.logits
 
     def _adjustments(self, works: Sequence[Work], drawn: Sequence[Entry]) -> penalties.Adjustments | None:
         if all(entry.tally is None for entry in drawn):

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, EngineFault, InvalidRequest
+from outrider.errors import ConfigError, EngineFault, InvalidRequest, OutriderError
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Engine
@@ -35,6 +35,7 @@ from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
 from services.target.batch import Work, build
 from services.target.budget import Calibration, least_score, promised
 from services.target.drawing import Drawing, Draws, Entry
+from services.target.features import Features
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.logprobs import scored_rows
 from services.target.model.base import Model
@@ -72,7 +73,8 @@ class TargetEngine(Engine):
         self._max_depth = config.speculative_num_steps
         self._max_children = config.speculative_eagle_topk
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
-        self._drawing = Drawing(model, self.cache)
+        self.features = Features(model, prefix, config.feature_cache_bytes)
+        self._drawing = Drawing(model, self.cache, self.features)
         self._entries: dict[int, Entry] = {}
         self._step_tokens = 0
         self._patience = Patience()
@@ -92,8 +94,12 @@ class TargetEngine(Engine):
         if len(request.tokens) - request.prompt_length >= request.stop.max_tokens:
             raise InvalidRequest("the session has all of its max_tokens already", param="max_tokens")
         self.close(request.session_id)
-        session = Session(request, self.scheduler.prefix)
-        self.scheduler.add(session)
+        session = Session(self.features.open(request), self.scheduler.prefix)
+        try:
+            self.scheduler.add(session)
+        except OutriderError:
+            self.features.close(session.id)
+            raise
         calibration = Calibration(self._calibration.ratio)
         self._entries[session.id] = self._drawing.entry(request, session, stop_ids, calibration)
 
@@ -103,6 +109,7 @@ class TargetEngine(Engine):
         self._patience.forget(session_id)
         if entry is not None:
             self.scheduler.remove(entry.session, trusted=trusted)
+            self.features.close(session_id)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Merge hints. Those with tokens that the model does not know are dropped."""
@@ -141,7 +148,7 @@ class TargetEngine(Engine):
         works = self._plan()
         if not works:
             return StepOutput(load=self.load())
-        batch = build(works, self.model.device)
+        batch = self.features.mark(build(works, self.model.device), works)
         self._step_tokens = len(batch)
         return self._settle(works, self._drawing.draw(batch, works, self._entries))
 
@@ -206,6 +213,7 @@ class TargetEngine(Engine):
             session.computed = work.chunk.stop
             session.scored = min(max(session.scored, session.computed), session.to_score)
             if not work.chunk.last:
+                self.features.settle(work, (), goes_on=True)
                 continue
             sampled = draws.tokens[first : first + len(draft) + 1]
             first += len(draft) + 1
@@ -215,12 +223,15 @@ class TargetEngine(Engine):
                 output.failures.append(SessionFailure(session.id, error))
                 self.close(session.id, trusted=False)
                 continue
-            if verdict.reason == FinishReason.RUNNING:
+            goes_on = verdict.reason == FinishReason.RUNNING
+            self.features.settle(work, verdict.path, goes_on=goes_on)
+            if goes_on:
                 moves.append(_moves(session, verdict.path))
             output.commits.append(self._commit(session, draft, verdict, draws))
         self._move(moves)
         committed = sum(len(commit.tokens) for commit in output.commits)
         self._patience.end([commit.session_id for commit in output.commits], committed)
+        output.features = self.features.flush()
         output.load = self.load()
         return output
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import ContextTooLong, InvalidRequest, Overloaded
+from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -94,6 +95,46 @@ def test_frames_of_the_draft(items):
     got = codec.propose_response_from_pb(codec.propose_response_to_pb(StepOutput(proposals=items)))
     for a, b in zip(items, got.proposals, strict=True):
         same(a, b)
+
+
+def blocks(sizes):
+    """Blocks of (rows, row bytes), each with bytes of its own."""
+    return [
+        FeatureBlock(2**63 + i, 7 * i, np.arange(n * size, dtype=np.uint8).reshape(n, size) + np.uint8(i))
+        for i, (n, size) in enumerate(sizes)
+    ]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9)), max_size=4))
+def test_features_cross_both_streams_as_they_are(sizes):
+    sent = blocks(sizes)
+    answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(features=sent)))
+    message, _ = codec.propose_request_from_pb(codec.propose_request_to_pb(Message(features=sent)))
+    for got in (answer.features, message.features):
+        for a, b in zip(sent, got, strict=True):
+            assert (a.session_id, a.first) == (b.session_id, b.first)
+            assert np.array_equal(a.rows, b.rows)
+    batch = codec.features_to_pb(sent)
+    assert list(codec.feature_ends(batch)) == [(b.session_id, b.first + len(b.rows)) for b in sent]
+
+
+def test_blocks_that_do_not_add_up_are_refused():
+    for change in ({"row_counts": b"\0\0\0\0"}, {"rows": b"12345"}, {"block_bytes": b""}):
+        batch = codec.features_to_pb(blocks([(2, 3)]))
+        for name, value in change.items():
+            setattr(batch, name, value)
+        with pytest.raises(InvalidRequest):
+            codec.features_from_pb(batch)
+
+
+def test_a_specification_has_the_same_name_on_both_sides():
+    spec = FeatureSpec((1, 4), final=True, format=FeatureFormat.FLOAT8_E4M3, norm_epsilon=1e-5)
+    message = codec.feature_spec_to_pb(spec, b"fusion")
+    assert codec.feature_spec_from_pb(message) == spec
+    assert message.spec_id == spec.id(b"fusion") not in (0, spec.id(b""), replace(spec, final=False).id(b"fusion"))
+    message.format = 9
+    with pytest.raises(InvalidRequest):
+        codec.feature_spec_from_pb(message)
 
 
 def test_one_bad_open_spares_the_others():

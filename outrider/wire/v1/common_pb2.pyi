@@ -13,10 +13,21 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_STOP: _ClassVar[FinishReason]
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_ABORT: _ClassVar[FinishReason]
+
+class FeatureFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEATURE_FORMAT_UNSPECIFIED: _ClassVar[FeatureFormat]
+    FEATURE_FORMAT_BFLOAT16: _ClassVar[FeatureFormat]
+    FEATURE_FORMAT_FLOAT8_E4M3: _ClassVar[FeatureFormat]
+    FEATURE_FORMAT_FLOAT32: _ClassVar[FeatureFormat]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
+FEATURE_FORMAT_UNSPECIFIED: FeatureFormat
+FEATURE_FORMAT_BFLOAT16: FeatureFormat
+FEATURE_FORMAT_FLOAT8_E4M3: FeatureFormat
+FEATURE_FORMAT_FLOAT32: FeatureFormat
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values")
@@ -55,7 +66,7 @@ class StopConditions(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +75,8 @@ class OpenSession(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_SPEC_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     tokens: bytes
     prompt_length: int
@@ -72,7 +85,37 @@ class OpenSession(_message.Message):
     cache_salt: str
     logprobs: int
     prompt_logprobs: int
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    feature_spec: int
+    features_from: int
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ...) -> None: ...
+
+class FeatureSpec(_message.Message):
+    __slots__ = ("spec_id", "layers", "final", "format", "norm_epsilon")
+    SPEC_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    NORM_EPSILON_FIELD_NUMBER: _ClassVar[int]
+    spec_id: int
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    final: bool
+    format: FeatureFormat
+    norm_epsilon: float
+    def __init__(self, spec_id: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., final: _Optional[bool] = ..., format: _Optional[_Union[FeatureFormat, str]] = ..., norm_epsilon: _Optional[float] = ...) -> None: ...
+
+class FeatureBatch(_message.Message):
+    __slots__ = ("session_ids", "first_positions", "row_counts", "block_bytes", "rows")
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    session_ids: bytes
+    first_positions: bytes
+    row_counts: bytes
+    block_bytes: bytes
+    rows: bytes
+    def __init__(self, session_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., row_counts: _Optional[bytes] = ..., block_bytes: _Optional[bytes] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class ProposalBatch(_message.Message):
     __slots__ = ("session_ids", "anchor_lengths", "anchor_hashes", "node_counts", "tokens", "parents", "log_scores", "committed_lengths")

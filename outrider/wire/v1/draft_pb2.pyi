@@ -12,30 +12,44 @@ class GetDraftInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDraftInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "drafters", "model", "max_session_tokens", "max_running_sessions")
+    __slots__ = ("protocol_version", "software_version", "drafters", "model", "max_session_tokens", "max_running_sessions", "features")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_SESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     drafters: _containers.RepeatedScalarFieldContainer[str]
     model: _common_pb2.ModelInfo
     max_session_tokens: int
     max_running_sessions: int
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ...) -> None: ...
+    features: _common_pb2.FeatureSpec
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., drafters: _Optional[_Iterable[str]] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., features: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ...) -> None: ...
+
+class GetFusionRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetFusionResponse(_message.Message):
+    __slots__ = ("content",)
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    content: bytes
+    def __init__(self, content: _Optional[bytes] = ...) -> None: ...
 
 class ProposeRequest(_message.Message):
-    __slots__ = ("opens", "commits", "closes")
+    __slots__ = ("opens", "commits", "closes", "features")
     OPENS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[_common_pb2.OpenSession]
     commits: _common_pb2.CommitBatch
     closes: bytes
-    def __init__(self, opens: _Optional[_Iterable[_Union[_common_pb2.OpenSession, _Mapping]]] = ..., commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., closes: _Optional[bytes] = ...) -> None: ...
+    features: _common_pb2.FeatureBatch
+    def __init__(self, opens: _Optional[_Iterable[_Union[_common_pb2.OpenSession, _Mapping]]] = ..., commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., closes: _Optional[bytes] = ..., features: _Optional[_Union[_common_pb2.FeatureBatch, _Mapping]] = ...) -> None: ...
 
 class ProposeResponse(_message.Message):
     __slots__ = ("proposals", "errors", "load")

@@ -39,6 +39,11 @@ class DraftServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetDraftInfoResponse.FromString,
                 _registered_method=True)
+        self.GetFusion = channel.unary_stream(
+                '/outrider.wire.v1.DraftService/GetFusion',
+                request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionResponse.FromString,
+                _registered_method=True)
         self.Propose = channel.stream_stream(
                 '/outrider.wire.v1.DraftService/Propose',
                 request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.ProposeRequest.SerializeToString,
@@ -51,6 +56,13 @@ class DraftServiceServicer:
 
     def GetDraftInfo(self, request, context):
         """Facts for the handshake.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetFusion(self, request, context):
+        """The fusion layer that belongs to GetDraftInfoResponse.features, as the target takes it, in parts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,6 +82,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetDraftInfo,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetDraftInfoRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetDraftInfoResponse.SerializeToString,
+            ),
+            'GetFusion': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetFusion,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionResponse.SerializeToString,
             ),
             'Propose': grpc.stream_stream_rpc_method_handler(
                     servicer.Propose,
@@ -104,6 +121,33 @@ class DraftService:
             '/outrider.wire.v1.DraftService/GetDraftInfo',
             outrider_dot_wire_dot_v1_dot_draft__pb2.GetDraftInfoRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_draft__pb2.GetDraftInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetFusion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/outrider.wire.v1.DraftService/GetFusion',
+            outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,6 +31,24 @@ class GetTargetInfoResponse(_message.Message):
     page_size: int
     def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ...) -> None: ...
 
+class ConfigureFeaturesRequest(_message.Message):
+    __slots__ = ("spec", "fusion")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    FUSION_FIELD_NUMBER: _ClassVar[int]
+    spec: _common_pb2.FeatureSpec
+    fusion: bytes
+    def __init__(self, spec: _Optional[_Union[_common_pb2.FeatureSpec, _Mapping]] = ..., fusion: _Optional[bytes] = ...) -> None: ...
+
+class ConfigureFeaturesResponse(_message.Message):
+    __slots__ = ("layers", "width", "row_bytes")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ROW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    width: int
+    row_bytes: int
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., width: _Optional[int] = ..., row_bytes: _Optional[int] = ...) -> None: ...
+
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -72,13 +90,15 @@ class LogprobBatch(_message.Message):
     def __init__(self, commits: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., top_counts: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("commits", "errors", "load", "logprobs")
+    __slots__ = ("commits", "errors", "load", "features", "logprobs")
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     commits: _common_pb2.CommitBatch
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
     load: _common_pb2.EngineLoad
+    features: _common_pb2.FeatureBatch
     logprobs: LogprobBatch
-    def __init__(self, commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.EngineLoad, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobBatch, _Mapping]] = ...) -> None: ...
+    def __init__(self, commits: _Optional[_Union[_common_pb2.CommitBatch, _Mapping]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., load: _Optional[_Union[_common_pb2.EngineLoad, _Mapping]] = ..., features: _Optional[_Union[_common_pb2.FeatureBatch, _Mapping]] = ..., logprobs: _Optional[_Union[LogprobBatch, _Mapping]] = ...) -> None: ...

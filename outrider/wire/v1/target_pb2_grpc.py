@@ -44,6 +44,11 @@ class TargetServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetTokenizerResponse.FromString,
                 _registered_method=True)
+        self.ConfigureFeatures = channel.stream_unary(
+                '/outrider.wire.v1.TargetService/ConfigureFeatures',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.stream_stream(
                 '/outrider.wire.v1.TargetService/Verify',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
@@ -68,6 +73,14 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ConfigureFeatures(self, request_iterator, context):
+        """Hands over which hidden states sessions may ask for, and the drafter's fusion layer. Handing the same over again
+        changes nothing. The first message has the specification, all have parts of the fusion.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request_iterator, context):
         """One stream for all sessions of a gateway. When it ends, its sessions end.
         """
@@ -87,6 +100,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetTokenizerRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'ConfigureFeatures': grpc.stream_unary_rpc_method_handler(
+                    servicer.ConfigureFeatures,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesResponse.SerializeToString,
             ),
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
@@ -148,6 +166,33 @@ class TargetService:
             '/outrider.wire.v1.TargetService/GetTokenizer',
             outrider_dot_wire_dot_v1_dot_target__pb2.GetTokenizerRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_target__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfigureFeatures(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/outrider.wire.v1.TargetService/ConfigureFeatures',
+            outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesResponse.FromString,
             options,
             channel_credentials,
             insecure,

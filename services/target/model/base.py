@@ -49,6 +49,7 @@ class Model:
     """A loaded model and the facts of it that others need.
 
     shapes: what each layer stores for a token; cache_dtype: in which format
+    hidden_size: width of a hidden state
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
     """
 
@@ -58,6 +59,7 @@ class Model:
     cache_dtype: torch.dtype
     architecture: str
     vocab_size: int
+    hidden_size: int
     context_length: int
     eos_token_ids: tuple[int, ...]
     shapes: tuple[LayerShape, ...]

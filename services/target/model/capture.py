@@ -33,9 +33,10 @@ class Taps:
     def taking(self, capture: Capture) -> Iterator[list[Tensor]]:
         """Forward passes inside leave the states of `capture.rows` in the list as computed. [F, H] each."""
         states: list[Tensor] = []
+        rows = torch.from_numpy(capture.rows).to(next(self._decoder.parameters()).device)
 
         def take(state: Tensor) -> None:
-            states.append(state[0].index_select(0, capture.rows))
+            states.append(state[0].index_select(0, rows))
 
         def entering(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             take(arguments[0] if arguments else keywords["hidden_states"])

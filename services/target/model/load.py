@@ -52,6 +52,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         cache_dtype=probe.dtype,
         architecture=type(module).__name__,
         vocab_size=vocab_size,
+        hidden_size=module.config.get_text_config().hidden_size,
         context_length=_context_length(module.config.get_text_config(), config.context_length),
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),

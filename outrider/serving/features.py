@@ -1,0 +1,115 @@
+"""Hidden states of the target for drafters that feed on them: what is asked for, rows as bytes, blocks of rows.
+
+    specification   a drafter says which states it wants, fused by which layer, in which format
+    block           consecutive rows of one session; row j belongs to the token at position j
+    row             BFLOAT16, FLOAT32:  width numbers
+                    FLOAT8_E4M3:        a float32 scale, then width numbers of a byte; their product is meant
+
+All numbers are little-endian. Who relays blocks never looks inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidRequest
+
+# Rows of a frame, in bytes: well below the largest message, so that commits are not held up behind features.
+FRAME_BYTES = 4 << 20
+# Rows that wait for a slow reader, in bytes; beyond this, new ones are dropped. A drafter sees the gap.
+BACKLOG_BYTES = 256 << 20
+
+FLOAT8_MAX = 448.0  # largest finite number of e4m3
+_SCALE_BYTES = 4
+
+
+class FeatureFormat(IntEnum):
+    """Number format of a row. The numbers are those of the wire."""
+
+    BFLOAT16 = 1
+    FLOAT8_E4M3 = 2
+    FLOAT32 = 3
+
+
+@dataclass(frozen=True)
+class FeatureSpec:
+    """Which hidden states a drafter wants.
+
+    layers:  ascending; i is the residual stream entering the target's decoder layer i, and its number of layers is what
+             leaves the last one, before the final norm. Empty without `final`: EAGLE-3's {2, L/2, L-3} of L layers
+    final:   also the state after the final norm; it stands last
+    norm_epsilon: of the RMS norms that come with the fusion
+
+    The states stand side by side. A fusion, if there is one, is applied to them before they leave the target: a
+    safetensors file with fc.weight [H, n * Ht], and as the drafter has them fc.bias [H], and either
+    fc_norm.0.weight [Ht], fc_norm.1.weight, ... (one for each state) or norm_before_fc.weight [n * Ht].
+    """
+
+    layers: tuple[int, ...] = ()
+    final: bool = False
+    format: FeatureFormat = FeatureFormat.BFLOAT16
+    norm_epsilon: float = 1e-6
+
+    def id(self, fusion: bytes) -> int:
+        """Names the specification together with its fusion: equal for equal ones, never 0."""
+        facts = (list(self.layers), self.final, int(self.format), self.norm_epsilon)
+        digest = hashlib.sha256(repr(facts).encode() + fusion).digest()
+        return int.from_bytes(digest[:8], "little") or 1
+
+
+@dataclass(frozen=True)
+class FeatureBlock:
+    """Rows of one session. first: position of the first one, in tokens. rows: [n, row bytes] uint8."""
+
+    session_id: int
+    first: int
+    rows: NDArray[np.uint8]
+
+
+def decode(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.float32]:
+    """The numbers of rows. rows: [n, row bytes]. Returns [n, width]. Raises InvalidRequest for rows that are none."""
+    rows = np.ascontiguousarray(rows)
+    size = rows.shape[1]
+    if layout is FeatureFormat.FLOAT8_E4M3 and size > _SCALE_BYTES:
+        scales = np.ascontiguousarray(rows[:, :_SCALE_BYTES]).view(np.float32)
+        scaled: NDArray[np.float32] = _float8_values()[rows[:, _SCALE_BYTES:]] * scales
+        return scaled
+    if layout is FeatureFormat.BFLOAT16 and size % 2 == 0:
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if layout is FeatureFormat.FLOAT32 and size % 4 == 0:
+        return rows.view(np.float32)
+    raise InvalidRequest(f"rows of {size} bytes are no rows of {layout.name}")
+
+
+@functools.cache
+def _float8_values() -> NDArray[np.float32]:
+    """The number of each byte: sign, 4 bits of exponent with bias 7, 3 of mantissa; no infinities."""
+    byte = np.arange(256)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
+    size[byte & 127 == 127] = np.nan
+    return np.where(byte & 128, -size, size).astype(np.float32)
+
+
+def cut(blocks: Sequence[FeatureBlock], limit: int = FRAME_BYTES) -> tuple[list[FeatureBlock], list[FeatureBlock]]:
+    """The first blocks, of `limit` bytes at most but a row at least, and the rest; a block is cut between rows."""
+    head: list[FeatureBlock] = []
+    room = limit
+    for index, block in enumerate(blocks):
+        size = block.rows.shape[1]
+        fitting = max(room // size, 0 if head else 1) if size else len(block.rows)
+        if fitting < len(block.rows):
+            rest = list(blocks[index + 1 :])
+            if fitting:
+                head.append(FeatureBlock(block.session_id, block.first, block.rows[:fitting]))
+            return head, [FeatureBlock(block.session_id, block.first + fitting, block.rows[fitting:]), *rest]
+        head.append(block)
+        room -= block.rows.nbytes
+    return head, []

@@ -1,0 +1,190 @@
+"""Hidden states for drafters that feed on them: which rows of a step, what is made of them, to whom they go.
+
+    mark     before the forward pass: ask it for the rows of sessions that want features, and for no others
+    take     after it: fuse them and start the way to the host, which ends when the step's tokens have come
+    settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
+
+A session is sent each position once, also if its rows are computed again after it lost its pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureBlock, FeatureSpec
+from outrider.serving.messages import OpenSession
+from services.target.batch import Batch, Capture, Work
+from services.target.feature_store import FeatureStore
+from services.target.fusion import Fusion
+from services.target.model.base import Model
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Wanted:
+    """A session that is sent features.
+
+    next: the first position that it has not been sent; fresh: the first one whose rows are not known under the present
+    weights, at most `next`
+    """
+
+    fusion: Fusion
+    next: int
+    fresh: int
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A session's rows among those that a fusion makes in the step under way.
+
+    position: of the first row, in tokens; offset: of the first row; committed: rows before those of draft nodes
+    """
+
+    fusion: Fusion
+    position: int
+    offset: int
+    committed: int
+
+
+class Features:
+    """The features of one engine's sessions. One owner, the engine thread."""
+
+    def __init__(self, model: Model, prefix: PrefixCache, cache_bytes: int) -> None:
+        """cache_bytes: host memory for the features of cached pages."""
+        self._model = model
+        self._fusions: dict[int, Fusion] = {}
+        self._wanted: dict[int, _Wanted] = {}
+        self._ready: list[FeatureBlock] = []
+        # Of the step under way: how many rows each fusion makes, the rows on the host, and whose they are.
+        self._counts: dict[Fusion, int] = {}
+        self._host: dict[Fusion, Tensor] = {}
+        self._shares: dict[int, _Share] = {}
+        self._arrived: torch.cuda.Event | None = None
+        self._store: FeatureStore | None = None
+        if prefix.enabled and cache_bytes > 0:
+            self._store = FeatureStore(prefix.allocator.page_size, cache_bytes, self._send)
+            prefix.observers.append(self._store)
+
+    # --- who wants what ---
+
+    def configure(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
+        """Get to know a specification. content: its fusion as a file, or nothing. Raises ConfigError."""
+        if spec_id not in self._fusions:
+            self._fusions[spec_id] = fusion = Fusion(spec, content, self._model)
+            log.info(
+                "features of layers %s%s: %d numbers, %d bytes a token", list(fusion.layers),
+                " and the end" if fusion.final else "", fusion.width, fusion.row_bytes,
+            )  # fmt: skip
+        return self._fusions[spec_id]
+
+    def open(self, request: OpenSession) -> OpenSession:
+        """Note what a session wants. Returns it with a namespace of its own for pages whose features are kept.
+
+        A session whose specification is not known goes on without: it only speculates worse.
+        """
+        if not request.feature_spec:
+            return request
+        fusion = self._fusions.get(request.feature_spec)
+        if fusion is None:
+            log.warning("session %d wants features that nobody has configured; it gets none", request.session_id)
+            return request
+        first = request.features_from
+        # Rows that are not sent are computed, too, where others may find their page.
+        self._wanted[request.session_id] = _Wanted(fusion, first, 0 if self._store is not None else first)
+        if self._store is not None:
+            self._store.open(request.session_id)
+        return replace(request, cache_salt=f"{request.cache_salt}\0features {request.feature_spec:x}")
+
+    def close(self, session_id: int) -> None:
+        """The session has ended, and its pages are home."""
+        if self._wanted.pop(session_id, None) is not None and self._store is not None:
+            self._store.close(session_id)
+
+    def forget(self) -> None:
+        """The weights have changed: what is kept for cached pages is no longer true. What was sent stays sent."""
+        if self._store is not None:
+            self._store.forget()
+            for wanted in self._wanted.values():
+                wanted.fresh = 0
+
+    # --- a step ---
+
+    def mark(self, batch: Batch, works: Sequence[Work]) -> Batch:
+        """The batch, with a wish for the states of the rows that somebody wants."""
+        self._shares = {}
+        if not self._wanted:
+            return batch
+        rows: dict[Fusion, list[NDArray[np.int64]]] = {}
+        self._counts = {}
+        for work, span in zip(works, batch.spans, strict=True):
+            wanted = self._wanted.get(work.chunk.session.id)
+            if wanted is None:
+                continue
+            known = max(0, wanted.fresh - span.start)  # rows that are computed again
+            if known >= span.committed:
+                continue
+            offset = self._counts.get(wanted.fusion, 0)
+            share = _Share(wanted.fusion, span.start + known, offset, span.committed - known)
+            self._shares[work.chunk.session.id] = share
+            self._counts[wanted.fusion] = offset + span.rows - known
+            rows.setdefault(wanted.fusion, []).append(np.arange(span.first + known, span.first + span.rows))
+        if not rows:
+            return batch
+        layers = tuple(sorted({layer for fusion in rows for layer in fusion.layers}))
+        flat = np.concatenate([part for parts in rows.values() for part in parts])
+        capture = Capture(layers, any(fusion.final for fusion in rows), flat)
+        return replace(batch, capture=capture)
+
+    def take(self, batch: Batch, states: Tensor | None) -> None:
+        """What the forward pass captured. states: [F, W], None if nothing was wanted."""
+        if batch.capture is None:
+            return
+        assert states is not None, "a runner hands back what a batch asks for"
+        parts = states.split(list(self._counts.values()))
+        for fusion, part in zip(self._counts, parts, strict=True):
+            rows = fusion.apply(part, batch.capture.layers, batch.capture.final)
+            self._host[fusion] = rows.to("cpu", non_blocking=True)
+        if self._model.device.type == "cuda":
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def settle(self, work: Work, path: Sequence[int], *, goes_on: bool) -> None:
+        """Take over a session's committed rows. path: accepted nodes; goes_on: False if the session ends here."""
+        session_id = work.chunk.session.id
+        share = self._shares.pop(session_id, None)
+        if share is None:
+            return
+        if self._arrived is not None:  # it came before the step's tokens did, if there were any
+            self._arrived.synchronize()
+            self._arrived = None
+        chosen = np.concatenate([np.arange(share.committed), share.committed + np.array(path, np.int64)])
+        rows = self._host[share.fusion].numpy()[share.offset + chosen]
+        if self._store is not None:
+            self._store.add(session_id, share.position, rows)
+        if goes_on:
+            self._send(session_id, share.position, rows)
+
+    def flush(self) -> list[FeatureBlock]:
+        """What is ready to be sent, in order of position."""
+        self._host.clear()
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _send(self, session_id: int, first: int, rows: NDArray[np.uint8]) -> None:
+        """Rows of a step, or of a page that the session found in the prefix cache."""
+        wanted = self._wanted[session_id]
+        end = first + len(rows)
+        wanted.fresh = max(wanted.fresh, end)
+        if wanted.next < end:
+            sent = max(0, wanted.next - first)
+            self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:]))
+            wanted.next = end

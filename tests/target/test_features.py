@@ -1,0 +1,311 @@
+"""Hidden states for drafters: what the engine sends is what `transformers` computes, whatever batch, chunk and tree."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
+from outrider.speculation.sampling import SamplingParams
+from tests.target.driving import chain, engine_of, load_model, opening, random_tree
+from tests.tiny import VOCAB, write_model
+
+LAYERS, WIDTH = 8, 48
+F32 = FeatureFormat.FLOAT32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("deep"), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """All of transformers' hidden states of a text: [layer] -> [n, width]; the last has passed the final norm."""
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def states(tokens):
+        with torch.no_grad():
+            return [s[0].numpy() for s in module(torch.tensor([tokens]), output_hidden_states=True).hidden_states]
+
+    return states
+
+
+def configured(engine, spec, fusion=b""):
+    engine.features.configure(spec.id(fusion), spec, fusion)
+    return spec.id(fusion)
+
+
+class Reader:
+    """Serves sessions to their end and puts the blocks together; each position must come once, in order."""
+
+    def __init__(self, engine, layout=F32):
+        self.engine, self.layout = engine, layout
+        self.tokens, self.rows, self.first = {}, {}, {}
+
+    def open(self, request):
+        self.engine.open(request)
+        self.tokens.setdefault(request.session_id, request.tokens.tolist())
+        self.rows.setdefault(request.session_id, [])
+
+    def step(self, hints=None):
+        if hints is not None:
+            for session_id, path in self.tokens.items():
+                self.engine.receive(hints(session_id, path), ())
+        output = self.engine.step()
+        assert not output.failures
+        for commit in output.commits:
+            self.tokens[commit.session_id] += commit.tokens.tolist()
+        for block in output.features:
+            rows = self.rows[block.session_id]
+            first = self.first.setdefault(block.session_id, block.first)
+            assert block.first == first + sum(map(len, rows))
+            assert block.first + len(block.rows) < len(self.tokens[block.session_id])
+            rows.append(decode(block.rows, self.layout))
+        return output
+
+    def run(self, hints=None):
+        while not self.engine.idle:
+            self.step(hints)
+        self.engine.check()
+        return self
+
+    def states(self, session_id):
+        return np.concatenate(self.rows[session_id])
+
+
+def prompts(count, longest=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(2, longest)).tolist() for _ in range(count)]
+
+
+def hints_of(right, seed=1):
+    rng = np.random.default_rng(seed)
+
+    def hints(session_id, path):
+        ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
+        return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
+
+    return hints
+
+
+@pytest.mark.parametrize(("chunk", "page_size"), [(7, 4), (512, 16), (1, 1)])
+@pytest.mark.parametrize("count", [1, 8])
+def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
+    spec = FeatureSpec((1, 3, 8), final=True, format=F32)
+    flags = {"page_size": page_size, "chunked_prefill_size": chunk, "max_running_requests": min(count, 5)}
+    params = SamplingParams(temperature=0.8, seed=3)
+    requests = [opening(i, text, params, max_tokens=20) for i, text in enumerate(prompts(count), start=1)]
+    plain = Reader(engine_of(model, **flags))
+    for request in requests:
+        plain.open(request)
+    plain.run()
+    assert not any(plain.rows.values()), "nobody asked"
+
+    engine = engine_of(model, **flags)
+    wanted = configured(engine, spec)
+    reader = Reader(engine)
+    for request in requests:
+        reader.open(replace(request, feature_spec=wanted))
+    accepted = 0
+    hints = hints_of(plain.tokens)
+    while not engine.idle:
+        accepted += sum(commit.accepted for commit in reader.step(hints).commits)
+    assert reader.tokens == plain.tokens
+    assert accepted > 5 * count
+    last = model.runner.module.model.layers[-1]
+    for request in requests:
+        tokens = reader.tokens[request.session_id]
+        states, rows = truth(tokens), reader.states(request.session_id)
+        assert reader.first[request.session_id] == 0
+        assert len(rows) >= len(tokens) - 1 - 8  # the last step's rows are of no use to anybody
+        assert rows.shape[1] == 4 * WIDTH
+        for column, layer in ((0, 1), (1, 3), (3, 8)):
+            expected = states[layer][: len(rows)]
+            np.testing.assert_allclose(rows[:, column * WIDTH : (column + 1) * WIDTH], expected, rtol=2e-3, atol=2e-3)
+    assert not last._forward_hooks
+
+
+def served(model, spec, fusion=b"", layout=F32, text=tuple(range(30, 75)), **flags):
+    """The rows of one session, and its tokens."""
+    engine = engine_of(model, **flags)
+    reader = Reader(engine, layout)
+    reader.open(replace(opening(1, text), feature_spec=configured(engine, spec, fusion)))
+    reader.run()
+    return reader.states(1), reader.tokens[1]
+
+
+def test_layers_by_default_are_those_of_eagle3(model, truth):
+    rows, tokens = served(model, FeatureSpec(format=F32))
+    states = truth(tokens)
+    expected = np.concatenate([states[2], states[4], states[5]], -1)[: len(rows)]
+    np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_the_fusion_is_the_plain_product(model, truth):
+    rng = torch.Generator().manual_seed(0)
+    fc, bias = torch.randn(20, 3 * WIDTH, generator=rng), torch.randn(20, generator=rng)
+    norms = [torch.rand(WIDTH, generator=rng) + 0.5 for _ in range(3)]
+    whole = torch.rand(3 * WIDTH, generator=rng) + 0.5
+
+    def rms(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight.numpy()
+
+    fusions = {
+        "alone": {"fc.weight": fc},
+        "with a bias": {"fc.weight": fc, "fc.bias": bias},
+        "each state normed": {"fc.weight": fc} | {f"fc_norm.{i}.weight": w for i, w in enumerate(norms)},
+        "all normed": {"fc.weight": fc, "norm_before_fc.weight": whole},
+    }
+    for name, tensors in fusions.items():
+        rows, tokens = served(model, FeatureSpec((2, 4, 5), format=F32, norm_epsilon=1e-5), save(tensors))
+        x = [truth(tokens)[layer][: len(rows)] for layer in (2, 4, 5)]
+        if "fc_norm.0.weight" in tensors:
+            x = [rms(state, weight) for state, weight in zip(x, norms, strict=True)]
+        x = np.concatenate(x, -1)
+        x = rms(x, whole) if "norm_before_fc.weight" in tensors else x
+        expected = x @ fc.numpy().T + (bias.numpy() if "fc.bias" in tensors else 0)
+        np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2, err_msg=name)
+
+
+@pytest.mark.parametrize(("layout", "error"), [(FeatureFormat.BFLOAT16, 2**-8), (FeatureFormat.FLOAT8_E4M3, 2**-4)])
+def test_formats_lose_no_more_than_they_must(model, layout, error):
+    exact, _ = served(model, FeatureSpec((3,), format=F32))
+    rows, _ = served(model, FeatureSpec((3,), format=layout), layout=layout)
+    largest = np.abs(exact).max(-1, keepdims=True)
+    # e4m3 has no numbers below 2^-9 of the scale, which is the largest over 448.
+    assert np.all(np.abs(rows - exact) <= error * np.abs(exact) + largest / 448 * 2**-9)
+    assert not np.array_equal(rows, exact)
+
+
+def test_float8_bytes_mean_what_torch_says():
+    every = torch.arange(256, dtype=torch.uint8)
+    rows = torch.cat([torch.tensor([3.0]).view(torch.uint8), every])[None].numpy()
+    expected = every.view(torch.float8_e4m3fn).float().numpy() * 3
+    np.testing.assert_array_equal(decode(rows, FeatureFormat.FLOAT8_E4M3)[0], expected)
+
+
+@pytest.mark.parametrize(("spec", "tensors", "words"), [
+    (FeatureSpec((4, 2)), {}, "ascend"),
+    (FeatureSpec((9,)), {}, "beyond"),
+    (FeatureSpec((2, 4)), {"fc.weight": torch.zeros(8, 3 * WIDTH)}, "fc.weight"),
+    (FeatureSpec((2,)), {"fc.bias": torch.zeros(WIDTH)}, "no fc.weight"),
+    (FeatureSpec((2, 4)), {"fc_norm.0.weight": torch.zeros(WIDTH)}, "fc_norm"),
+    (FeatureSpec((2,)), {"midlayer.weight": torch.zeros(1)}, "midlayer.weight"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(model, spec, tensors, words):
+    with pytest.raises(ConfigError, match=words):
+        engine_of(model).features.configure(1, spec, save(tensors))
+
+
+def test_a_file_that_is_none_is_refused(model):
+    with pytest.raises(ConfigError, match="safetensors"):
+        engine_of(model).features.configure(1, FeatureSpec(final=True), b"nonsense")
+
+
+# --- each position once, whatever happens to the pages ---
+
+
+def test_preempted_sessions_are_not_told_twice(model, truth):
+    engine = engine_of(model, page_size=4, max_total_tokens=160, disable_radix_cache=True)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    reader = Reader(engine)
+    for i, text in enumerate(prompts(6, longest=30), start=1):
+        reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
+    reader.run()
+    assert engine.scheduler.preemptions > 0
+    for i, tokens in reader.tokens.items():
+        rows = reader.states(i)
+        assert (reader.first[i], len(rows)) == (0, len(tokens) - 2)
+        np.testing.assert_allclose(rows, truth(tokens)[4][: len(rows)], rtol=2e-3, atol=2e-3)
+
+
+def test_a_session_that_is_opened_again_says_from_where(model):
+    whole, tokens = served(model, spec := FeatureSpec((4,), format=F32))
+    engine = engine_of(model)
+    request = opening(1, tokens[:45], committed=tokens[45:55])
+    engine.open(replace(request, feature_spec=configured(engine, spec), features_from=50))
+    blocks = []
+    while not engine.idle:
+        blocks += engine.step().features
+    assert blocks[0].first == 50
+    assert np.allclose(np.concatenate([decode(b.rows, F32) for b in blocks]), whole[50:], rtol=2e-3, atol=2e-3)
+
+
+def test_who_asks_for_what_nobody_configured_gets_nothing(model):
+    reader = Reader(engine := engine_of(model))
+    reader.open(replace(opening(1, [5, 6, 7]), feature_spec=77))
+    assert reader.run().rows[1] == []
+    assert not engine.features._wanted
+
+
+# --- prompts that repeat ---
+
+
+def test_cached_rows_come_with_their_features(model, truth):
+    engine = engine_of(model, page_size=4)
+    wanted = configured(engine, FeatureSpec((2, 4), format=F32))
+    text = list(range(30, 75))
+    reader = Reader(engine)
+    for i, tail in enumerate(([], [9, 9, 9], [8] * 7), start=1):
+        reader.open(replace(opening(i, [*text, *tail]), feature_spec=wanted))
+        reader.run()
+        states = truth(reader.tokens[i])
+        rows = reader.states(i)
+        assert (reader.first[i], len(rows)) == (0, len(reader.tokens[i]) - 2)
+        expected = np.concatenate([states[2], states[4]], -1)[: len(rows)]
+        np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
+    assert engine.features._store.bytes == len(engine.features._store._pages) * 4 * 2 * WIDTH * 4
+    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes)
+    engine.scheduler.prefix.flush()
+    assert engine.features._store.bytes == 0
+
+
+def test_pages_that_were_computed_without_features_are_not_taken(model):
+    engine = engine_of(model, page_size=4)
+    wanted = configured(engine, FeatureSpec((2,), format=F32))
+    reader = Reader(engine)
+    reader.open(opening(1, list(range(30, 75))))
+    reader.run()
+    reader.open(replace(opening(2, list(range(30, 75))), feature_spec=wanted))
+    assert reader.run().first[2] == 0
+
+
+def test_kept_features_are_bounded(model):
+    page = 4 * WIDTH * 4
+    engine = engine_of(model, page_size=4, feature_cache_bytes=5 * page)
+    wanted = configured(engine, FeatureSpec((2,), format=F32))
+    first = []
+    for i in (1, 2):
+        engine.open(replace(opening(i, list(range(30, 75))), feature_spec=wanted))
+        while not engine.idle:
+            first += [block.first for block in engine.step().features if block.session_id == 2][:1]
+    assert engine.features._store.bytes <= 5 * page
+    assert first[0] > 0, "most cached rows have lost their features; what comes later is sent all the same"
+
+
+# --- frames ---
+
+
+def test_blocks_are_cut_between_rows():
+    blocks = [FeatureBlock(i, 10 * i, np.full((7, 3), i, np.uint8)) for i in range(3)]
+    for limit in (1, 3, 10, 21, 40, 1000):
+        rest, pieces = list(blocks), []
+        while rest:
+            head, rest = cut(rest, limit)
+            assert head
+            assert sum(b.rows.nbytes for b in head) <= max(limit, 3)
+            pieces += head
+        for i in range(3):
+            own = [b for b in pieces if b.session_id == i]
+            assert [b.first for b in own] == [10 * i + sum(len(p.rows) for p in own[:j]) for j in range(len(own))]
+            assert sum(len(b.rows) for b in own) == 7
