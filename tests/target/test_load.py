@@ -2,16 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
-from outrider import checkpoint
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kv_cache import LayerShape
-from services.target.model import convert
 from services.target.model.load import load, pick_device
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.tiny import VOCAB, write_model
@@ -126,71 +123,3 @@ def test_rope_that_depends_on_the_batch_is_kept_below_its_change(tmp_path):
 def test_devices_that_are_not_there_are_refused(name):
     with pytest.raises(ConfigError, match=name):
         pick_device(name)
-
-
-# --- GGUF ---
-
-
-def write_gguf(file, folder):
-    """The model of a folder as a GGUF file, with a byte-level vocabulary."""
-    import gguf
-    from tokenizers import pre_tokenizers
-
-    settings = json.loads((folder / "config.json").read_text())
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_context_length(settings["max_position_embeddings"])
-    writer.add_embedding_length(settings["hidden_size"])
-    writer.add_block_count(settings["num_hidden_layers"])
-    writer.add_feed_forward_length(settings["intermediate_size"])
-    writer.add_head_count(settings["num_attention_heads"])
-    writer.add_head_count_kv(settings["num_key_value_heads"])
-    writer.add_key_length(settings["head_dim"])
-    writer.add_value_length(settings["head_dim"])
-    writer.add_rope_dimension_count(settings["head_dim"])
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
-    writer.add_vocab_size(VOCAB)
-    words = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"]
-    words += [f"<|unused{i}|>" for i in range(len(words), VOCAB)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
-    writer.add_token_merges(["h e", "l l"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template("{{ messages[0].content }}")
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, settings["num_hidden_layers"])
-    for name, tensor in tensors.items():
-        array = tensor.float().numpy()
-        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if part in name:  # GGUF pairs neighbouring rows for RoPE where safetensors pairs halves
-                rows = array.reshape(settings[heads], 2, -1, array.shape[1])
-                array = rows.swapaxes(1, 2).reshape(array.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_a_gguf_file_becomes_a_folder_with_the_same_model(tmp_path):
-    original = write_model(tmp_path / "original")
-    write_gguf(tmp_path / "tiny.gguf", original)
-    assert convert.main([str(tmp_path / "tiny.gguf"), str(tmp_path / "out")]) == 0
-    before = safetensors.torch.load_file(original / "model.safetensors")
-    after = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
-    assert {tensor.dtype for tensor in after.values()} == {torch.bfloat16}
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor.to(torch.bfloat16)), name
-    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == [1]
-    assert checkpoint.vocab_hash(tmp_path / "out")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
-    assert len(run(engine_of(load_model(tmp_path / "out")), [opening(1, [5, 6, 7])]).new[1]) == 24
-
-
-def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
-    (tmp_path / "bad.gguf").write_bytes(b"GGUF?" * 10)
-    assert convert.main([str(tmp_path / "bad.gguf"), str(tmp_path / "out")]) == 1
-    assert "cannot be converted" in capsys.readouterr().err

@@ -1,23 +1,25 @@
 """`python -m services.target.model.convert IN.gguf OUT_FOLDER`: a GGUF file as a folder in the published format.
 
-The folder holds config.json, model.safetensors (bfloat16), tokenizer.json with its chat template, and
-generation_config.json with the ids that end a text. Building the tokenizer takes most of the time.
+The folder holds config.json, safetensors weights (bfloat16), tokenizer.json with its chat template, and
+generation_config.json with the ids that end a text. It is not to be used before this has ended well: whoever calls
+gives the name of a folder that is renamed then.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-_PHASES = ("reading weights", "writing weights", "building the tokenizer")
+from services.target.model.progress import Phases
+
+_PHASES = ("reading weights", "loading weights", "writing weights", "building the tokenizer")
+_SHARD = "1GB"  # so that large models are written with progress to show
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,26 +38,34 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(gguf: Path, folder: Path, console: Console) -> None:
-    """Convert a GGUF file into a folder, with a line of progress a phase."""
+    """Convert a GGUF file into a folder, and show how far it is. Raises ConfigError and what libraries raise."""
     import torch
     import transformers
+    from gguf import GGUFReader
 
-    transformers.utils.logging.disable_progress_bar()
+    from services.target.model import gguf_facts
+
     transformers.utils.logging.set_verbosity_error()
-    with _phases(gguf.name, console) as next_phase:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+    with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
+        config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        gguf_facts.apply(GGUFReader(gguf), config)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
+            config=config,
             dtype=torch.bfloat16,
             quantization_config=transformers.GgufConfig(dequantize=True),
+            output_loading_info=True,
         )
-        next_phase()
-        model.save_pretrained(folder)
-        next_phase()
+        if report["missing_keys"]:  # they would be random
+            raise ValueError(f"it lacks tensors that the model needs, such as {min(report['missing_keys'])}")
+        phases.enter(_PHASES[2])
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+        phases.enter(_PHASES[3])
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer.save_pretrained(folder)
-    model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer)
-    model.generation_config.save_pretrained(folder)
+        model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer)
+        model.generation_config.save_pretrained(folder)
 
 
 def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
@@ -65,21 +75,32 @@ def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
     return sorted(token for token in ids if token is not None)
 
 
-@contextlib.contextmanager
-def _phases(name: str, console: Console) -> Iterator[Any]:
-    """Shows the phases in turn with the time that each takes; yields a function that goes to the next one."""
-    columns = SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        remaining = [progress.add_task(f"{name}: {phase}", start=False, total=1) for phase in _PHASES]
-        progress.start_task(remaining[0])
+class _watching:  # noqa: N801
+    """While this is entered, loops over tensors that `transformers` would show bars for are tracked.
 
-        def next_phase() -> None:
-            progress.update(remaining.pop(0), completed=1)
-            if remaining:
-                progress.start_task(remaining[0])
+    The reader of most architectures has a bar of its own, past the hook that there is for them.
+    """
 
-        yield next_phase
-        next_phase()
+    def __init__(self, track: Callable[[str, Any], Any]) -> None:
+        self._track = track
+
+    def __enter__(self) -> None:
+        import transformers
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        self._before = transformers.utils.logging.set_tqdm_hook(self._hook), reader.tqdm
+        reader.tqdm = lambda tensors, **_: self._track(_PHASES[0], tensors)
+
+    def __exit__(self, *_: object) -> None:
+        import transformers
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        hook, reader.tqdm = self._before
+        transformers.utils.logging.set_tqdm_hook(hook)
+
+    def _hook(self, factory: Any, args: Any, kwargs: Any) -> Any:
+        phase = {"Loading weights": _PHASES[1], "Writing model shards": _PHASES[2]}.get(kwargs.get("desc", ""))
+        return self._track(phase, args[0]) if phase and args else factory(*args, **kwargs | {"disable": True})
 
 
 if __name__ == "__main__":

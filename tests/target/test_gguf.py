@@ -1,0 +1,162 @@
+"""GGUF files become folders in the published format: the same model, once, with progress to see, never half of one."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import safetensors.torch
+import torch
+from gguf import GGMLQuantizationType as Type
+from rich.console import Console
+
+from outrider import checkpoint
+from outrider.errors import ConfigError
+from services.target.model import convert
+from services.target.model.progress import Phases
+from tests.checkpoints.families import write_family
+from tests.checkpoints.ggufs import write_gguf
+from tests.target.driving import engine_of, load_model, opening, run
+from tests.target.test_families import NEW, PROMPT, greedy
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.12}  # rows of whole blocks
+GEMMA = {"num_hidden_layers": 7, "sliding_window_pattern": 6}  # the pattern is not in the file
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), [
+    ("llama-2", Type.F32, {}), ("llama-2", Type.Q8_0, WIDE), ("llama-2", Type.Q4_0, WIDE), ("llama-2", Type.Q4_K, WIDE),
+    ("llama-3.1", Type.F32, {}), ("qwen2.5", Type.F32, {}), ("qwen2.5", Type.Q4_K, WIDE), ("qwen3", Type.Q8_0, WIDE),
+    ("gemma-3", Type.F32, GEMMA), ("gemma-3", Type.Q8_0, GEMMA | WIDE),
+])  # fmt: skip
+def test_the_same_model(family, kind, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.checkpoints.families.FAMILIES", unsharded())
+    rope = {}
+    if family == "llama-3.1":  # waves of the published sizes
+        rope = {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                 "original_max_position_embeddings": 8192, "rope_type": "llama3"}}  # fmt: skip
+    write_gguf(
+        tmp_path / "it.gguf", write_family(tmp_path / "original", family, **(changes | rope)), tmp_path / "plain", kind
+    )
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    expected = safetensors.torch.load_file(tmp_path / "plain" / "model.safetensors")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    model = load_model(tmp_path / "out")
+    assert run(engine_of(model), [opening(1, PROMPT, max_tokens=NEW)]).new[1] == greedy(tmp_path / "plain")
+
+
+def unsharded():
+    from dataclasses import replace
+
+    from tests.checkpoints.families import FAMILIES
+
+    return {name: replace(family, shards=False) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain")
+    return tmp_path / "tiny.gguf"
+
+
+def test_the_tokenizer_and_what_ends_a_text(tiny_gguf, tmp_path):
+    assert convert.main([str(tiny_gguf), str(tmp_path / "out")]) == 0
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1]
+    assert checkpoint.vocab_hash(tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+def rope_of(tmp_path, family, scaling):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", family), tmp_path / "plain", scaling=scaling)
+    convert.convert(tmp_path / "it.gguf", tmp_path / "out", Console(file=io.StringIO()))
+    return json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+
+
+def test_queries_of_the_largest_gemma_are_scaled_as_published(tmp_path):
+    """27B: by hidden size over heads."""
+    changes = {"num_hidden_layers": 62, "head_dim": 16, "hidden_size": 96, "intermediate_size": 32}
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "gemma-3", **changes), tmp_path / "plain")
+    convert.convert(tmp_path / "it.gguf", tmp_path / "out", Console(file=io.StringIO()))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["query_pre_attn_scalar"] == 24
+
+
+def test_scaling_of_long_contexts_is_kept(tmp_path):
+    rope = rope_of(tmp_path, "qwen2.5", ("yarn", 4.0))
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 4.0)
+
+
+def test_scaling_leaves_windows_alone(tmp_path):
+    rope = rope_of(tmp_path, "gemma-3", ("linear", 8.0))
+    assert (rope["full_attention"]["rope_type"], rope["full_attention"]["factor"]) == ("linear", 8.0)
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+def test_scaling_that_is_not_known_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="longrope"):
+        rope_of(tmp_path, "qwen2.5", ("longrope", 4.0))
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF?" * 10)
+    assert convert.main([str(tmp_path / "bad.gguf"), str(tmp_path / "out")]) == 1
+    assert "cannot be converted" in capsys.readouterr().err
+
+
+def test_progress_is_shown_in_per_cent_of_tensors(tiny_gguf, tmp_path):
+    said = io.StringIO()
+    convert.convert(tiny_gguf, tmp_path / "out", Console(file=said, width=200))
+    lines = said.getvalue().splitlines()
+    assert [line for line in lines if "reading weights" in line and "%" in line]
+    assert [line for line in lines if "loading weights" in line and "%" in line]
+    for phase in ("reading weights", "loading weights", "writing weights", "building the tokenizer"):
+        assert any(f"tiny.gguf: {phase}: done in" in line for line in lines), phase
+
+
+def test_a_terminal_shows_bars():
+    said = io.StringIO()
+    with Phases("work", ("one", "two"), Console(file=said, force_terminal=True, width=100)) as phases:
+        assert list(phases.track("one", [1, 2, 3, 4])) == [1, 2, 3, 4]
+        phases.enter("two")
+    assert "work: one" in said.getvalue()
+    assert "100%" in said.getvalue()
+
+
+def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    folder = checkpoint.resolve(str(tiny_gguf))
+    before = os.stat(folder / "model.safetensors").st_mtime_ns
+    assert checkpoint.resolve(str(tiny_gguf)) == folder
+    assert os.stat(folder / "model.safetensors").st_mtime_ns == before
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
+    """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    code = f"from outrider import checkpoint; checkpoint.resolve({str(tiny_gguf)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
+    models = tmp_path / "cache" / "models"
+    deadline = time.monotonic() + 60
+    while not list(models.glob("*.partial/model.safetensors")):  # in the midst of its work
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert [path.suffix for path in models.iterdir() if path.is_dir()] == [".partial"]
+    folder = checkpoint.resolve(str(tiny_gguf))
+    assert [path for path in models.iterdir() if path.is_dir()] == [folder]
+    assert (folder / "generation_config.json").is_file()
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF?" * 10)
+    with pytest.raises(ConfigError, match="could not be converted"):
+        checkpoint.resolve(str(tmp_path / "bad.gguf"))
+    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
