@@ -1,4 +1,4 @@
-"""Engine loop, streams and scheduler, around engines and pools that can be worked out by hand."""
+"""Engine loop and streams, around an engine whose answers can be worked out by hand."""
 
 import asyncio
 import threading
@@ -6,16 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from outrider.errors import EngineFault, InvalidRequest
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
+from outrider.errors import InvalidRequest
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message, OpenSession, StepOutput
-from outrider.serving.scheduler import Limits, Scheduler
-from outrider.serving.session import Session
 from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -174,94 +168,6 @@ async def test_a_stream_that_ends_takes_its_sessions_along(hub, end):
     result = await asyncio.gather(task, return_exceptions=True)
     assert isinstance(result[0], {"half-close": type(None), "error": InvalidRequest}.get(end, asyncio.CancelledError))
     await until(lambda: sorted(engine.closed) == [1, 2])
-
-
-# --- scheduler ---
-
-
-def scheduler(pages=8, page_size=4, max_running=4, step=16, **limits):
-    return Scheduler(PrefixCache(PageAllocator(pages, page_size)), Limits(max_running, step, **limits))
-
-
-def session(s, session_id, length):
-    """A session whose tokens are no other's."""
-    prompt = range(1000 * session_id + 1, 1000 * session_id + length + 1)
-    return Session(request(session_id, prompt=prompt, max_tokens=100), s.prefix)
-
-
-def advance(s, chunks):
-    """What an engine does with a plan: compute, and commit one token where the chunk was the last."""
-    for chunk in chunks:
-        chunk.session.computed = chunk.stop
-        if chunk.last:
-            chunk.session.append(np.array([7]))
-
-
-def test_prompts_are_computed_in_chunks_and_decoding_comes_first():
-    s = scheduler(pages=100, step=10)
-    s.add(session(s, 1, 12))
-    plan = s.plan()
-    assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 0, 10, False)]
-    advance(s, plan)
-    s.add(session(s, 2, 20))
-    plan = s.plan()
-    assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 10, 12, True), (2, 0, 8, False)]
-    advance(s, plan)
-    plan = s.plan()
-    assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 12, 13, True), (2, 8, 17, False)]
-
-
-def test_places_are_limited_and_waiting_is_first_come_first_served():
-    s = scheduler(pages=100, max_running=2)
-    for i in range(4):
-        s.add(session(s, i, 2))
-    assert [c.session.id for c in s.plan()] == [0, 1]
-    assert (s.running, s.waiting) == (2, 2)
-    s.remove(next(iter(s)))
-    assert [c.session.id for c in s.plan()] == [1, 2]
-
-
-def test_the_last_arrival_gives_way_when_pages_run_out():
-    s = scheduler(pages=4, page_size=4)
-    first, second = session(s, 1, 7), session(s, 2, 7)
-    s.add(first)
-    s.add(second)
-    for _ in range(2):
-        advance(s, s.plan())
-    assert s.running == 2
-    advance(s, s.plan())  # both want a third page of four
-    assert (s.running, s.preemptions) == (1, 1)
-    assert second.computed == 0
-    assert second.length == 9
-    s.check()
-    s.remove(first)
-    advance(s, s.plan())
-    assert second.length == 10
-
-
-def test_a_session_larger_than_the_pool_is_a_fault():
-    s = scheduler(pages=2, page_size=4)
-    s.add(session(s, 1, 9))
-    with pytest.raises(EngineFault, match="whole page pool"):
-        s.plan()
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(6, 12), st.integers(1, 8))
-def test_every_session_ends_whatever_the_pool(lengths, pages, step):
-    s = scheduler(pages=pages, page_size=4, max_running=3, step=step)
-    sessions = [session(s, i, n) for i, n in enumerate(lengths)]
-    for one in sessions:
-        s.add(one)
-    for _ in range(3000):
-        if not len(s):
-            break
-        advance(s, s.plan())
-        s.check()
-        for one in list(s):
-            if one.new_tokens >= 3:
-                s.remove(one)
-    assert len(s) == 0
-    assert all(one.new_tokens == 3 for one in sessions)
 
 
 def test_proposals_make_the_counting_engine_faster():

@@ -1,0 +1,354 @@
+"""The scheduler: who takes part in a step, and with which tokens, over pools that can be worked out by hand."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.errors import EngineFault, Overloaded
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.messages import OpenSession
+from outrider.serving.scheduler import Limits, Scheduler
+from outrider.serving.session import Session
+from outrider.serving.waiting import MOST_PASSED
+from outrider.speculation.sampling import SamplingParams, StopConditions
+
+
+def scheduler(pages=8, page_size=4, max_running=4, step=16, **limits):
+    return Scheduler(PrefixCache(PageAllocator(pages, page_size)), Limits(max_running, step, **limits))
+
+
+def session(s, session_id, length, *, shared=0, committed=()):
+    """A session that shares its first tokens with others, and no later one."""
+    own = range(1000 * session_id + shared + 1, 1000 * session_id + length + 1)
+    tokens = np.array([*range(1, shared + 1), *own, *committed], np.uint32)
+    return Session(OpenSession(session_id, tokens, length, SamplingParams(), StopConditions(100)), s.prefix)
+
+
+def spans(chunks):
+    return [(chunk.session.id, chunk.start, chunk.stop) for chunk in chunks]
+
+
+def advance(s, chunks):
+    """What an engine does with a plan: compute, and commit one token where the chunk was the last."""
+    for chunk in chunks:
+        chunk.session.computed = chunk.stop
+        if chunk.last:
+            chunk.session.append(np.array([7]))
+
+
+def test_prompts_are_computed_in_chunks_and_decoding_comes_first():
+    s = scheduler(pages=100, step=10)
+    s.add(session(s, 1, 12))
+    plan = s.plan()
+    assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 0, 10, False)]
+    advance(s, plan)
+    s.add(session(s, 2, 20))
+    plan = s.plan()
+    assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 10, 12, True), (2, 0, 8, False)]
+    advance(s, plan)
+    plan = s.plan()
+    assert [(c.session.id, c.start, c.stop, c.last) for c in plan] == [(1, 12, 13, True), (2, 8, 17, False)]
+
+
+def test_places_are_limited_and_waiting_is_first_come_first_served():
+    s = scheduler(pages=100, max_running=2)
+    for i in range(4):
+        s.add(session(s, i, 2))
+    assert [c.session.id for c in s.plan()] == [0, 1]
+    assert (s.running, s.waiting) == (2, 2)
+    s.remove(next(iter(s)))
+    assert [c.session.id for c in s.plan()] == [1, 2]
+
+
+def test_the_last_arrival_gives_way_when_pages_run_out():
+    s = scheduler(pages=4, page_size=4)
+    first, second = session(s, 1, 7), session(s, 2, 7)
+    s.add(first)
+    s.add(second)
+    for _ in range(2):
+        advance(s, s.plan())
+    assert s.running == 2
+    advance(s, s.plan())  # both want a third page of four
+    assert (s.running, s.preemptions) == (1, 1)
+    assert second.computed == 0
+    assert second.length == 9
+    s.check()
+    s.remove(first)
+    advance(s, s.plan())
+    assert second.length == 10
+
+
+def test_a_session_larger_than_the_pool_is_a_fault():
+    s = scheduler(pages=2, page_size=4)
+    s.add(session(s, 1, 9))
+    with pytest.raises(EngineFault, match="whole page pool"):
+        s.plan()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=8),
+    st.integers(6, 12), st.one_of(st.none(), st.integers(3, 8)), st.sampled_from(["fcfs", "lpm"]), st.booleans(),
+)  # fmt: skip
+def test_every_session_ends_whatever_the_pool(shapes, pages, step, policy, enabled):
+    s = scheduler(pages=pages, page_size=4, max_running=3, step=step, policy=policy)
+    s.prefix.enabled = enabled
+    sessions = [session(s, i, n, shared=min(n, shared)) for i, (n, shared) in enumerate(shapes)]
+    for one in sessions:
+        s.add(one)
+    for _ in range(3000):
+        if not len(s):
+            break
+        advance(s, s.plan())
+        s.check()
+        for one in list(s):
+            if one.new_tokens >= 3:
+                s.remove(one)
+    assert len(s) == 0
+    assert all(one.new_tokens == 3 for one in sessions)
+    s.prefix.flush()
+    s.allocator.check(expected_leased=0)
+    assert s.allocator.free_pages == pages
+
+
+# --- shared pages ---
+
+
+def test_choices_of_one_prompt_compute_it_once():
+    s = scheduler(pages=100, step=100)
+    for i in range(4):
+        s.add(session(s, i, 18, shared=18))
+    plan = s.plan()
+    assert spans(plan) == [(0, 0, 18)]
+    advance(s, plan)
+    plan = s.plan()
+    assert spans(plan) == [(0, 18, 19), (1, 16, 18), (2, 16, 18), (3, 16, 18)]
+    advance(s, plan)
+    assert [one.cached_tokens for one in s] == [0, 16, 16, 16]
+    assert s.allocator.leased_pages == 4 + 4
+    s.check()
+
+
+def test_a_prompt_follows_another_in_chunks_and_parts_where_they_differ():
+    s = scheduler(pages=100, step=10)
+    s.add(session(s, 1, 40, shared=25))
+    s.add(session(s, 2, 30, shared=25))
+    plans = []
+    for _ in range(6):
+        plans.append(spans(s.plan()))
+        advance(s, s.plan())
+    assert plans[:2] == [[(1, 0, 10)], [(1, 10, 20)]]  # the second one holds back
+    assert [one.cached_tokens for one in s] == [0, 24]
+    assert sum(stop - start for plan in plans for name, start, stop in plan if name == 2 and stop <= 30) == 30 - 24
+    s.check()
+
+
+def test_nobody_holds_back_for_one_that_has_gone():
+    s = scheduler(pages=100, step=10)
+    first, second = session(s, 1, 40, shared=40), session(s, 2, 40, shared=40)
+    s.add(first)
+    s.add(second)
+    advance(s, s.plan())
+    s.remove(first)
+    assert spans(s.plan()) == [(2, 8, 18)]  # what the first one had published is kept
+
+
+def test_the_next_turn_finds_the_prompt_and_the_answer():
+    s = scheduler(pages=100, step=100)
+    first = session(s, 1, 10)
+    s.add(first)
+    for _ in range(7):
+        advance(s, s.plan())
+    assert first.length == 17
+    s.remove(first)
+    request = OpenSession(2, np.append(first.tokens, [8, 8, 8]).astype(np.uint32), 20, SamplingParams(),
+                          StopConditions(9))  # fmt: skip
+    second = Session(request, s.prefix)
+    s.add(second)
+    assert spans(s.plan()) == [(2, 16, 20)]
+    assert second.cached_tokens == 16
+
+
+def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
+    s = scheduler(pages=100, step=100)
+    for i in (1, 2):
+        s.add(session(s, i, 16, shared=16))
+        advance(s, s.plan())
+    assert [one.cached_tokens for one in s] == [0, 12]
+
+
+def test_coming_back_after_preemption_is_cheap():
+    s = scheduler(pages=9, page_size=4, step=100)
+    first, second = session(s, 1, 13), session(s, 2, 13)
+    s.add(first)
+    s.add(second)
+    while not s.preemptions:
+        advance(s, s.plan())
+        s.check()
+    assert (second.computed, s.waiting) == (0, 1)
+    s.remove(first)
+    (chunk,) = s.plan()
+    assert chunk.session is second
+    assert 12 <= chunk.start < second.length
+    assert second.cached_tokens == 0  # its own work is no saving
+    s.check()
+
+
+def test_cached_pages_give_way_before_sessions_do():
+    s = scheduler(pages=8, page_size=4, step=100)
+    old = session(s, 1, 15)
+    s.add(old)
+    advance(s, s.plan())
+    s.remove(old)
+    assert s.allocator.cached_pages == 3
+    s.add(session(s, 2, 15))
+    s.add(session(s, 3, 11))
+    assert len(s.plan()) == 2
+    assert (s.preemptions, s.allocator.cached_pages, s.allocator.leased_pages) == (0, 1, 7)
+    s.check()
+
+
+def test_admission_counts_pages_that_are_held_already_once():
+    s = scheduler(pages=6, page_size=4, step=100)
+    s.add(session(s, 1, 16, shared=16))
+    advance(s, s.plan())  # holds 4 pages and will hold a fifth
+    s.add(session(s, 2, 16, shared=16))  # needs 2 more, of which there is but one
+    advance(s, s.plan())
+    assert (s.running, s.waiting) == (1, 1)
+    s.add(session(s, 3, 3))
+    s.remove(next(iter(s)))
+    s.plan()
+    assert s.running == 2
+
+
+def test_pages_promised_in_earlier_steps_are_not_given_away():
+    s = scheduler(pages=8, page_size=4, step=4)
+    s.add(session(s, 1, 24))  # needs 7 pages in time, and has 1 after a step
+    advance(s, s.plan())
+    s.add(session(s, 2, 8))
+    for _ in range(6):
+        advance(s, s.plan())
+    assert (s.preemptions, s.waiting) == (0, 1)
+
+
+# --- fairness ---
+
+
+def test_a_short_prompt_overtakes_a_long_one_and_does_not_stop_it():
+    s = scheduler(pages=100, step=20)
+    s.add(session(s, 1, 100))
+    advance(s, s.plan())
+    s.add(session(s, 2, 30))
+    s.add(session(s, 3, 6))
+    assert spans(s.plan()) == [(1, 20, 30), (3, 0, 6), (2, 0, 4)]
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one():
+    s = scheduler(pages=1000, step=16, max_running=6)
+    long = session(s, 0, 200)
+    s.add(long)
+    steps = 0
+    while long.pending > 1:
+        steps += 1
+        for one in [one for one in s if one.new_tokens >= 1]:
+            s.remove(one)
+        while len(s) < 6:
+            s.add(session(s, 100 * steps + len(s), 12))
+        advance(s, s.plan())
+    assert steps <= 200 / 8 + 1
+
+
+def test_decoding_sessions_take_part_in_every_step():
+    s = scheduler(pages=1000, step=8)
+    decoding = session(s, 1, 2)
+    s.add(decoding)
+    advance(s, s.plan())
+    s.add(session(s, 2, 300))
+    for _ in range(20):
+        length = decoding.length
+        plan = s.plan()
+        assert sum(len(chunk) for chunk in plan) <= 8
+        advance(s, plan)
+        assert decoding.length == length + 1
+
+
+@pytest.mark.parametrize(("prefill", "sizes"), [(None, [40, 30, 6]), (40, [40]), (35, [40]), (50, [40, 6])])
+def test_without_cutting_prompts_are_computed_whole(prefill, sizes):
+    s = scheduler(pages=100, step=None, prefill_tokens=prefill)
+    for i, length in enumerate((40, 30, 6)):
+        s.add(session(s, i, length))
+    assert sorted((len(chunk) for chunk in s.plan()), reverse=True) == sizes
+    for _ in range(3):
+        advance(s, s.plan())
+    assert all(one.pending == 1 for one in s)
+
+
+def test_prompts_keep_to_their_own_limit_beside_that_of_the_step():
+    s = scheduler(pages=100, step=64, prefill_tokens=10)
+    s.add(session(s, 1, 40))
+    assert spans(s.plan()) == [(1, 0, 10)]
+
+
+# --- the queue ---
+
+
+def test_the_longest_match_is_next_but_nobody_is_passed_over_for_ever():
+    s = scheduler(pages=1000, step=100, max_running=1, policy="lpm")
+    s.add(session(s, 0, 9, shared=9))
+    advance(s, s.plan())
+    stranger = session(s, 1, 9)
+    s.add(stranger)
+    order = []
+    for i in range(2, MOST_PASSED + 4):
+        s.add(session(s, i, 12, shared=9))
+        s.remove(next(iter(s)))
+        advance(s, s.plan())
+        order.append(next(iter(s)).id)
+    assert order[:MOST_PASSED] == list(range(2, MOST_PASSED + 2))
+    assert order[MOST_PASSED] == 1
+
+
+def test_first_come_first_served_looks_at_no_match():
+    s = scheduler(pages=1000, step=100, max_running=1)
+    s.add(session(s, 0, 9, shared=9))
+    advance(s, s.plan())
+    s.add(session(s, 1, 9))
+    s.add(session(s, 2, 12, shared=9))
+    s.remove(next(iter(s)))
+    assert spans(s.plan()) == [(1, 0, 9)]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_full_queue_refuses_new_sessions_and_no_others(policy):
+    s = scheduler(pages=100, max_running=2, max_queued=1, policy=policy)
+    for i in range(3):
+        s.add(session(s, i, 5))
+    with pytest.raises(Overloaded, match="1 requests wait"):
+        s.add(session(s, 3, 5))
+    s.add(session(s, 4, 5, committed=[9]))  # it comes from another replica
+    assert (s.running, s.waiting) == (2, 2)
+    s.remove(next(iter(s)))
+    s.plan()
+    s.remove(next(iter(s)))
+    s.add(session(s, 5, 5))
+    assert (s.running, s.waiting) == (2, 1)
+
+
+def test_without_a_queue_a_session_runs_at_once_or_not_at_all():
+    s = scheduler(pages=100, max_running=1, max_queued=0)
+    s.add(session(s, 1, 5))
+    with pytest.raises(Overloaded):
+        s.add(session(s, 2, 5))
+    assert [one.id for one in s] == [1]
+
+
+def test_flushed_pages_are_not_found_and_running_sessions_go_on():
+    s = scheduler(pages=100, step=100)
+    s.add(session(s, 1, 20, shared=20))
+    advance(s, s.plan())
+    s.prefix.flush()
+    s.add(session(s, 2, 20, shared=20))
+    advance(s, s.plan())
+    assert [(one.length, one.cached_tokens) for one in s] == [(22, 0), (21, 0)]
+    s.check()
