@@ -118,7 +118,6 @@ class PrefixCache:
             parent = node.parent
             self._drop(node)
             if parent is not None and parent.page != NULL_PAGE:
-                parent.used = max(parent.used, used)
                 self._offer(parent)
 
     def forget(self, tip: _Node) -> None:
