@@ -56,6 +56,14 @@ class KernelOptions:
 
     attention_backend: AttentionBackend = "auto"
     """Attention kernels: triton (CUDA), torch_native (PyTorch's fused attention, any device), or the best there is."""
+    disable_cuda_graph: bool = False
+    """Launch every kernel anew instead of replaying captured steps."""
+    cuda_graph_max_bs: int | None = None
+    """Most sessions of a captured step; by default as many as may run."""
+    cuda_graph_bs: tuple[int, ...] | None = None
+    """Numbers of sessions to capture steps for; with --speculative-num-draft-tokens N also with N rows each."""
+    disable_cuda_graph_padding: bool = False
+    """Replay captured steps of exactly the right size only."""
 
 
 @dataclass(frozen=True)

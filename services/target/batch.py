@@ -14,7 +14,7 @@ its depth. Siblings share a logical position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, ROOT, TreeSlice
 from services.target.upload import upload
@@ -71,6 +72,11 @@ class Span:
     def nodes(self) -> int:
         """Draft nodes."""
         return self.rows - self.committed
+
+    @property
+    def inert(self) -> bool:
+        """True for padding: rows of nobody, which write NULL_PAGE and whose results nobody reads."""
+        return len(self.pages) > 0 and int(self.pages[0]) == NULL_PAGE
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
@@ -128,6 +134,7 @@ class Batch:
     device: torch.device
     drawn: int
     capture: Capture | None = None
+    placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
 
     def __len__(self) -> int:
         return len(self.rows.ids)
@@ -153,8 +160,10 @@ class Batch:
         return self._tensors[3]
 
     @cached_property
-    def _tensors(self) -> list[Tensor]:
+    def _tensors(self) -> Sequence[Tensor]:
         rows = self.rows
+        if self.placed is not None:
+            return self.placed
         return upload([rows.ids, rows.positions, rows.slots, rows.sampled], self.device)
 
 
@@ -189,6 +198,28 @@ def build(works: Sequence[Work], device: torch.device) -> Batch:
     drawn = sum(map(len, sampled))
     rows = np.concatenate(sampled + scored) if sampled or scored else np.empty(0, np.int64)
     return Batch(spans, Rows(flat_ids, positions, slots, rows), device, drawn)
+
+
+def pad(batch: Batch, size: int, page_size: int) -> Batch:
+    """The batch with rows of padding up to a size, which attend to themselves in NULL_PAGE. Its own draws come first.
+
+    As many rows are sampled as there are; those behind the batch's own are padding, or repeat row 0.
+    """
+    rows, more = batch.rows, size - len(batch)
+    assert more >= 0, "a batch is never cut"
+    sampled = np.zeros(size, np.int64)
+    sampled[: len(rows.sampled)] = rows.sampled
+    if not more:
+        return replace(batch, rows=replace(rows, sampled=sampled))
+    nothing, pages = np.zeros(more, np.int64), np.full(-(-more // page_size), NULL_PAGE, np.int32)
+    span = Span(len(batch), more, 0, more, pages, page_size, nothing, EMPTY_SLICE.parents)
+    padded = Rows(
+        np.concatenate([rows.ids, nothing]),
+        np.concatenate([rows.positions, nothing]),
+        np.concatenate([rows.slots, NULL_PAGE * page_size + np.arange(more) % page_size]),
+        sampled,
+    )
+    return replace(batch, spans=[*batch.spans, span], rows=padded)
 
 
 def _span(work: Work, first: int) -> Span:

@@ -37,6 +37,7 @@ class KVCache:
         self, shapes: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """pages: usable pages; NULL_PAGE comes on top."""
+        self.pages, self.page_size = pages, page_size
 
         def pool(kv_heads: int, dim: int) -> Tensor:
             # Memory is taken as pages are first used. What padded rows read must be finite, though.

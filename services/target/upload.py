@@ -45,3 +45,29 @@ def view(buffer: Tensor, start: int, like: NDArray[np.generic]) -> Tensor:
     """The part of a buffer of bytes that holds an array."""
     dtype = torch.from_numpy(like[:0]).dtype
     return buffer[start : start + like.nbytes].view(dtype).view(like.shape)
+
+
+class Slab:
+    """Fixed places on a device for arrays that vary in length up to a limit; filled in one transfer.
+
+    tensors: one an array, as long as its limit. What lies behind the part that was filled last is of no meaning.
+    """
+
+    def __init__(self, limits: Sequence[NDArray[np.generic]], device: torch.device) -> None:
+        """limits: arrays as large as they may become; their content is put in place."""
+        self._starts = offsets(limits)
+        self._staging = torch.zeros(self._starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._buffer = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        self.tensors = [view(self._buffer, start, array) for start, array in zip(self._starts, limits, strict=False)]
+        self.fill(limits)
+
+    def fill(self, arrays: Sequence[NDArray[np.generic]]) -> None:
+        """Put arrays in place, in the order of the limits. Only the last one's own length is transferred."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the transfer before this one; over long ago
+        stage(arrays, self._starts, self._staging.numpy())
+        end = self._starts[-2] + arrays[-1].nbytes
+        self._buffer[:end].copy_(self._staging[:end], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

@@ -11,6 +11,7 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.budget import row_share
 from services.target.engine import TargetEngine
+from services.target.graphs import GraphRunner
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,8 @@ _TIMED_PROMPT = 64  # tokens
 
 def warm_up(engine: TargetEngine) -> None:
     """Run an idle engine, so that the first request does not pay for what is done lazily."""
+    if isinstance(engine.model.runner, GraphRunner):
+        engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
         _open(engine, min(4, engine.max_session_tokens - 1), 3, params)
         while not engine.idle:

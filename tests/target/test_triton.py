@@ -8,7 +8,7 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import build, tree_mask
+from services.target.batch import build, pad, tree_mask
 from services.target.engine import TargetEngine
 from services.target.kernels import choose
 from services.target.kernels.grouped import GroupedAttention
@@ -123,13 +123,13 @@ def test_words_are_tree_masks():
     assert ancestor_words([], 1).shape == (0, 1)
 
 
-def test_rows_of_padding_get_zeros():
-    batch = case(7)[0]
-    tables = Ragged(batch.spans, padding=21).tables(8, None, 32, Load(1000, 10000), 2)
-    rows = np.concatenate([np.arange(tile[0], tile[0] + tile[1]) for tile in tables.tiles])
-    assert (rows == np.arange(len(batch) + 21)).all()
-    assert (tables.items[tables.items[:, 0] >= len(tables.tiles) - 3, 1:] == [0, 0, -1]).all()
-    assert not tables.folds[len(batch) :].any()
+def test_rows_of_padding_see_nothing():
+    batch, q, keys, values = case(7)
+    padded = pad(batch, len(batch) + 21, 16)
+    q = torch.cat([q, torch.randn(21, *q.shape[1:])])
+    found = TritonAttention(padded, SMALL)(q, keys, values, scaling=0.25)
+    assert not found[len(batch) :].any()
+    assert torch.equal(found[: len(batch)], TritonAttention(batch, SMALL)(q[: len(batch)], keys, values, scaling=0.25))
 
 
 def test_partial_results_stay_within_their_room():

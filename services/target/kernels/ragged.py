@@ -35,10 +35,11 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class Load:
-    """How a device likes its work. programs: run at once; partial_rows: room for partial results, in rows."""
+    """How a device likes its work. programs: run at once; partial_rows, items: room for those beyond one a tile."""
 
     programs: int
     partial_rows: int
+    items: int = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -52,24 +53,23 @@ class Tables:
 
 
 class Ragged:
-    """The spans of a batch as arrays, followed by rows of padding that see nothing. S spans, T rows with padding."""
+    """The spans of a batch as arrays. S spans, T rows. Rows of padding see nothing."""
 
-    def __init__(self, spans: Sequence[Span], padding: int = 0) -> None:
-        pads = [padding] if padding else []
-        self.first = _column([span.first for span in spans], [sum(span.rows for span in spans)] if padding else [])
-        self.rows = _column([span.rows for span in spans], pads)
+    def __init__(self, spans: Sequence[Span], node_words: int | None = None) -> None:
+        """node_words: words of bits a node; by default as many as the largest draft needs."""
+        inert = np.array([span.inert for span in spans], dtype=bool)
+        self.first = _column([span.first for span in spans])
+        self.rows = _column([span.rows for span in spans])
         # A span of padding starts so far below zero that its rows end before the first key.
-        self.start = _column([span.start for span in spans], [-pad for pad in pads])
-        self.own = _column([span.start + span.committed for span in spans], [-pad for pad in pads])
-        self.positions = np.concatenate([*(span.positions for span in spans), np.zeros(padding, np.int64)])
-        page_counts = [len(span.pages) for span in spans] + [0 for _ in pads]
-        self.first_page = _starts(np.array(page_counts))
-        self.pages: Ints = np.concatenate([span.pages for span in spans]) if spans else np.zeros(0, np.int32)
-        counts = np.array([span.nodes for span in spans] + [0 for _ in pads])
-        self.node_words = max(1, -(-int(counts.max(initial=0)) // _WORD_BITS))
-        self.first_word = _starts(counts) * self.node_words
-        drafts = [span.parents for span in spans if span.nodes]
-        self.words = ancestor_words(drafts, self.node_words)
+        self.start = np.where(inert, -self.rows, _column([span.start for span in spans]))
+        self.own = np.where(inert, -self.rows, _column([span.start + span.committed for span in spans]))
+        self.positions = np.concatenate([span.positions for span in spans])
+        self.first_page = _starts(_column([len(span.pages) for span in spans]))
+        self.pages: Ints = np.concatenate([span.pages for span in spans])
+        nodes = _column([span.nodes for span in spans])
+        self.node_words = node_words or words_for(int(nodes.max()))
+        self.first_word = _starts(nodes) * self.node_words
+        self.words = ancestor_words([span.parents for span in spans if span.nodes], self.node_words)
 
     def tables(self, height: int, window: int | None, split: int, load: Load, programs_per_item: int) -> Tables:
         """Lay out the work. height: rows a tile; window: keys seen back, in positions; split: keys."""
@@ -80,7 +80,7 @@ class Ragged:
         first_row = self.first[span] + place
         end = np.maximum(self.start[span] + place + rows, 0)
         low = np.zeros(len(span), np.int64)
-        if window is not None and len(span):
+        if window is not None:
             low = np.maximum(np.minimum.reduceat(self.positions, first_row) - window + 1, 0)
         columns = (
             first_row, rows, place, self.start[span], self.own[span], self.first_page[span], self.first_word[span], low,
@@ -95,8 +95,13 @@ class Ragged:
                       int(partial.sum()))  # fmt: skip
 
 
-def _column(values: list[int], more: list[int]) -> NDArray[np.int64]:
-    return np.array(values + more, dtype=np.int64)
+def _column(values: list[int]) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
+
+
+def words_for(nodes: int) -> int:
+    """Words that hold a bit for each of some nodes; at least 1."""
+    return max(1, -(-nodes // _WORD_BITS))
 
 
 def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -131,7 +136,7 @@ def _shared(
     fair = max(1, int(splits.sum()) * programs_per_item // (_ROUNDS * load.programs))
     while True:
         shared = splits > fair
-        if int((rows * splits)[shared].sum()) <= load.partial_rows:
+        if int((rows * splits)[shared].sum()) <= load.partial_rows and int(splits[shared].sum()) <= load.items:
             return shared
         fair *= 2
 

@@ -7,6 +7,7 @@ several programs share. Shapes and constants of a model fix the program, so a ro
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,7 +18,15 @@ from torch import Tensor
 
 from services.target.batch import Batch
 from services.target.kernels import triton_kernels
-from services.target.kernels.ragged import Load, Ragged
+from services.target.kernels.ragged import (
+    FOLD_COLUMNS,
+    ITEM_COLUMNS,
+    TILE_COLUMNS,
+    Load,
+    Ragged,
+    Tables,
+    words_for,
+)
 from services.target.upload import upload
 
 _LOG2E = 1.4426950408889634
@@ -26,6 +35,8 @@ _PARTIAL_BYTES = 64 << 20
 # Programs a multiprocessor runs at once; persistent ones, so that a captured launch serves any batch.
 _PER_PROCESSOR = 2
 _FOLDS_AT_ONCE = 8
+# Items of a captured step beyond one a tile.
+_STATIC_ITEMS = 4096
 
 
 @dataclass(frozen=True)
@@ -113,13 +124,18 @@ class TritonAttention:
     ) -> Tensor:
         """As `reference.paged_attention`; pools may be fp8, whose numbers are multiplied by k_scale and v_scale."""
         layout = Layout.of(q, k_pool, v_pool, self._tile)
-        tables, partial = self._tables_of(layout.kind(window, q.device), q.device)
+        tables, partial = self._tables_of(layout.kind(window), q.device)
         assert self._ragged is not None
         return launch(
-            layout, q, k_pool, v_pool, self._batch.positions, tables, self._pages, self._words, partial,
-            tree=len(self._ragged.words) > 0, words_a_node=self._ragged.node_words,
+            layout, q, k_pool, v_pool, self._batch.positions, tables, self._pages, self._words,
+            partial=partial, tree=len(self._ragged.words) > 0, words_a_node=self._ragged.node_words,
             scaling=scaling, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds of layers that were computed so far."""
+        return list(self._tables)
 
     def _tables_of(self, kind: Kind, device: torch.device) -> tuple[DeviceTables, bool]:
         if kind not in self._tables:
@@ -127,7 +143,7 @@ class TritonAttention:
             if self._ragged is None:
                 self._ragged = Ragged(self._batch.spans)
                 shared = [self._ragged.pages, self._ragged.words]
-            host = self._ragged.tables(kind.height, kind.window, kind.split, _load(kind, device), kind.programs)
+            host = tabulate(self._ragged, kind, device)
             count = np.array([len(host.items)], np.int32)
             tensors = upload([host.tiles, host.items, host.folds, count, *shared], device)
             if shared:
@@ -136,8 +152,62 @@ class TritonAttention:
         return self._tables[kind]
 
 
-def _load(kind: Kind, device: torch.device) -> Load:
-    return Load(processors(device) * _PER_PROCESSOR, kind.partial_rows)
+class StaticAttention:
+    """Attention for steps that are captured: tables in fixed places, which batch after batch is laid out in."""
+
+    def __init__(self, rows: int, pages: int, kinds: Sequence[Kind], device: torch.device) -> None:
+        """rows: of a step, with padding; pages: most pages of a batch; kinds: those of the model's layers."""
+        self._node_words = words_for(rows)
+        self._rows, self._kinds, self._device = rows, kinds, device
+        tables = [[rows, TILE_COLUMNS], [rows + _STATIC_ITEMS, ITEM_COLUMNS], [rows, FOLD_COLUMNS], [1]]
+        shapes = [shape for _ in kinds for shape in tables] + [[rows, self._node_words], [pages]]
+        self.limits = [np.zeros(shape, np.int32) for shape in shapes]
+        self._tables: dict[Kind, DeviceTables] = {}
+        self._words = self._pages = self._positions = torch.empty(0)
+
+    def arrays(self, batch: Batch) -> list[NDArray[np.int32]] | None:
+        """The tables of a padded batch, in the order of the limits; None if it has more pages than fit."""
+        ragged = Ragged(batch.spans, self._node_words)
+        if len(ragged.pages) > len(self.limits[-1]):
+            return None
+        arrays: list[NDArray[np.int32]] = []
+        for kind in self._kinds:
+            host = tabulate(ragged, kind, self._device, _STATIC_ITEMS)
+            arrays += [host.tiles, host.items, host.folds, np.array([len(host.items)], np.int32)]
+        return [*arrays, ragged.words, ragged.pages]
+
+    def attach(self, tensors: Sequence[Tensor], positions: Tensor) -> None:
+        """Use tensors that lie where `arrays` are put, and the rows' positions."""
+        self._tables = {kind: DeviceTables(*tensors[4 * i : 4 * i + 4]) for i, kind in enumerate(self._kinds)}
+        self._words, self._pages = tensors[-2:]
+        self._positions = positions
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        *,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> Tensor:
+        """As TritonAttention."""
+        layout = Layout.of(q, k_pool, v_pool)
+        return launch(
+            layout, q, k_pool, v_pool, self._positions, self._tables[layout.kind(window)], self._pages, self._words,
+            partial=True, tree=True, words_a_node=self._node_words,
+            scaling=scaling, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+
+def tabulate(ragged: Ragged, kind: Kind, device: torch.device, items: int = 1 << 20) -> Tables:
+    """The tables of a kind. items: most that may be beyond one a tile."""
+    load = Load(processors(device) * _PER_PROCESSOR, kind.partial_rows, items)
+    return ragged.tables(kind.height, kind.window, kind.split, load, kind.programs)
 
 
 @dataclass(frozen=True)
@@ -165,9 +235,8 @@ class Layout:
         """Rows a tile."""
         return self.tile.lanes // self.heads
 
-    def kind(self, window: int | None, device: torch.device) -> Kind:
+    def kind(self, window: int | None) -> Kind:
         """What decides the tables of a call."""
-        del device
         row_bytes = self.kv_heads * self.group * (self.value_dim + 2) * 4
         partial_rows = max(_PARTIAL_BYTES // row_bytes, 1)
         return Kind(self.height, window, self.tile.split, self.kv_heads * self.blocks, partial_rows)
@@ -192,8 +261,8 @@ def launch(
     tables: DeviceTables,
     pages: Tensor,
     words: Tensor,
-    partial: bool,
     *,
+    partial: bool,
     tree: bool,
     words_a_node: int,
     scaling: float,
@@ -207,7 +276,7 @@ def launch(
     assert q.stride(2) == k_pool.stride(3) == v_pool.stride(3) == 1, "a head's numbers lie together"
     tile, key_dim, value_dim = layout.tile, layout.key_dim, layout.value_dim
     out = q.new_empty(q.shape[0], q.shape[1], value_dim)
-    kind = layout.kind(window, q.device)
+    kind = layout.kind(window)
     acc, ml = _workspace(kind.partial_rows, q.shape[1], value_dim, q.device)
     wide_keys = max(16, 1 << (key_dim.bit_length() - 1))
     rest = max(key_dim - wide_keys, 0)

@@ -40,7 +40,7 @@ def _finish(m, z, acc, sink, v_scale, HAS_SINKS: tl.constexpr):
         share = tl.exp2(m - m_all)
         z = tl.fma(z, share, tl.exp2(sink - m_all))
         acc = acc * share[:, None]
-    scale = tl.where(z > 0.0, v_scale / z, 0.0)
+    scale = v_scale / tl.where(z > 0.0, z, 1.0)  # a row of padding sees nothing
     return acc * scale[:, None]
 
 

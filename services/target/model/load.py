@@ -15,6 +15,7 @@ import transformers
 from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
+from services.target import graphs
 from services.target.kernels import choose
 from services.target.model import attention, quantized, selfcheck, support
 from services.target.model.base import Model
@@ -46,7 +47,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     probe = _probe(module, device)
     assert probe.dtype is not None
     model = Model(
-        runner=ModuleRunner(module, planner),
+        runner=graphs.wrap(ModuleRunner(module, planner), config, device),
         device=device,
         dtype=module.dtype,
         cache_dtype=probe.dtype,

@@ -21,21 +21,25 @@ class ModuleRunner:
     def __init__(self, module: nn.Module, planner: Planner) -> None:
         """planner: makes the attention of a batch."""
         self.module = module
-        self._planner = planner
+        self.planner = planner
         self._taps: Taps | None = None  # made when features are first asked for
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values, and return the logits and features that it asks for."""
+        return self.run(batch, cache, self.planner)
+
+    def run(self, batch: Batch, cache: KVCache, planner: Planner) -> Outputs:
+        """`forward` with another attention."""
         if batch.capture is None:
-            return Outputs(self._logits(batch, cache))
+            return Outputs(self._logits(batch, cache, planner))
         if self._taps is None:
             self._taps = Taps(self.module)
         with self._taps.taking(batch.capture) as states:
-            logits = self._logits(batch, cache)
+            logits = self._logits(batch, cache, planner)
         return Outputs(logits, joined(states))
 
-    def _logits(self, batch: Batch, cache: KVCache) -> Tensor:
-        with attention.paged(batch, cache, self._planner):
+    def _logits(self, batch: Batch, cache: KVCache, planner: Planner) -> Tensor:
+        with attention.paged(batch, cache, planner):
             output = self.module(
                 input_ids=batch.ids[None],
                 position_ids=batch.positions[None],
