@@ -101,12 +101,12 @@ class Capture:
     layers: ascending; i is the residual stream entering decoder layer i, and the number of layers is what leaves the
             last one, before the final norm
     final:  also the state after the final norm, which the head multiplies; it comes last
-    rows:   [F] int64, on the host, the rows of the batch whose states are wanted
+    rows:   [F] int64, on the host, the rows of the batch whose states are wanted; None for all
     """
 
     layers: tuple[int, ...]
     final: bool
-    rows: NDArray[np.int64]
+    rows: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)

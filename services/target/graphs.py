@@ -25,7 +25,7 @@ from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
-from services.target.upload import Slab
+from services.target.upload import Slab, upload
 
 if TYPE_CHECKING:  # Triton may be missing
     from services.target.kernels.triton_attention import StaticAttention
@@ -101,7 +101,8 @@ class _Step:
         logits, features = self._replay()
         if batch.capture is not None:
             assert features is not None, "captured steps hand back what they are asked for"
-            features = features.index_select(0, batch.capture.rows)
+            if batch.capture.rows is not None:
+                features = features.index_select(0, upload([batch.capture.rows], features.device)[0])
         return Outputs(logits[: len(batch.rows.sampled)], features)
 
     def _fill(self, batch: Batch) -> bool:
@@ -190,9 +191,7 @@ class GraphRunner:
     def _step(self, size: int, capture: Capture | None, cache: KVCache, device: torch.device) -> _Step | None:
         key = (size, *((capture.layers, capture.final) if capture else ((), False)))
         if key not in self._steps:
-            every = None
-            if capture:
-                every = replace(capture, rows=torch.arange(size, device=device))
+            every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
             batch = pad(Batch([], Rows(nothing, nothing, nothing, nothing), device, every), size, cache.page_size)
             try:

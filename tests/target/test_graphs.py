@@ -119,7 +119,7 @@ def test_another_cache_is_not_captured(inner):
 
 def test_hidden_states_come_from_captured_steps_too(inner):
     works = decoding(6)
-    capture = Capture((0, 1), True, torch.tensor([5, 0, 3]))
+    capture = Capture((0, 1), True, np.array([5, 0, 3]))
     batch = replace(build(works, CPU), capture=capture)
     expected = outcome(inner, batch, history(works))[1]
     cache = history(works)

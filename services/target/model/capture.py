@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from services.target.batch import Capture
+from services.target.upload import upload
 
 
 class Taps:
@@ -33,10 +34,12 @@ class Taps:
     def taking(self, capture: Capture) -> Iterator[list[Tensor]]:
         """Forward passes inside leave the states of `capture.rows` in the list as computed. [F, H] each."""
         states: list[Tensor] = []
-        rows = torch.from_numpy(capture.rows).to(next(self._decoder.parameters()).device)
+        rows: Tensor | None = None
+        if capture.rows is not None:
+            [rows] = upload([capture.rows], next(self._decoder.parameters()).device)
 
         def take(state: Tensor) -> None:
-            states.append(state[0].index_select(0, rows))
+            states.append(state[0] if rows is None else state[0].index_select(0, rows))
 
         def entering(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             take(arguments[0] if arguments else keywords["hidden_states"])
