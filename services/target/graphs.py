@@ -165,7 +165,7 @@ class GraphRunner:
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """As `Runner.forward`. Logits and features last until the next call."""
-        size = self.size_for(len(batch))
+        size = self.size_for(max(len(batch), len(batch.rows.sampled)))
         if size is not None and self._works and cache is self._cache:
             step = self._step(size, batch.capture, cache, batch.device)
             outputs = step.forward(batch) if step else None
@@ -193,7 +193,11 @@ class GraphRunner:
         if key not in self._steps:
             every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
-            batch = pad(Batch([], Rows(nothing, nothing, nothing, nothing), device, every), size, cache.page_size)
+            batch = pad(
+                Batch([], Rows(nothing, nothing, nothing, nothing), device, drawn=0, capture=every),
+                size,
+                cache.page_size,
+            )
             try:
                 self._steps[key] = _Step(self._runner, batch, cache, self._capturer)
             except RuntimeError as error:  # what the model does on the way cannot be captured
