@@ -28,9 +28,9 @@ class Facts:
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever texts may change: with the software, the checkpoint or the number format."""
+        """Changes whenever texts may change: with the software, the checkpoint or the number formats."""
         model = self.target.model
-        key = f"{self.version}:{model.fingerprint}:{model.dtype}"
+        key = f"{self.version}:{model.fingerprint}:{model.dtype}:{self.target.kv_cache_dtype}"
         return "outrider-" + hashlib.sha256(key.encode()).hexdigest()[:10]
 
     def server_info(self, generator: Generator) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from outrider.errors import ConfigError
 
 Algorithm = Literal["NGRAM", "STANDALONE", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "triton", "torch_native"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -88,6 +89,8 @@ class TargetOptions(KernelOptions):
     """Fraction of the device's memory for weights and KV cache."""
     feature_cache_bytes: int = 1 << 30
     """Host memory for hidden states of cached prefixes, where a drafter feeds on them, in bytes; 0 keeps none."""
+    kv_cache_dtype: KVCacheDType = "auto"
+    """Number format of the KV cache; auto is that of the model's keys. Narrower ones hold more tokens, less exactly."""
     chunked_prefill_size: int = 512
     """Tokens computed in one step, over all sessions; longer prompts are cut. -1 computes every prompt in one piece."""
     max_prefill_tokens: int = 16384

@@ -2,6 +2,10 @@
 
     pool  [pages + 1, page_size, kv_heads, head_dim]     page 0 is NULL_PAGE; slot = page * page_size + offset
 
+Pools may be narrower than what the model computes in: `write` converts, and who attends converts back to the format of
+its queries. Formats of 8 bits hold the numbers themselves, without a scale: rounded to the nearest, and what is too
+large becomes the largest (448 in e4m3, 57344 in e5m2). A row's bits depend on the row alone.
+
 Which session owns which page is none of this module's business; see outrider.paging.
 """
 
@@ -14,11 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.config import KVCacheDType
 from outrider.errors import ConfigError
 from outrider.paging.allocator import NULL_PAGE
 
 # On a CPU a memory fraction would lock up gigabytes that nobody fills; this many tokens are plenty.
 _MAX_CPU_TOKENS = 64 * 1024
+
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES: dict[KVCacheDType, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True)
@@ -36,28 +49,57 @@ class KVCache:
     def __init__(
         self, shapes: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """pages: usable pages; NULL_PAGE comes on top."""
+        """pages: usable pages; NULL_PAGE comes on top. dtype: of the pools, see `pick_cache_dtype`."""
         self.pages, self.page_size = pages, page_size
 
         def pool(kv_heads: int, dim: int) -> Tensor:
             # Memory is taken as pages are first used. What padded rows read must be finite, though.
             rows = torch.empty(pages + 1, page_size, kv_heads, dim, dtype=dtype, device=device)
-            rows[NULL_PAGE].zero_()
+            _plain(rows)[NULL_PAGE].zero_()
             return rows
 
+        self.dtype = dtype
         self.keys = [pool(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.values = [pool(shape.kv_heads, shape.value_dim) for shape in shapes]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows. slots: [T] int64; keys: [T, kv_heads, key_dim]; values: [T, kv_heads, value_dim]."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        for pool, rows in ((self.keys[layer], keys), (self.values[layer], values)):
+            _plain(pool).flatten(0, 1).index_copy_(0, slots, _plain(stored(rows, self.dtype)))
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy rows between slots in every layer; all are read before any is written. Both [n] int64."""
         for pool in (*self.keys, *self.values):
-            rows = pool.flatten(0, 1)
+            rows = _plain(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
+
+
+def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows as a pool of this format holds them."""
+    if rows.dtype != dtype and dtype in _EIGHT_BITS:
+        limit = torch.finfo(dtype).max
+        rows = rows.clamp(-limit, limit)
+    return rows.to(dtype)
+
+
+def gather(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a pool, in another format. slots: [n] int64. Returns [n, kv_heads, D]."""
+    return _plain(pool).flatten(0, 1).index_select(0, slots).view(pool.dtype).to(dtype)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same memory in a format that can be indexed on every device."""
+    return tensor.view(torch.uint8) if tensor.dtype in _EIGHT_BITS else tensor
+
+
+def pick_cache_dtype(flag: KVCacheDType, computed: torch.dtype, device: torch.device) -> torch.dtype:
+    """The pools' format for --kv-cache-dtype. computed: that of the model's keys. Raises ConfigError."""
+    dtype = computed if flag == "auto" else _DTYPES[flag]
+    if dtype == torch.bfloat16 and computed == torch.float16:
+        raise ConfigError(f"--kv-cache-dtype {flag} would only lose digits of --dtype float16; leave it at auto")
+    if dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"--kv-cache-dtype {flag} needs a GPU of compute capability 8.9 or more; choose fp8_e5m2")
+    return dtype
 
 
 def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

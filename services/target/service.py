@@ -61,6 +61,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         max_running_sessions=config.max_running_requests,
         max_draft_tokens=engine.max_rows,
         page_size=config.page_size,
+        kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
     )
     return Facts(folder, info)
 

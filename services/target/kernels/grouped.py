@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.paging.allocator import NULL_PAGE
 from services.target.batch import Batch, Span
 from services.target.kernels import reference
+from services.target.kv_cache import gather
 
 # Up to this many rows, query heads are packed below their key head, with a mask row for each.
 _PACKED_ROWS = 64
@@ -96,7 +97,7 @@ class GroupedAttention:
         """q: [B * R, heads, D]. Returns [B * R, heads, Dv]."""
         spans, rows, heads, kv_heads = len(group.spans), group.rows, q.shape[1], k_pool.shape[2]
         k, v = (
-            pool.flatten(0, 1).index_select(0, group.slots).unflatten(0, (spans, group.keys)).transpose(1, 2)
+            gather(pool, group.slots, q.dtype).unflatten(0, (spans, group.keys)).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )  # [B, kv_heads, K, D]
         q = q.view(spans, rows, heads, -1).transpose(1, 2)  # [B, heads, R, D]

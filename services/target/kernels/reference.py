@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from services.target.batch import Batch, Span
+from services.target.kv_cache import gather
 
 
 def visible(span: Span, window: int | None, device: torch.device) -> Tensor:
@@ -43,24 +44,24 @@ def paged_attention(
 ) -> Tensor:
     """Attention of every row over the pages of its session.
 
-    q: [T, heads, D]; k_pool, v_pool: [pages, page_size, kv_heads, D or Dv], with the batch's own rows already written;
+    q: [T, heads, D]; k_pool, v_pool: [pages, page_size, kv_heads, D or Dv], with the batch's own rows already written,
+    in any format that a cache may have (kv_cache.py), converted as they are read;
     heads is a multiple of kv_heads. window: see `visible`. softcap: scores become softcap * tanh(score / softcap).
     sinks: [heads], logits of a key without value. Scores and softmax in float32 (float64 if q is).
     Returns [T, heads, Dv] in q's dtype.
     """
     kv_heads = k_pool.shape[2]
-    keys, values = k_pool.flatten(0, 1), v_pool.flatten(0, 1)  # [slots, kv_heads, D]
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[3])
     for span in batch.spans:
         slots = torch.from_numpy(span.slots).to(q.device)
         queries = q[span.first : span.first + span.rows].to(wide).unflatten(1, (kv_heads, -1))  # [rows, kv, group, D]
-        scores = torch.einsum("rhgd,khd->hgrk", queries, keys[slots].to(wide)) * scaling
+        scores = torch.einsum("rhgd,khd->hgrk", queries, gather(k_pool, slots, wide)) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~visible(span, window, q.device), -torch.inf)
         weights = _softmax(scores, sinks)
-        attended = torch.einsum("hgrk,khd->rhgd", weights, values[slots].to(wide))
+        attended = torch.einsum("hgrk,khd->rhgd", weights, gather(v_pool, slots, wide))
         out[span.first : span.first + span.rows] = attended.flatten(1, 2).to(q.dtype)
     return out
 

@@ -17,6 +17,7 @@ from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
 from services.target import graphs
 from services.target.kernels import choose
+from services.target.kv_cache import pick_cache_dtype
 from services.target.model import attention, quantized, selfcheck, support
 from services.target.model.base import Model
 from services.target.model.linear import pack
@@ -50,7 +51,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         runner=graphs.wrap(ModuleRunner(module, planner), config, device),
         device=device,
         dtype=module.dtype,
-        cache_dtype=probe.dtype,
+        cache_dtype=pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device),
         architecture=type(module).__name__,
         vocab_size=vocab_size,
         hidden_size=module.config.get_text_config().hidden_size,
