@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,38 @@ from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_LOGPROBS = 20  # as OpenAI has it
+MAX_GRAMMAR_LENGTH = 1 << 17  # characters
+
+
+class GrammarKind(IntEnum):
+    """What a grammar is written in. The numbers are those of the wire."""
+
+    JSON_SCHEMA = 1
+    REGEX = 2
+    EBNF = 3
+
+    @property
+    def param(self) -> str:
+        """Name of a request's field that has one."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a session's text must match as a whole. Raises InvalidRequest if it is too long.
+
+    text: a JSON schema; a regular expression; or a grammar in Lark's or in GBNF's notation
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_LENGTH:
+            raise InvalidRequest(
+                f"a grammar of {len(self.text)} characters is too long; {MAX_GRAMMAR_LENGTH} are allowed",
+                param=self.kind.param,
+            )
 
 
 @dataclass(frozen=True)
@@ -21,6 +54,7 @@ class OpenSession:
     """Opens a session. tokens: [n] uint32, the prompt and then what is already committed; n >= prompt_length >= 1.
 
     cache_salt: only sessions of the same salt share pages of the prefix cache
+    grammar: what the text must match; it then ends with an end-of-sequence token, ignore_eos or not
     logprobs, prompt_logprobs: log-probabilities are told of new tokens and of the prompt's, and of this many of the
         likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
     feature_spec: id of the FeatureSpec whose hidden states are wanted from position `features_from` on; 0 for none
@@ -32,6 +66,7 @@ class OpenSession:
     sampling: SamplingParams
     stop: StopConditions
     cache_salt: str = ""
+    grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     feature_spec: int = 0

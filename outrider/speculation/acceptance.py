@@ -17,6 +17,8 @@ from outrider.speculation.tree import TreeSlice
 
 # Logits [V] of the next token, given a whole path.
 NextLogits = Callable[[list[int]], NDArray[np.floating]]
+# Which tokens may be drawn [V], given what follows the prompt.
+Allowed = Callable[[list[int]], NDArray[np.bool_]]
 
 
 def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[int], int]:
@@ -38,13 +40,19 @@ def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[
     return path, samples[node + 1]
 
 
-def draw(next_logits: NextLogits, path: list[int], params: SamplingParams, prompt_length: int) -> int:
+def draw(
+    next_logits: NextLogits,
+    path: list[int],
+    params: SamplingParams,
+    prompt_length: int,
+    allowed: Allowed | None = None,
+) -> int:
     """The token after a path on a model given as a function. For tests."""
     tokens = np.array(path, dtype=np.int64)
     logits = next_logits(path)
     if params.adjusts:
         logits = adjusted(logits, params, tokens[:prompt_length], tokens[prompt_length:])
-    return sample(logits, params, len(path))
+    return sample(logits, params, len(path), None if allowed is None else allowed(path[prompt_length:]))
 
 
 def verify(
@@ -63,9 +71,11 @@ def verify(
     return [*draft.tokens[accepted].tolist(), bonus]
 
 
-def decode(next_logits: NextLogits, prompt: list[int], params: SamplingParams, steps: int) -> list[int]:
+def decode(
+    next_logits: NextLogits, prompt: list[int], params: SamplingParams, steps: int, allowed: Allowed | None = None
+) -> list[int]:
     """Plain decoding on a model given as a function: the new tokens. For tests."""
     path = list(prompt)
     for _ in range(steps):
-        path.append(draw(next_logits, path, params, len(prompt)))
+        path.append(draw(next_logits, path, params, len(prompt), allowed))
     return path[len(prompt) :]

@@ -1,7 +1,7 @@
 """How a token is drawn from logits: the rules, in NumPy, that both services follow.
 
-    logits -> penalties, bias -> no stop token before min_tokens -> / temperature -> top_k
-           -> top_p (of what top_k left) -> min_p -> argmax(log p + noise)
+    logits -> penalties, bias -> what the grammar allows -> no stop token before min_tokens
+           -> / temperature -> top_k -> top_p (of what top_k left) -> min_p -> argmax(log p + noise)
 
 Penalties look at the token's own path, drafted tokens included: repetition_penalty at the prompt and what follows it,
 presence and frequency only at what follows it. For a token that occurs `count` times behind the prompt
@@ -9,8 +9,8 @@ presence and frequency only at what follows it. For a token that occurs `count` 
     x -> x / repetition_penalty if x > 0 else x * repetition_penalty           if it occurs anywhere
     x -> x + (bias - frequency_penalty * count - presence_penalty * (count > 0))
 
-in float64, rounded to float32 once. At temperature 0 the token is the argmax and no noise is used. Ties go to the
-lowest token id.
+in float64, rounded to float32 once. min_tokens does not hold where a grammar allows nothing but stop tokens. At
+temperature 0 the token is the argmax and no noise is used. Ties go to the lowest token id.
 """
 
 from __future__ import annotations

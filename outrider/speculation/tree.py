@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -203,10 +204,12 @@ class SpeculationTree:
         max_depth: int | None = None,
         max_children: int | None = None,
         least_score: float = -math.inf,
+        admits: Callable[[int], bool] | None = None,
     ) -> TreeSlice:
         """The most probable nodes that hang together, best first.
 
-        Limits are in nodes, levels, nodes a parent, and natural-log path probability.
+        Limits are in nodes, levels, nodes a parent, and natural-log path probability. admits: tells of a node whose
+        parent was chosen whether it may be; all by default.
         """
         if max_nodes <= 0 or not self.token:
             return EMPTY_SLICE
@@ -217,6 +220,8 @@ class SpeculationTree:
             cost, node = heapq.heappop(frontier)
             if -cost < least_score:
                 break
+            if admits is not None and not admits(node):
+                continue
             chosen.append(node)
             if max_depth is None or self.depth[node] < max_depth:
                 self._push_children(frontier, node, max_children)

@@ -6,14 +6,16 @@ Between the engine, which knows sessions, and the device, which knows rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.serving.messages import OpenSession
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, OpenSession
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Logprobs
 from outrider.speculation.tree import SpeculationTree
@@ -21,8 +23,10 @@ from services.target import logprobs, penalties, sampler
 from services.target.batch import Batch, Work
 from services.target.budget import Calibration
 from services.target.features import Features
+from services.target.grammar import Matcher
 from services.target.kv_cache import KVCache
 from services.target.logprobs import PromptScores, Scores
+from services.target.masks import Guided, Mask, Masks
 from services.target.model.base import Model
 from services.target.penalties import Tally
 
@@ -31,8 +35,10 @@ from services.target.penalties import Tally
 class Entry:
     """A session of the engine, its hints, the token ids that end it, and what it asked for.
 
-    tally: what of its past changes its logits; top: likeliest tokens to tell beside each new one, None for no
-    log-probabilities; prompt_scores: those of its prompt
+    tally:         what of its past changes its logits
+    matcher:       where its text stands in its grammar
+    top:           likeliest tokens to tell beside each new one; None for no log-probabilities
+    prompt_scores: log-probabilities of its prompt
     """
 
     session: Session
@@ -40,6 +46,7 @@ class Entry:
     stop_ids: frozenset[int]
     calibration: Calibration
     tally: Tally | None
+    matcher: Matcher | None
     top: int | None
     prompt_scores: PromptScores | None
 
@@ -49,6 +56,26 @@ class Entry:
         self.tree.commit(tokens)
         if self.tally is not None:
             self.tally.append(tokens)
+        if self.matcher is not None and int(tokens[-1]) not in self.stop_ids:
+            self.matcher.commit(tokens.tolist())
+
+    def guided(self, start: LLMatcher | InvalidRequest, grammar: Grammar) -> Entry:
+        """With its grammar, once it is compiled. Raises InvalidRequest for one that cannot be, or that is not met."""
+        if isinstance(start, InvalidRequest):
+            raise start
+        session = self.session
+        return replace(self, matcher=Matcher(start, grammar, session.tokens[session.prompt_length :].tolist()))
+
+    @property
+    def grammar_fault(self) -> InvalidRequest | None:
+        """Why the session's grammar cannot be followed any further, if so."""
+        return None if self.matcher is None else self.matcher.fault
+
+    def admits(self, node: int) -> bool:
+        """True for a node that the grammar allows and that does not end the session, so that more may follow."""
+        return self.tree.token[node] not in self.stop_ids and (
+            self.matcher is None or self.matcher.admits(self.tree.path_tokens(node))
+        )
 
 
 @dataclass(frozen=True)
@@ -76,6 +103,7 @@ class Drawing:
         self._model = model
         self._cache = cache
         self._features = features
+        self._masks: Masks | None = None
 
     def entry(
         self, request: OpenSession, session: Session, stop_ids: frozenset[int], calibration: Calibration
@@ -89,6 +117,7 @@ class Drawing:
             stop_ids,
             calibration,
             Tally(params, request.tokens, request.prompt_length) if params.adjusts else None,
+            None,
             None if request.logprobs is None else min(request.logprobs, vocab),
             PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab)) if tell_prompt else None,
         )
@@ -110,7 +139,7 @@ class Drawing:
             self._score_prompts(logits, batch.drawn, works, entries)
         if rows is None:
             return Draws(np.empty(0, np.int64))
-        tokens = sampler.draw(logits[: batch.drawn], rows, adjustments)
+        tokens = sampler.draw(logits[: batch.drawn], rows, adjustments, self._mask(drawing, drawn))
         scores, firsts = self._score(logits, tokens, drawing, drawn)
         return Draws(np.asarray(tokens.cpu().numpy()), scores.cpu() if scores is not None else None, firsts)
 
@@ -154,6 +183,20 @@ class Drawing:
         self._features.take(batch, outputs.features)
         return outputs.logits
 
+    def _mask(self, works: Sequence[Work], drawn: Sequence[Entry]) -> Mask | None:
+        """What grammars allow; computed while the device is busy with the forward pass."""
+        if all(entry.matcher is None for entry in drawn):
+            return None
+        guided: list[Guided] = []
+        row = 0
+        for work, entry in zip(works, drawn, strict=True):
+            if entry.matcher is not None:
+                guided.append(Guided(row, entry.matcher, work.draft, _banned(work, entry)))
+            row += len(work.draft) + 1
+        if self._masks is None:
+            self._masks = Masks(self._model.vocab_size, self._model.device)
+        return self._masks.fill(guided)
+
     def _adjustments(self, works: Sequence[Work], drawn: Sequence[Entry]) -> penalties.Adjustments | None:
         if all(entry.tally is None for entry in drawn):
             return None
@@ -168,8 +211,15 @@ class Drawing:
 
 def _request(work: Work, entry: Entry) -> sampler.RowRequest:
     session = work.chunk.session
-    depths = [0, *work.draft.depths.tolist()]
-    stop_ids = sorted(entry.stop_ids)
+    positions = [session.length, *(session.length + work.draft.depths).tolist()]
+    # A grammar's mask takes banned tokens in.
+    banned = _banned(work, entry) if entry.matcher is None else [[]] * len(positions)
+    return sampler.RowRequest(session.sampling, positions, banned)
+
+
+def _banned(work: Work, entry: Entry) -> list[list[int]]:
+    """For each row of a session, the tokens that may not be drawn yet."""
+    session = work.chunk.session
     missing = session.stop.min_tokens - session.new_tokens  # new tokens before one may end the session
-    banned = [stop_ids if depth < missing else [] for depth in depths]
-    return sampler.RowRequest(session.sampling, [session.length + depth for depth in depths], banned)
+    stop_ids = sorted(entry.stop_ids) if missing > 0 else []
+    return [stop_ids if depth < missing else [] for depth in (0, *work.draft.depths.tolist())]

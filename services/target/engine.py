@@ -36,6 +36,7 @@ from services.target.batch import Work, build
 from services.target.budget import Calibration, least_score, promised
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
+from services.target.grammar import Grammars
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.logprobs import scored_rows
 from services.target.model.base import Model
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 # second number; then fewer. Up to about so many rows a step costs little more than its reading of the weights.
 _ROWS_PER_SESSION = 8
 _ROWS_PER_STEP = 64
+_GRAMMAR_WAIT = 0.01  # seconds that a step without work waits for a grammar
 
 
 class TargetEngine(Engine):
@@ -75,6 +77,7 @@ class TargetEngine(Engine):
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
         self._drawing = Drawing(model, self.cache, self.features)
+        self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
         self._step_tokens = 0
         self._patience = Patience()
@@ -87,6 +90,9 @@ class TargetEngine(Engine):
         """Take a session on. Raises InvalidRequest; also for one that has its max_tokens already."""
         request.validate(self.model.vocab_size, self.max_session_tokens)
         stop_ids = request.stop.stop_ids(self._eos)
+        if request.grammar is not None:
+            self.grammars.check()
+            stop_ids |= frozenset(self._eos)
         if stop_ids and not 0 <= min(stop_ids) <= max(stop_ids) < self.model.vocab_size:
             raise InvalidRequest(
                 f"stop token ids must lie in the vocabulary of {self.model.vocab_size} tokens", param="stop_token_ids"
@@ -96,7 +102,10 @@ class TargetEngine(Engine):
         self.close(request.session_id)
         session = Session(self.features.open(request), self.scheduler.prefix)
         try:
-            self.scheduler.add(session)
+            if request.grammar is None:
+                self.scheduler.add(session)
+            else:
+                self.grammars.request(session.id, request.grammar)
         except OutriderError:
             self.features.close(session.id)
             raise
@@ -106,6 +115,7 @@ class TargetEngine(Engine):
     def close(self, session_id: int, *, trusted: bool = True) -> None:
         """Forget a session and free its pages. trusted: False if its rows must not serve others."""
         entry = self._entries.pop(session_id, None)
+        self.grammars.forget(session_id)
         self._patience.forget(session_id)
         if entry is not None:
             self.scheduler.remove(entry.session, trusted=trusted)
@@ -145,12 +155,15 @@ class TargetEngine(Engine):
     def step(self) -> StepOutput:
         """Compute one batch and commit what it says."""
         self._patience.begin()
+        output = StepOutput(failures=self._take_grammars())
         works = self._plan()
         if not works:
-            return StepOutput(load=self.load())
+            self.grammars.wait(_GRAMMAR_WAIT)
+            return replace(output, load=self.load())
         batch = self.features.mark(build(works, self.model.device), works)
         self._step_tokens = len(batch)
-        return self._settle(works, self._drawing.draw(batch, works, self._entries))
+        self._settle(works, self._drawing.draw(batch, works, self._entries), output)
+        return output
 
     def load(self) -> EngineLoad:
         """Sessions and pages at present."""
@@ -169,6 +182,19 @@ class TargetEngine(Engine):
         self.scheduler.check()
 
     # --- 1. plan ---
+
+    def _take_grammars(self) -> list[SessionFailure]:
+        """Let sessions begin whose grammars are ready. Returns those whose grammars are wrong."""
+        failures: list[SessionFailure] = []
+        for session_id, grammar, start in self.grammars.ready():
+            entry = self._entries[session_id]
+            try:
+                self._entries[session_id] = entry.guided(start, grammar)
+                self.scheduler.add(entry.session)
+            except OutriderError as error:
+                failures.append(SessionFailure(session_id, error))
+                self.close(session_id)
+        return failures
 
     def _plan(self) -> list[Work]:
         chunks = self.scheduler.plan()
@@ -192,7 +218,8 @@ class TargetEngine(Engine):
             return EMPTY_SLICE
         entry = self._entries[session.id]
         least = -math.inf if self._fixed_rows else least_score(self.row_share, sessions, entry.calibration.ratio)
-        draft = entry.tree.select(min(nodes, spare), depth, self._max_children, least)
+        admits = entry.admits if entry.matcher is not None else None
+        draft = entry.tree.select(min(nodes, spare), depth, self._max_children, least, admits)
         reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
         assert reserved, "spare pages were counted wrongly"
         return draft
@@ -204,8 +231,7 @@ class TargetEngine(Engine):
 
     # --- 4. settle ---
 
-    def _settle(self, works: Sequence[Work], draws: Draws) -> StepOutput:
-        output = StepOutput()
+    def _settle(self, works: Sequence[Work], draws: Draws, output: StepOutput) -> None:
         moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         first = 0
         for work in works:
@@ -217,11 +243,13 @@ class TargetEngine(Engine):
                 continue
             sampled = draws.tokens[first : first + len(draft) + 1]
             first += len(draft) + 1
+            entry = self._entries[session.id]
             try:
-                verdict = settle(draft, sampled, self._entries[session.id].stop_ids, self._room(session))
-            except EngineFault as error:
+                verdict = settle(draft, sampled, entry.stop_ids, self._room(session))
+            except EngineFault as fault:
+                error = entry.grammar_fault or fault
                 output.failures.append(SessionFailure(session.id, error))
-                self.close(session.id, trusted=False)
+                self.close(session.id, trusted=error is not fault)
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
             self.features.settle(work, verdict.path, goes_on=goes_on)
@@ -233,7 +261,6 @@ class TargetEngine(Engine):
         self._patience.end([commit.session_id for commit in output.commits], committed)
         output.features = self.features.flush()
         output.load = self.load()
-        return output
 
     def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
         entry = self._entries[session.id]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams
-from services.target import penalties
+from services.target import masks, penalties
+from services.target.masks import Mask
 from services.target.penalties import Adjustments
 
 # The winner is among the best of the approximate scores: these err by less than 0.3, and the chance that as many
@@ -138,12 +139,14 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
     )
 
 
-def draw(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None) -> Tensor:
+def draw(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
     """The token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 where logits are not finite."""
-    if adjustments is not None or len(rows.banned_rows):
+    if adjustments is not None or mask is not None or len(rows.banned_rows):
         logits = logits.to(torch.float32, copy=True)
         if adjustments is not None:
             penalties.apply(logits, adjustments)
+        if mask is not None:
+            masks.apply(logits, mask)
         logits.index_put_((rows.banned_rows, rows.banned_tokens), logits.new_tensor(-torch.inf))
     logits = logits.float()
     best, argmax = logits.max(dim=-1)

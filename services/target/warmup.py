@@ -22,6 +22,7 @@ _TIMED_PROMPT = 64  # tokens
 
 def warm_up(engine: TargetEngine) -> None:
     """Run an idle engine, so that the first request does not pay for what is done lazily."""
+    engine.grammars.load()
     if isinstance(engine.model.runner, GraphRunner):
         engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):

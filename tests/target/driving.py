@@ -31,13 +31,23 @@ def engine_of(model: Model, **flags) -> TargetEngine:
 
 
 def opening(
-    session_id, prompt, params=GREEDY, *, max_tokens=24, committed=(), logprobs=None, prompt_logprobs=None, **stop
+    session_id,
+    prompt,
+    params=GREEDY,
+    *,
+    max_tokens=24,
+    committed=(),
+    logprobs=None,
+    prompt_logprobs=None,
+    grammar=None,
+    **stop,
 ) -> OpenSession:
     tokens = np.array([*prompt, *committed], np.uint32)
     conditions = StopConditions(max_tokens, **({"ignore_eos": True} | stop))
     return OpenSession(
-        session_id, tokens, len(prompt), params, conditions, logprobs=logprobs, prompt_logprobs=prompt_logprobs
-    )
+        session_id, tokens, len(prompt), params, conditions, grammar=grammar, logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )  # fmt: skip
 
 
 def chain(session_id, tokens, nodes, score=-0.1) -> Proposal:

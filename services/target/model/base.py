@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,7 @@ class Model:
     shapes: what each layer stores for a token; cache_dtype: in which format
     hidden_size: width of a hidden state
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
+    tokenizer_file: tokenizer.json of its folder, if it has one
     """
 
     runner: Runner
@@ -63,3 +65,4 @@ class Model:
     context_length: int
     eos_token_ids: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
+    tokenizer_file: Path | None = None

@@ -58,6 +58,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         context_length=_context_length(module.config.get_text_config(), config.context_length),
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
+        tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
     )
     selfcheck.check(model)
     return model

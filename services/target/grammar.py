@@ -1,0 +1,145 @@
+"""Grammars: which tokens may follow a session's text, told by llguidance, state by state.
+
+    compile   a grammar becomes an automaton once, in a thread of its own, however many sessions ask for it
+    match     a session has a matcher of its own, which its committed tokens move along
+    mask      what may follow, also after each draft node; see masks.py
+
+A session with a grammar ends with one of the model's end-of-sequence tokens as soon as nothing else may follow, and may
+end with one wherever its text is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import cached_property
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, GrammarKind
+
+log = logging.getLogger(__name__)
+
+_CACHED = 64  # compiled grammars that are kept
+_ERROR_LENGTH = 500  # characters of llguidance's own words
+_FORMATS = {GrammarKind.JSON_SCHEMA: "json_schema", GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
+
+
+class Matcher:
+    """Where the text of one session stands in its grammar."""
+
+    def __init__(self, start: LLMatcher, grammar: Grammar, tokens: Sequence[int]) -> None:
+        """tokens: committed behind the prompt. Raises InvalidRequest if the grammar forbids them."""
+        self._state = start.deep_copy()
+        self._name = grammar.kind.param
+        self.fault: InvalidRequest | None = None
+        self.commit(tokens)
+        if self.fault is not None:
+            raise self.fault
+
+    def admits(self, path: Sequence[int]) -> bool:
+        """True if these tokens may follow."""
+        return bool(self._state.validate_tokens(list(path)) == len(path))
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens that may follow. Not by one that ends the session."""
+        if not self._state.consume_tokens(list(tokens)):
+            self.fail(self._state)
+
+    def after(self, path: Sequence[int]) -> LLMatcher:
+        """The automaton after tokens that may follow; without any, the session's own, which must be left as it is."""
+        if not path:
+            return self._state
+        state = self._state.deep_copy()
+        state.consume_tokens(list(path))
+        return state
+
+    def fail(self, state: LLMatcher) -> None:
+        """Note that the session cannot go on: the automaton has met one of its limits."""
+        self.fault = InvalidRequest(f"the grammar cannot be followed: {_words(state.get_error())}", param=self._name)
+
+
+class Grammars:
+    """Compiles grammars for one model, and keeps those that were used last."""
+
+    def __init__(self, tokenizer_file: Path | None, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """tokenizer_file: tokenizer.json of the model's folder, if it has one."""
+        self._tokenizer_file = tokenizer_file
+        self._vocab_size = vocab_size
+        self._eos = list(eos_token_ids)
+        self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
+        self._waiting: dict[int, tuple[Grammar, Future[LLMatcher]]] = {}  # by session id
+        self._thread = ThreadPoolExecutor(1, "grammar")
+
+    def check(self) -> None:
+        """Raise InvalidRequest if this model cannot follow grammars."""
+        if self._tokenizer_file is None:
+            raise InvalidRequest("this model's folder has no tokenizer.json, so it cannot follow a grammar")
+        if not self._eos:
+            raise InvalidRequest("this model has no end-of-sequence token, so it cannot follow a grammar")
+
+    def load(self) -> None:
+        """Read the tokenizer now, if grammars can be followed at all, rather than with the first one."""
+        if self._tokenizer_file is not None and self._eos:
+            self._thread.submit(lambda: self._tokenizer)
+
+    def request(self, session_id: int, grammar: Grammar) -> None:
+        """Compile a grammar for a session, which `ready` will name. `check` must have passed."""
+        future = self._compiled.get(grammar)
+        if future is None:
+            future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            if len(self._compiled) > _CACHED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        self._waiting[session_id] = grammar, future
+
+    def forget(self, session_id: int) -> None:
+        """A session has ended."""
+        self._waiting.pop(session_id, None)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a grammar is ready, if one is to come, but not longer."""
+        wait([future for _, future in self._waiting.values()], seconds, FIRST_COMPLETED)
+
+    def ready(self) -> Iterator[tuple[int, Grammar, LLMatcher | InvalidRequest]]:
+        """Sessions whose grammars are ready since the last call, or what is wrong with these."""
+        for session_id, (grammar, future) in list(self._waiting.items()):
+            if future.done():
+                del self._waiting[session_id]
+                error = future.exception()
+                assert error is None or isinstance(error, InvalidRequest), error
+                yield session_id, grammar, future.result() if error is None else error
+
+    # --- in the thread ---
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer | str:
+        """The tokenizer, or why there is none."""
+        assert self._tokenizer_file is not None, "checked when a session opened"
+        try:
+            return LLTokenizer(self._tokenizer_file.read_text(), n_vocab=self._vocab_size, eos_token=self._eos)
+        except Exception as error:  # whatever a tokenizer's file may hold
+            log.warning("%s cannot be used for grammars, which are refused: %s", self._tokenizer_file, error)
+            return f"this model's tokenizer cannot be used for grammars: {error}"
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        if isinstance(self._tokenizer, str):
+            raise InvalidRequest(self._tokenizer)
+        try:
+            text = grammar_from(_FORMATS[grammar.kind], grammar.text)
+            start = LLMatcher(self._tokenizer, text, log_level=0)
+            error = start.get_error()
+        except (ValueError, RecursionError) as raised:
+            error = str(raised)
+        if error:
+            raise InvalidRequest(f"the grammar cannot be compiled: {_words(error)}", param=grammar.kind.param)
+        return start
+
+
+def _words(error: str) -> str:
+    """llguidance's own words, without the state of its parser."""
+    return error.partition("<state>")[0].strip()[:_ERROR_LENGTH]
