@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.serving.messages import (
+    EngineLoad,
+    Grammar,
+    GrammarKind,
+    Message,
+    OpenSession,
+    SessionFailure,
+    StepOutput,
+)
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
@@ -75,6 +83,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         prompt_logprobs=request.prompt_logprobs,
         feature_spec=request.feature_spec,
         features_from=request.features_from,
+        grammar=_grammar_to_pb(request.grammar),
     )
 
 
@@ -88,11 +97,25 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         sampling=_sampling_from_pb(message.sampling),
         stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
         cache_salt=message.cache_salt,
+        grammar=_grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         feature_spec=message.feature_spec,
         features_from=message.features_from,
     )
+
+
+def _grammar_to_pb(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    if grammar is None:
+        return None
+    return common_pb2.Grammar(kind=common_pb2.GrammarKind.Name(int(grammar.kind)), text=grammar.text)
+
+
+def _grammar_from_pb(message: common_pb2.Grammar) -> Grammar:
+    try:
+        return Grammar(GrammarKind(message.kind), message.text)
+    except ValueError:
+        raise InvalidRequest(f"{message.kind} is no kind of grammar that this version knows", param="grammar") from None
 
 
 def _sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
@@ -363,14 +386,18 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
 
 def _failures_to_pb(failures: Sequence[SessionFailure]) -> list[common_pb2.SessionError]:
     return [
-        common_pb2.SessionError(session_id=f.session_id, code=grpc_code(f.error), message=f.error.message)
+        common_pb2.SessionError(
+            session_id=f.session_id, code=grpc_code(f.error), message=f.error.message, param=f.error.param or ""
+        )
         for f in failures
     ]
 
 
 def failure_from_pb(message: common_pb2.SessionError) -> SessionFailure:
     """The error that a message reports."""
-    return SessionFailure(message.session_id, from_grpc_code(message.code, message.message))
+    error = from_grpc_code(message.code, message.message)
+    error.param = message.param or None
+    return SessionFailure(message.session_id, error)
 
 
 def opens_from_pb(

@@ -66,7 +66,7 @@ def error_of(response, status):
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**40]}, "prompt"),
-        ({"prompt": [REFUSED]}, None),  # refused by the target
+        ({"prompt": [REFUSED]}, "prompt"),  # refused by the target
     ],
 )
 def test_bad_completions_are_refused_by_name(gateway, changes, param):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import ContextTooLong, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.serving.messages import EngineLoad, Grammar, GrammarKind, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
@@ -59,7 +59,8 @@ def same(a, b):
 def opened():
     sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1, 0.1, -0.2, 1.3, ((5, -100.0), (6, 1 / 3)))
     stop = StopConditions(9, 2, (5, 6), True)
-    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", 3, 0)
+    grammar = Grammar(GrammarKind.REGEX, "[aä]+")
+    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", grammar, 3, 0)
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
@@ -80,11 +81,11 @@ def test_frames_for_the_draft_and_of_the_target(items):
     for a, b in zip(items, got.commits, strict=True):
         same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
     load = EngineLoad(1, 2, 3, 4, 5, 6, 7)
-    failures = [SessionFailure(7, ContextTooLong("too long")), SessionFailure(8, Overloaded("full"))]
+    failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
     assert answer.load == load
-    assert [(f.session_id, type(f.error), f.error.message) for f in answer.failures] == [
-        (7, ContextTooLong, "too long"), (8, Overloaded, "full"),
+    assert [(f.session_id, type(f.error), f.error.message, f.error.param) for f in answer.failures] == [
+        (7, ContextTooLong, "too long", "prompt"), (8, Overloaded, "full", None),
     ]  # fmt: skip
     for a, b in zip(items, answer.commits, strict=True):
         same(a, b)
