@@ -24,13 +24,14 @@ from gateway.metrics import Metrics
 from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
+from gateway.streams.features import split_features
 from gateway.streams.target import TargetLink
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
-from outrider.wire.v1 import draft_pb2, target_pb2
+from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Orchestrator:
         draft.on_up = partial(self._draft_up, draft)
         draft.on_down = partial(self._draft_down, draft)
         draft.on_frame = partial(self._from_draft, draft)
+        draft.before_up = partial(self._configure_features, draft)
 
     # --- sessions ---
 
@@ -92,8 +94,8 @@ class Orchestrator:
         session = Session(next(self._ids), prompt, sampling, stop, cache_salt)
         self.sessions[session.id] = session
         self.metrics.prompt_tokens.inc(len(prompt))
+        self._open_on_draft(session)  # first, for its draft says which features the target is asked for
         self._open_on_target(session)
-        self._open_on_draft(session)
         return session
 
     def close(self, session: Session) -> None:
@@ -111,7 +113,7 @@ class Orchestrator:
         target = min((link for link in self.targets if link.up), key=lambda link: link.session_count, default=None)
         self._move(session, target, session.draft)
         if target is not None:
-            target.open(codec.open_to_pb(session.request()))
+            target.open(_request_of(session, target))
         return target is not None
 
     def _open_on_draft(self, session: Session) -> bool:
@@ -135,6 +137,8 @@ class Orchestrator:
     def _end(self, session: Session) -> None:
         """Forget a session that ended by itself; the services have forgotten it, too."""
         del self.sessions[session.id]
+        if session.lingers and session.target is not None:
+            session.target.close(session.id)
         self._move(session, None, None)
 
     def _fail(self, session: Session, error: OutriderError) -> None:
@@ -156,6 +160,8 @@ class Orchestrator:
                         session.cached_tokens = cached
                         self.metrics.tally.cached += cached
                     self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now)
+        if frame.features.session_ids:
+            self._relay_features(frame.features)
         for error in frame.errors:
             self._target_failed(target, codec.failure_from_pb(error))
         target.load = frame.load
@@ -207,6 +213,41 @@ class Orchestrator:
             self._reopen_on_target(session)
         else:
             self._fail(session, failure.error)
+
+    # --- features ---
+
+    async def _configure_features(self, draft: DraftLink) -> None:
+        """Let the targets know what a draft feeds on. Raises ConfigError if one that is up cannot give it."""
+        assert draft.features is not None, "a draft that feeds on nothing asks for nothing"
+        for target in self.targets:
+            await target.configure(draft.features)
+
+    def _relay_features(self, batch: common_pb2.FeatureBatch) -> None:
+        for session_id, end in codec.feature_ends(batch):
+            if (session := self.sessions.get(session_id)) is not None:
+                session.features_until = end
+        feeding = [draft for draft in self.drafts if draft.up and draft.feature_spec]
+        if len(feeding) > 1:
+
+            def draft_of(session_id: int) -> DraftLink | None:
+                session = self.sessions.get(session_id)
+                return session.draft if session is not None and session.draft in feeding else None
+
+            batches = split_features(batch, draft_of)
+        else:
+            batches = dict.fromkeys(feeding, batch)
+        for draft, part in batches.items():
+            if draft.feed(part):
+                self.metrics.feature_bytes.inc(len(part.rows))
+            else:
+                log.warning("the draft at %s is too slow for its features; some are dropped", draft.address)
+
+    def _feed_again(self, session: Session) -> None:
+        """Ask the target for all of a session's features: it opens the session once more, and computes it anew."""
+        session.features_until = 0
+        if session.target is not None and session.draft is not None and session.draft.feature_spec:
+            session.lingers = True
+            session.target.open(_request_of(session, session.target))
 
     # --- frames of a draft ---
 
@@ -292,6 +333,7 @@ class Orchestrator:
     def _reopen_on_draft(self, session: Session) -> None:
         if self._open_on_draft(session):
             self.metrics.reopened.labels("draft").inc()
+            self._feed_again(session)
 
     # --- health ---
 
@@ -318,6 +360,12 @@ class Orchestrator:
             self._giving_up.cancel()
         for link in self.links:
             await link.stop()
+
+
+def _request_of(session: Session, target: TargetLink) -> common_pb2.OpenSession:
+    """What opens a session on a target, with the features that its draft feeds on if the target can give them."""
+    wanted = session.draft.feature_spec if session.draft is not None else 0
+    return codec.open_to_pb(session.request(wanted if wanted in target.features else 0))
 
 
 def _refusals(links: Sequence[TargetLink] | Sequence[DraftLink]) -> str:

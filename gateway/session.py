@@ -57,6 +57,8 @@ class Session:
         self.accepted = 0
         self.finish = FinishReason.RUNNING
         self.opened_at = self.committed_at = time.perf_counter()
+        self.features_until = 0  # positions before it have been sent to the draft
+        self.lingers = False  # the target may go on with it after its end, for it was opened there twice
         self._fresh: list[int] = []
         self._error: OutriderError | None = None
         self._news = asyncio.Event()
@@ -66,10 +68,19 @@ class Session:
         """Tokens committed after the prompt."""
         return len(self.tokens) - self.prompt_length
 
-    def request(self) -> OpenSession:
-        """What opens it, or opens it again: prompt and committed tokens."""
+    def request(self, feature_spec: int = 0) -> OpenSession:
+        """What opens it, or opens it again: prompt and committed tokens. feature_spec: of the draft; 0 is none."""
         tokens = np.array(self.tokens, dtype=np.uint32)
-        return OpenSession(self.id, tokens, self.prompt_length, self.sampling, self.stop, self.cache_salt)
+        return OpenSession(
+            self.id,
+            tokens,
+            self.prompt_length,
+            self.sampling,
+            self.stop,
+            self.cache_salt,
+            feature_spec=feature_spec,
+            features_from=self.features_until if feature_spec else 0,
+        )
 
     def commit(self, tokens: list[int], verified: int, accepted: int, finish: FinishReason) -> None:
         """Append what a step committed, and wake who waits for it."""

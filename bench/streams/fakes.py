@@ -199,7 +199,7 @@ def main(role: str, address: str) -> int:
     """Serve until a signal."""
     if role == "target":
 
-        def register(server: Any, hub: Any) -> list[str]:
+        def register(server: Any, hub: Any, _: Any) -> list[str]:
             target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
             return ["outrider.wire.v1.TargetService"]
 
@@ -207,7 +207,7 @@ def main(role: str, address: str) -> int:
         coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
     else:
 
-        def register(server: Any, hub: Any) -> list[str]:
+        def register(server: Any, hub: Any, _: Any) -> list[str]:
             draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub), server.server)
             return ["outrider.wire.v1.DraftService"]
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
 from gateway.streams.batches import join
+from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError
 from outrider.wire.codec import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+
+
+async def _at_once() -> None:
+    """Nothing needs to be done before the link is up."""
 
 
 class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse]):
@@ -23,12 +29,20 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         """target_model: what the draft's model must fit."""
         super().__init__(address)
         self._target_model = target_model
+        self.features: Features | None = None  # what it feeds on; None if it needs nothing of the target
+        self.before_up: Callable[[], Awaitable[None]] = _at_once  # `features` are known; may raise ConfigError
         self._clear()
 
     def _clear(self) -> None:
         self._opens: list[common_pb2.OpenSession] = []
         self._commits: list[common_pb2.CommitBatch] = []
         self._closes: list[int] = []
+        self._features = Backlog()
+
+    @property
+    def feature_spec(self) -> int:
+        """Id of what it feeds on; 0 for nothing."""
+        return self.features.spec.spec_id if self.features is not None else 0
 
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session. What is said of it before is said first."""
@@ -40,14 +54,29 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self._commits.append(batch)
         self.wake()
 
+    def feed(self, batch: common_pb2.FeatureBatch) -> bool:
+        """Pass hidden states on, behind the commits said so far. False if too many wait already."""
+        taken = self._features.add(batch)
+        self.wake()
+        return taken
+
     def close(self, session_id: int) -> None:
         """Close a session."""
         self._closes.append(session_id)
         self.wake()
 
     def _take(self) -> draft_pb2.ProposeRequest:
-        frame = draft_pb2.ProposeRequest(opens=self._opens, commits=join(self._commits), closes=pack(self._closes, U64))
+        features = self._features
+        frame = draft_pb2.ProposeRequest(
+            opens=self._opens,
+            commits=join(self._commits),
+            closes=pack(self._closes, U64),
+            features=features.take(),
+        )
         self._clear()
+        self._features = features
+        if features:
+            self.wake()
         return frame
 
     async def _handshake(self, channel: grpc.aio.Channel) -> draft_pb2.GetDraftInfoResponse:
@@ -62,6 +91,11 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
             )
         if info.HasField("model"):
             check_vocabularies(info.model, self._target_model)
+        self.features = None
+        if info.HasField("features"):
+            parts = stub.GetFusion(draft_pb2.GetFusionRequest(), timeout=FUSION_TIMEOUT)
+            self.features = Features(info.features, [part.content async for part in parts])
+            await self.before_up()
         return info
 
     def _open_stream(self, channel: grpc.aio.Channel) -> Any:

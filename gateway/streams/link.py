@@ -46,6 +46,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.load: common_pb2.EngineLoad | None = None  # what the engine said last
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
+        self.channel: grpc.aio.Channel | None = None  # while it is up, or about to be
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
         self.on_frame: Callable[[Frame], None] = lambda _: None
@@ -104,6 +105,7 @@ class Link(ABC, Generic[Info, Frame]):
             opened = math.inf
             try:
                 async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                    self.channel = channel
                     self.info = await self._handshake(channel)
                     await _check_serving(channel)
                     self.refusal = None
@@ -131,6 +133,7 @@ class Link(ABC, Generic[Info, Frame]):
 
     def _lost(self) -> None:
         self._clear()
+        self.channel = None
         if self.up:
             self.up = False
             log.warning("the stream to the %s at %s is lost", self.service, self.address)

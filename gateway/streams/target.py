@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from gateway.streams.batches import join
+from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError
 from outrider.wire.codec import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+log = logging.getLogger(__name__)
 
 
 class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyResponse]):
@@ -22,6 +27,8 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     def __init__(self, address: str) -> None:
         super().__init__(address)
         self.tokenizer_files: dict[str, bytes] = {}
+        self.features: set[int] = set()  # ids of the specifications that it knows
+        self._wanted: dict[int, Features] = {}
         self._expected: common_pb2.ModelInfo | None = None
         self._clear()
 
@@ -80,7 +87,43 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
             self.tokenizer_files = await collect_files(parts)
         self._check_model(info.model)
+        await self._configure_all(channel)
         return info
+
+    async def configure(self, features: Features) -> None:
+        """Let it know what a draft's sessions will ask for, now or once it is up. Raises ConfigError if it refuses."""
+        self._wanted[features.spec.spec_id] = features
+        if self.channel is None:
+            return
+        try:
+            await self._configure(self.channel, features)
+        except grpc.aio.AioRpcError:
+            if self.up:
+                raise  # otherwise the handshake will do it
+
+    async def _configure_all(self, channel: grpc.aio.Channel) -> None:
+        self.features.clear()  # it may have been started anew
+        for features in self._wanted.values():
+            try:
+                await self._configure(channel, features)
+            except ConfigError as error:
+                log.warning("%s; its sessions go without features", error.message)
+
+    async def _configure(self, channel: grpc.aio.Channel, features: Features) -> None:
+        stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+
+        async def parts() -> AsyncIterator[target_pb2.ConfigureFeaturesRequest]:
+            yield target_pb2.ConfigureFeaturesRequest(spec=features.spec)
+            for part in features.fusion:
+                yield target_pb2.ConfigureFeaturesRequest(fusion=part)
+
+        try:
+            await stub.ConfigureFeatures(parts(), timeout=FUSION_TIMEOUT)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise
+            raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
+        self.features.add(features.spec.spec_id)
 
     def _open_stream(self, channel: grpc.aio.Channel) -> Any:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)

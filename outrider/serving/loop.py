@@ -5,7 +5,8 @@
     3. let the engine take a step
     4. publish what it says
 
-The network lives in another thread and is reached through two calls: `submit` and the `publish` callback.
+The network lives in another thread and is reached through two calls: `submit` and the `publish` callback. What is not
+about sessions, such as new weights, is done by `call`, between two steps.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any, TypeVar
 
-from outrider.errors import EngineFault, OutriderError
+from outrider.errors import EngineFault, OutriderError, Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, Proposal
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Engine(ABC):
@@ -67,6 +72,30 @@ class Engine(ABC):
         """Audit the pages. Raises EngineFault."""
 
 
+class _Call:
+    """Work for the engine thread, and the future that tells what came of it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self.future: Future[Any] = Future()
+
+    def run(self) -> None:
+        """Do it. Raises what is no OutriderError, and EngineFault: then the engine cannot go on."""
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self._work())
+        except BaseException as error:
+            self.future.set_exception(error)
+            if isinstance(error, EngineFault) or not isinstance(error, OutriderError):
+                raise
+
+    def refuse(self) -> None:
+        """Nobody will do it."""
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(Unavailable("the engine has stopped; retry once the service is back"))
+
+
 class EngineLoop:
     """Runs an engine in a thread of its own. `fault` holds the error that ended it, if one did."""
 
@@ -78,7 +107,8 @@ class EngineLoop:
         self.fault: BaseException | None = None
         self._on_fault = on_fault
         self._audited = False  # since the engine last became idle
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._ended = False
+        self._inbox: queue.SimpleQueue[Message | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
@@ -90,6 +120,17 @@ class EngineLoop:
     def submit(self, message: Message) -> None:
         """Hand a message to the engine; any thread may call."""
         self._inbox.put(message)
+
+    def call(self, work: Callable[[], Result]) -> Future[Result]:
+        """Let the engine thread do some work between two steps; any thread may call.
+
+        The future fails with what the work raises. EngineFault, and whatever is no OutriderError, ends the engine.
+        """
+        call = _Call(work)
+        self._inbox.put(call)
+        if self._ended:  # perhaps too late to be read
+            self._refuse_calls()
+        return call.future
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread after its present step. timeout: seconds."""
@@ -106,6 +147,18 @@ class EngineLoop:
             log.exception("the engine failed; all of its sessions end")
             self.fault = error
             self._on_fault(error)
+        finally:
+            self._ended = True
+            self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(message, _Call):
+                message.refuse()
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -129,7 +182,10 @@ class EngineLoop:
                 return True
             if message is None:
                 return False
-            self._handle(message)
+            if isinstance(message, _Call):
+                message.run()
+            else:
+                self._handle(message)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []

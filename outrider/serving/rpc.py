@@ -106,7 +106,7 @@ async def serve_engine(
     address: str,
     decode: Decode[Any],
     encode: Encode[Any],
-    register: Callable[[GrpcServer, StreamHub[Any, Any]], Sequence[str]],
+    register: Callable[[GrpcServer, StreamHub[Any, Any], EngineLoop], Sequence[str]],
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
@@ -122,7 +122,7 @@ async def serve_engine(
     loop = EngineLoop(on_fault=end)
     hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
     server = GrpcServer()
-    await server.start(address, register(server, hub))
+    await server.start(address, register(server, hub, loop))
     try:
         engine = await asyncio.to_thread(build)
     except BaseException:

@@ -16,9 +16,10 @@ import outrider
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
 from outrider.serving import process
+from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
-from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
+from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
@@ -52,14 +53,14 @@ async def serve(config: DraftConfig) -> int:
     check(config)
     servicers: list[DraftServicer] = []
 
-    def register(server: GrpcServer, hub: StreamHub[Any, Any]) -> Sequence[str]:
+    def register(server: GrpcServer, hub: StreamHub[Any, Any], _: EngineLoop) -> Sequence[str]:
         servicers.append(DraftServicer(hub))
         return servicers[0].register(server)
 
     def build_engine() -> DraftEngine:
         engine, model = build(config)
         engine.drafter.warm_up()
-        servicers[0].info = describe(engine, model)
+        servicers[0].info, servicers[0].fusion = describe(engine, model), engine.drafter.fusion
         return engine
 
     return await serve_engine(build_engine, config.listen, propose_request_from_pb, propose_response_to_pb, register)
@@ -67,6 +68,7 @@ async def serve(config: DraftConfig) -> int:
 
 def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_pb2.GetDraftInfoResponse:
     """Facts for the handshake."""
+    wanted = engine.drafter.features
     return draft_pb2.GetDraftInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
         software_version=outrider.__version__,
@@ -74,6 +76,7 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
         model=model,
         max_session_tokens=engine.drafter.max_session_tokens,
         max_running_sessions=engine.max_running,
+        features=feature_spec_to_pb(wanted, engine.drafter.fusion) if wanted is not None else None,
     )
 
 

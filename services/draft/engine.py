@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.paging.allocator import OutOfPages
+from outrider.serving.features import FeatureBlock, decode
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
@@ -98,6 +99,16 @@ class DraftEngine(Engine):
             session = self._running.get(commit.session_id) or self._waiting.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)
+
+    def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:
+        """Keep hidden states of the target for a drafter that feeds on them. Rows that cannot be read are left out."""
+        wanted = self.drafter.features
+        if wanted is None:
+            return
+        for block in blocks:
+            session = self._running.get(block.session_id) or self._waiting.get(block.session_id)
+            if session is not None:
+                session.features.add(block.first, decode(block.rows, wanted.format))
 
     def _commit(self, session: DraftSession, commit: Commit) -> None:
         if commit.finish_reason != FinishReason.RUNNING:

@@ -12,6 +12,7 @@ from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 
+_PART_BYTES = 1 << 20
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
@@ -21,6 +22,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def __init__(self, hub: StreamHub[Any, Any]) -> None:
         self._hub = hub
         self.info: draft_pb2.GetDraftInfoResponse | None = None
+        self.fusion = b""
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
@@ -40,6 +42,16 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         async with statuses(context):
             return self._built()
         raise AssertionError("an aborted call does not go on")
+
+    async def GetFusion(  # noqa: N802
+        self, request: draft_pb2.GetFusionRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[draft_pb2.GetFusionResponse]:
+        """The fusion layer for the target, in parts."""
+        del request
+        async with statuses(context):
+            self._built()
+            for start in range(0, len(self.fusion), _PART_BYTES):
+                yield draft_pb2.GetFusionResponse(content=self.fusion[start : start + _PART_BYTES])
 
     async def Propose(  # noqa: N802
         self,

@@ -20,6 +20,7 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.noise import position_keys
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.features import FeatureRows
 
 _KEY_BLOCK = 64
 
@@ -59,6 +60,7 @@ class DraftSession:
         self.root_expanded = False
         self.rounds_waited = 0  # since the engine last grew this tree
         self.answered = True  # the last commit has been followed by a proposal, if only an empty one
+        self.features = FeatureRows()
         self.frontier: list[tuple[float, int]] = []  # (-path_score, node), best first
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens

@@ -16,6 +16,7 @@ import tyro
 from outrider import checkpoint
 from outrider.config import TargetConfig
 from outrider.serving import process
+from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
 from outrider.wire.codec import verify_request_from_pb, verify_response_to_pb
@@ -37,14 +38,14 @@ async def serve(config: TargetConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     servicers: list[TargetServicer] = []
 
-    def register(server: GrpcServer, hub: StreamHub[Any, Any]) -> Sequence[str]:
-        servicers.append(TargetServicer(hub))
+    def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
+        servicers.append(TargetServicer(hub, loop))
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
         folder = checkpoint.resolve(config.model_path)
         engine = build_engine(folder, config)
-        servicers[0].facts = describe(folder, engine, config)
+        servicers[0].serve(describe(folder, engine, config), engine)
         return engine
 
     return await serve_engine(build, config.listen, verify_request_from_pb, verify_response_to_pb, register)

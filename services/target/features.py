@@ -28,6 +28,8 @@ from services.target.model.base import Model
 
 log = logging.getLogger(__name__)
 
+_MOST_SPECS = 8
+
 
 @dataclass
 class _Wanted:
@@ -79,12 +81,20 @@ class Features:
     def configure(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
         """Get to know a specification. content: its fusion as a file, or nothing. Raises ConfigError."""
         if spec_id not in self._fusions:
+            self._forget_unused()
             self._fusions[spec_id] = fusion = Fusion(spec, content, self._model)
             log.info(
                 "features of layers %s%s: %d numbers, %d bytes a token", list(fusion.layers),
                 " and the end" if fusion.final else "", fusion.width, fusion.row_bytes,
             )  # fmt: skip
         return self._fusions[spec_id]
+
+    def _forget_unused(self) -> None:
+        """Keep a few specifications: a drafter that comes back in another version leaves its last one behind."""
+        used = {wanted.fusion for wanted in self._wanted.values()}
+        unused = [name for name, fusion in self._fusions.items() if fusion not in used]
+        for name in unused[: max(0, len(self._fusions) - _MOST_SPECS + 1)]:
+            del self._fusions[name]
 
     def open(self, request: OpenSession) -> OpenSession:
         """Note what a session wants. Returns it with a namespace of its own for pages whose features are kept.

@@ -13,9 +13,11 @@ import grpc
 import outrider
 from outrider import checkpoint
 from outrider.config import TargetConfig
-from outrider.errors import Unavailable
+from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
+from outrider.wire.codec import feature_spec_from_pb
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:  # PyTorch is not needed to answer
@@ -67,11 +69,17 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """TargetService around an engine's streams. `facts` is filled once the model is loaded."""
+    """TargetService around an engine's streams. Until `serve` is called, callers are told to wait."""
 
-    def __init__(self, hub: StreamHub[Any, Any]) -> None:
+    def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
         self._hub = hub
+        self._loop = loop
+        self._engine: TargetEngine | None = None
         self.facts: Facts | None = None
+
+    def serve(self, facts: Facts, engine: TargetEngine) -> None:
+        """The model is loaded."""
+        self.facts, self._engine = facts, engine
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
@@ -82,6 +90,11 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if self.facts is None:
             raise Unavailable("the target is loading its model; retry in a moment")
         return self.facts
+
+    def _running(self) -> TargetEngine:
+        self._loaded()
+        assert self._engine is not None, "facts and engine come together"
+        return self._engine
 
     async def GetTargetInfo(  # noqa: N802
         self, request: target_pb2.GetTargetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -106,6 +119,26 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 for start in range(0, len(content), _PART_BYTES):
                     part = content[start : start + _PART_BYTES]
                     yield target_pb2.GetTokenizerResponse(file_name=name, content=part)
+
+    async def ConfigureFeatures(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[target_pb2.ConfigureFeaturesRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> target_pb2.ConfigureFeaturesResponse:
+        """Get to know which hidden states sessions may ask for."""
+        async with statuses(context):
+            engine = self._running()
+            spec: common_pb2.FeatureSpec | None = None
+            fusion = bytearray()
+            async for part in request_iterator:
+                spec = part.spec if part.HasField("spec") else spec
+                fusion += part.fusion
+            if spec is None:
+                raise InvalidRequest("the first message must have the specification", param="spec")
+            wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
+            made = await asyncio.wrap_future(self._loop.call(lambda: engine.features.configure(name, wanted, content)))
+            return target_pb2.ConfigureFeaturesResponse(layers=made.layers, width=made.width, row_bytes=made.row_bytes)
+        raise AssertionError("an aborted call does not go on")
 
     async def Verify(  # noqa: N802
         self,

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from outrider.errors import InvalidRequest
+from outrider.errors import EngineFault, InvalidRequest, Unavailable
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message, OpenSession, StepOutput
 from outrider.serving.stream import StreamHub
@@ -101,6 +101,42 @@ def test_an_engine_that_breaks_is_reported_once():
     loop._thread.join(10)
     assert [str(f) for f in faults] == ["the device is on fire"]
     assert loop.fault is faults[0]
+
+
+def test_work_is_done_in_the_engine_thread_between_steps():
+    loop, sink, faults = running_loop(CountingEngine())
+    loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
+    sink.wait_for(lambda: sink.tokens(1))
+    assert loop.call(lambda: threading.current_thread().name).result(10) == "engine"
+
+    def refuse():
+        raise InvalidRequest("not like that")
+
+    with pytest.raises(InvalidRequest, match="not like that"):
+        loop.call(refuse).result(10)
+    count = len(sink.tokens(1))
+    sink.wait_for(lambda: len(sink.tokens(1)) > count)  # it goes on
+    loop.stop()
+    assert faults == []
+    with pytest.raises(Unavailable):
+        loop.call(lambda: None).result(10)
+
+
+def test_work_that_breaks_the_engine_ends_it_and_what_waits_behind_it():
+    loop, _, faults = running_loop(CountingEngine())
+    release = threading.Event()
+
+    def hold():
+        release.wait(10)
+        raise EngineFault("half of it is done")
+
+    broken, behind = loop.call(hold), loop.call(lambda: None)
+    release.set()
+    with pytest.raises(EngineFault):
+        broken.result(10)
+    with pytest.raises(Unavailable):
+        behind.result(10)
+    assert [str(fault) for fault in faults] == ["half of it is done"]
 
 
 # --- streams ---

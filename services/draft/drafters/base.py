@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import EngineLoad
 from services.draft.session import DraftSession
 
@@ -41,6 +42,10 @@ class Drafter(ABC):
     """An algorithm that proposes tokens. Called from the engine thread only."""
 
     name: str
+    features: FeatureSpec | None = None
+    """The target's hidden states that it feeds on. Rows come into `session.features`, after their tokens' commits."""
+    fusion: bytes = b""
+    """The fusion layer that belongs to `features`, as FeatureSpec describes it."""
     eos_token_ids: tuple[int, ...] = ()
     max_session_tokens: int = 0
     """Longest session that can be drafted for, in tokens; 0 is without limit."""

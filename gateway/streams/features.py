@@ -1,0 +1,63 @@
+"""Hidden states on their way from a target to a draft. Nobody here looks inside.
+
+What a draft is slow to read gathers; beyond a bound, the newest are dropped, and the draft sees a gap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gateway.streams.batches import Key
+from outrider.serving.features import BACKLOG_BYTES, FeatureBlock
+from outrider.wire import codec
+from outrider.wire.v1 import common_pb2
+
+FUSION_TIMEOUT = 120.0  # seconds for a fusion layer to cross
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a draft wants of targets. fusion: its fusion layer, in parts."""
+
+    spec: common_pb2.FeatureSpec
+    fusion: Sequence[bytes]
+
+
+class Backlog:
+    """Batches that wait for a frame. Each came as part of one, so each fits into one."""
+
+    def __init__(self) -> None:
+        self._batches: deque[common_pb2.FeatureBatch] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, batch: common_pb2.FeatureBatch) -> bool:
+        """Take a batch on. False if there is no room for it."""
+        if self._bytes + len(batch.rows) > BACKLOG_BYTES:
+            return False
+        self._batches.append(batch)
+        self._bytes += len(batch.rows)
+        return True
+
+    def take(self) -> common_pb2.FeatureBatch | None:
+        """The next batch."""
+        if not self._batches:
+            return None
+        batch = self._batches.popleft()
+        self._bytes -= len(batch.rows)
+        return batch
+
+
+def split_features(
+    batch: common_pb2.FeatureBatch, owner: Callable[[int], Key | None]
+) -> dict[Key, common_pb2.FeatureBatch]:
+    """The blocks of a batch by who owns their session; those without an owner are left out. Raises InvalidRequest."""
+    groups: dict[Key, list[FeatureBlock]] = {}
+    for block in codec.features_from_pb(batch):
+        if (key := owner(block.session_id)) is not None:
+            groups.setdefault(key, []).append(block)
+    return {key: codec.features_to_pb(blocks) for key, blocks in groups.items()}

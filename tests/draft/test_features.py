@@ -1,0 +1,49 @@
+"""The rows of hidden states that a drafter holds: always one run without a gap."""
+
+import numpy as np
+
+from outrider.serving.features import FeatureBlock
+from services.draft.features import FeatureRows
+from tests.draft.helpers import ngram, request
+
+
+def rows(first, count):
+    return np.arange(first, first + count, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)
+
+
+def held(run):
+    return (run.first, len(run), run.end)
+
+
+def test_rows_follow_one_another_and_are_taken_in_order():
+    run = FeatureRows()
+    run.add(0, rows(0, 4))
+    run.add(4, rows(4, 3))
+    run.add(2, rows(2, 4))  # known already
+    run.add(5, rows(5, 4))  # known in part
+    assert held(run) == (0, 9, 9)
+    assert np.array_equal(run.take(5), rows(0, 5))
+    assert held(run) == (5, 4, 9)
+    run.add(9, rows(9, 1))
+    assert np.array_equal(run.take(), rows(5, 5))
+    assert held(run) == (10, 0, 10)
+    assert run.take().shape[0] == 0
+
+
+def test_a_gap_or_a_new_beginning_starts_a_run_of_its_own():
+    run = FeatureRows()
+    run.add(0, rows(0, 4))
+    run.add(6, rows(6, 2))
+    assert held(run) == (6, 2, 8)
+    run.add(0, rows(0, 3))
+    assert held(run) == (0, 3, 3)
+    assert np.array_equal(run.take(), rows(0, 3))
+
+
+def test_a_drafter_that_needs_no_features_ignores_them():
+    engine = ngram()
+    engine.open(request(1, [5, 6, 7]))
+    engine.receive_features(
+        [FeatureBlock(1, 0, np.zeros((2, 7), np.uint8)), FeatureBlock(9, 0, np.zeros((1, 1), np.uint8))]
+    )
+    assert len(engine._running[1].features) == 0

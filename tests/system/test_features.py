@@ -1,0 +1,225 @@
+"""Features from a real target through a real gateway to a draft service whose drafter notes what it is fed."""
+
+import asyncio
+import concurrent.futures
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM
+
+from outrider.config import TargetConfig
+from outrider.serving.features import FeatureFormat, FeatureSpec
+from outrider.serving.loop import EngineLoop
+from outrider.serving.rpc import GrpcServer
+from outrider.serving.stream import StreamHub
+from outrider.wire import codec
+from services.draft.app import describe as describe_draft
+from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.draft.engine import DraftEngine
+from services.draft.service import DraftServicer
+from services.draft.session import TreeLimits
+from services.target.app import build_engine
+from services.target.service import TargetServicer, describe
+from tests.gateway.services import Gateway, until
+from tests.tiny import write_model, write_tokenizer
+
+WIDTH, LAYERS = 48, 6
+
+
+class FedDrafter(NgramDrafter):
+    """Proposes as an n-gram table does, and keeps every row that the target sends."""
+
+    name = "FED"
+    features = FeatureSpec((2, 4), final=True, format=FeatureFormat.FLOAT32)
+
+    def __init__(self, fusion=b""):
+        super().__init__(NgramOptions())
+        self.fusion = fusion
+        self.fed = {}
+
+    def open(self, session):
+        self.fed[session.id] = session
+        super().open(session)
+
+
+@dataclass
+class Service:
+    """An engine behind its real servicer, in a thread."""
+
+    build: object  # returns (engine, servicer of hub and loop, coders)
+    address: str
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def start(self):
+        self.ready.clear()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.thread.start()
+        assert self.ready.wait(60)
+        return self
+
+    def stop(self):
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.end.set)
+            self.thread.join(20)
+
+    async def _serve(self):
+        self.loop, self.end = asyncio.get_running_loop(), asyncio.Event()
+        engine_loop = EngineLoop(lambda _: None)
+        self.engine, coders, register = self.build()
+        hub = StreamHub(engine_loop.submit, *coders)
+        server = GrpcServer()
+        await server.start(self.address, register(server, hub, engine_loop, self.engine))
+        engine_loop.start(self.engine, hub.publish)
+        await server.set_serving(True)
+        self.ready.set()
+        await self.end.wait()
+        hub.close()
+        await server.stop(0)
+        await asyncio.to_thread(engine_loop.stop)
+        assert engine_loop.fault is None
+
+
+def target_service(folder, address, **flags):
+    config = TargetConfig(**({"device": "cpu", "max_total_tokens": 4096} | flags))
+
+    def register(server, hub, loop, engine):
+        servicer = TargetServicer(hub, loop)
+        servicer.serve(describe(folder, engine, config), engine)
+        return servicer.register(server)
+
+    coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)
+    return Service(lambda: (build_engine(folder, config), coders, register), address)
+
+
+def draft_service(address, drafter):
+    def register(server, hub, loop, engine):
+        servicer = DraftServicer(hub)
+        servicer.info, servicer.fusion = describe_draft(engine, None), drafter.fusion
+        return servicer.register(server)
+
+    coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
+    return Service(lambda: (DraftEngine(drafter, TreeLimits(), 16), coders, register), address)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("model"), num_hidden_layers=LAYERS, seed=3))
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def rows(tokens):
+        with torch.no_grad():
+            states = module(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return torch.cat([states[2], states[4], states[6]], -1)[0].numpy()
+
+    return rows
+
+
+@pytest.fixture
+def system(folder, tmp_path):
+    """Starts a target, a draft of this drafter, and a gateway between them."""
+    running = []
+
+    def start(drafter, **flags):
+        target = target_service(folder, f"unix:{tmp_path}/target", **flags).start()
+        running.append(target)
+        draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+        running.append(draft)
+        gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
+        running.append(gateway)
+        return target, draft, gateway
+
+    yield start
+    for service in reversed(running):
+        service.stop()
+
+
+PROMPTS = ["hello there", "a b a b a b a b a b", "the quick brown fox jumps", "12 12 12", "Zürich", "x", "so so", "end"]
+
+
+def ask_all(gateway, prompts=PROMPTS, **options):
+    def ask(prompt):
+        answer = gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **({"max_tokens": 40} | options))
+        return answer["choices"][0]["token_ids"]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, prompts))
+
+
+def idle(draft):
+    load = draft.engine.load()
+    return load.running_sessions == load.waiting_sessions == 0
+
+
+def check(drafter, count, expected, slack=24):
+    """What each session was fed is `expected` of its tokens, from the first on, but for the last steps' rows."""
+    assert len(drafter.fed) == count
+    for session in drafter.fed.values():
+        assert session.features.first == 0
+        assert session.length - 1 - slack <= len(session.features) < session.length
+        rows = session.features.take()
+        np.testing.assert_allclose(rows, expected(session.tokens.tolist())[: len(rows)], rtol=5e-3, atol=5e-3)
+    drafter.fed.clear()
+
+
+@pytest.mark.parametrize("chunk", [5, 512])
+def test_what_the_drafter_is_fed_is_what_transformers_says(system, truth, chunk):
+    drafter = FedDrafter()
+    _, draft, gateway = system(drafter, chunked_prefill_size=chunk)
+    for prompts in (PROMPTS[:2], PROMPTS):  # a few, then all together; the pages of those few are found in the cache
+        texts = ask_all(gateway, prompts, temperature=0)
+        assert all(len(text) == 40 for text in texts)
+        until(lambda: idle(draft))
+        check(drafter, len(prompts), truth)
+    assert gateway.metric("outrider_accepted_draft_tokens_total") > 0
+    assert gateway.metric("outrider_feature_bytes_total") > 10 * 16 * 3 * WIDTH * 4
+
+
+def test_the_fusion_crosses_with_the_specification(system, truth):
+    """More than one part of it, and what comes back is the plain product."""
+    fc = torch.randn(2500, 3 * WIDTH, generator=torch.Generator().manual_seed(0))
+    drafter = FedDrafter(save({"fc.weight": fc}))
+    assert len(drafter.fusion) > 1 << 20
+    _, draft, gateway = system(drafter)
+    ask_all(gateway, PROMPTS[:3])
+    until(lambda: idle(draft))
+    check(drafter, 3, lambda tokens: truth(tokens) @ fc.numpy().T)
+
+
+def test_a_draft_that_comes_back_is_fed_from_the_beginning(system, truth):
+    drafter = FedDrafter()
+    target, draft, gateway = system(drafter)
+    plain = ask_all(gateway, PROMPTS[:4], max_tokens=400, temperature=1, seed=5)
+    until(lambda: idle(draft))
+    drafter.fed.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        texts = pool.submit(ask_all, gateway, PROMPTS[:4], max_tokens=400, temperature=1, seed=5)
+        until(lambda: len(drafter.fed) == 4 and all(len(s.features) > 40 for s in drafter.fed.values()))
+        draft.stop()
+        drafter.fed.clear()
+        draft.start()
+        assert texts.result(60) == plain
+    until(lambda: idle(draft))
+    check(drafter, 4, truth, slack=400)
+    until(lambda: idle(target))
+
+
+def test_a_draft_that_asks_for_what_there_is_not_is_refused(folder, tmp_path):
+    drafter = FedDrafter()
+    drafter.features = FeatureSpec((LAYERS + 1,))
+    target = target_service(folder, f"unix:{tmp_path}/target").start()
+    draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+    gateway = Gateway(tmp_path, [target.address], [draft.address])
+    try:
+        assert gateway.process.wait(30) == 2
+        assert "cannot serve the drafter" in gateway.log.read_text()
+    finally:
+        for service in (draft, target):
+            service.stop()
