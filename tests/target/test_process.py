@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import PROTOCOL_VERSION, checkpoint
 from outrider.errors import InvalidRequest
+from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
 from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason
@@ -136,7 +137,7 @@ async def test_a_frame_that_cannot_be_read_ends_its_stream_alone(address):
 
 async def test_before_the_model_is_loaded_callers_are_told_to_wait():
     hub = StreamHub(lambda message: None, codec.verify_request_from_pb, codec.verify_response_to_pb)
-    servicer = TargetServicer(hub)
+    servicer = TargetServicer(hub, EngineLoop(lambda _: None))
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
