@@ -11,9 +11,11 @@ Which session owns which page is none of this module's business; see outrider.pa
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,14 +63,26 @@ class KVCache:
         self.dtype = dtype
         self.keys = [pool(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.values = [pool(shape.kv_heads, shape.value_dim) for shape in shapes]
+        self._on_device: Any = None
+        if device.type == "cuda" and importlib.util.find_spec("triton"):
+            from services.target.kernels import triton_cache
+
+            self._on_device = triton_cache
+            self._mover = triton_cache.Mover([*self.keys, *self.values])
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows. slots: [T] int64; keys: [T, kv_heads, key_dim]; values: [T, kv_heads, value_dim]."""
+        if self._on_device:
+            self._on_device.write(slots, keys, values, self.keys[layer], self.values[layer])
+            return
         for pool, rows in ((self.keys[layer], keys), (self.values[layer], values)):
             _plain(pool).flatten(0, 1).index_copy_(0, slots, _plain(stored(rows, self.dtype)))
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
-        """Copy rows between slots in every layer; all are read before any is written. Both [n] int64."""
+        """Copy rows between slots in every layer. Both [n] int64. No destination may be a later source."""
+        if self._on_device:
+            self._mover.move(sources, destinations)
+            return
         for pool in (*self.keys, *self.values):
             rows = _plain(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))

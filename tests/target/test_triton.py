@@ -1,6 +1,8 @@
 """The CUDA kernel, run by Triton's interpreter on CPU tensors, against its plain twin."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("there is a GPU, where tests/gpu runs the kernels themselves", allow_module_level=True)
 
-from services.target.kernels import triton_attention  # noqa: E402
+from services.target.kernels import triton_attention, triton_cache  # noqa: E402
 from services.target.kernels.triton_attention import Tile, TritonAttention  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -142,6 +144,71 @@ def test_partial_results_stay_within_their_room():
         assert ragged.tables(8, None, 16, Load(1000, room), 2).partial_rows <= room
     cost = free.items[:, 2] - free.items[:, 1]
     assert (np.diff(cost) <= 0).all()
+
+
+def test_rows_are_written_where_they_belong_and_never_into_the_null_page():
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 5, 20).transpose(0, 1)[:, :, :12], torch.randn(5, 2, 8)
+    pools = [torch.zeros(4, 2, 2, 12, dtype=torch.float16), torch.zeros(4, 2, 2, 8)]
+    slots = torch.tensor([7, 0, 2, 1, 4])
+    triton_cache.write(slots, keys, values, *pools)
+    for pool, rows in zip(pools, (keys, values), strict=True):
+        assert not pool[0].any()
+        assert torch.equal(pool.flatten(0, 1)[[7, 2, 4]], rows[[0, 2, 4]].to(pool.dtype))
+        assert not pool.flatten(0, 1)[[3, 5, 6]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_what_is_too_large_for_a_pool_becomes_the_largest(dtype):
+    rows = torch.tensor([1e6, -1e6, 3.0, 0.0]).reshape(1, 2, 2)
+    pools = [torch.zeros(2, 1, 2, 2).to(dtype) for _ in range(2)]
+    triton_cache.write(torch.tensor([1]), rows, rows, *pools)
+    limit = torch.finfo(dtype).max
+    for pool in pools:
+        assert pool.float()[1].flatten().tolist() == [limit, -limit, 3.0, 0.0]
+
+
+def test_moves_in_all_pools():
+    pools = [torch.randn(4, 2, 3, 5), torch.randn(4, 2, 700).unsqueeze(3).to(torch.float16)]
+    before = [pool.flatten(0, 1).clone() for pool in pools]
+    sources, destinations = torch.tensor([3, 4, 7]), torch.tensor([2, 3, 4])
+    triton_cache.Mover(pools).move(sources, destinations)
+    for pool, rows in zip(pools, before, strict=True):
+        expected = rows.clone()
+        expected[destinations] = rows[sources]
+        assert torch.equal(pool.flatten(0, 1), expected)
+
+
+_COMPILE = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from services.target.kernels import triton_cache, triton_kernels
+POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
+    "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
+    "row_bytes": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32", "item_count": "i32",
+    "pages": "i32", "words": "i32", "folds": "i32"}
+HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0, D=128, DV=128, DV_PAD=128, D_PAD=1024,
+    PAGE=16, M=64, N=64, SPLIT=512, PART=1024, AT_ONCE=8, LIMIT=0.0,
+    TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False)
+for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows):
+    names = kernel.arg_names
+    floats = ("scale", "softcap", "v_scale")
+    signature = {n: "constexpr" if n in HEADS else "*" + POINTERS[n] if n in POINTERS else
+                 "fp32" if n in floats else "i32" for n in names}
+    constants = {(i,): HEADS[n] for i, n in enumerate(names) if n in HEADS}
+    binary = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32),
+                     options={"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False})
+    print(kernel.__name__, len(binary.asm["cubin"]), binary.metadata.shared)
+"""
+
+
+def test_kernels_compile_for_a_gpu_without_one(tmp_path):
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
+    assert list(shared) == ["attend", "fold", "write_rows", "move_rows"]
+    assert shared["attend"] < 227 << 10
 
 
 def test_backends_are_refused_by_name(monkeypatch):

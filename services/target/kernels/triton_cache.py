@@ -1,0 +1,86 @@
+"""Writing and moving rows of the paged cache on CUDA: one launch a layer, and one for all layers.
+
+Rows of NULL_PAGE are never written, so that what padding computes is nowhere to be read.
+"""
+
+# Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
+# ruff: noqa: ANN001, ANN201, N803
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PART = 1024  # bytes of a row that one program moves
+
+
+@triton.jit
+def write_rows(
+    slots, keys, values, k_pool, v_pool, k_row, k_head, v_row, v_head, k_page, k_slot, v_page, v_slot,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, D_PAD: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """keys, values: [T, HEADS, D or DV]; one program a row. LIMIT: largest number that pools hold, or 0."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    if slot >= PAGE:  # others lie in NULL_PAGE
+        page, offset = slot // PAGE, slot % PAGE
+        d, dv = tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
+        key = tl.load(keys + row * k_row + (d // D) * k_head + d % D, mask=d < HEADS * D)
+        value = tl.load(values + row * v_row + (dv // DV) * v_head + dv % DV, mask=dv < HEADS * DV)
+        if LIMIT > 0:
+            key = tl.minimum(tl.maximum(key.to(tl.float32), -LIMIT), LIMIT)
+            value = tl.minimum(tl.maximum(value.to(tl.float32), -LIMIT), LIMIT)
+        tl.store(k_pool + page * k_page + offset * k_slot + d, key.to(k_pool.dtype.element_ty), mask=d < HEADS * D)
+        tl.store(v_pool + page * v_page + offset * v_slot + dv, value.to(v_pool.dtype.element_ty), mask=dv < HEADS * DV)
+
+
+def write(slots: Tensor, keys: Tensor, values: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Store rows, as `KVCache.write` does.
+
+    slots: [T] int64; keys, values: [T, kv_heads, D or Dv]; pools: [pages, page_size, kv_heads, D or Dv].
+    """
+    _, page_size, heads, key_dim = k_pool.shape
+    value_dim = v_pool.shape[3]
+    assert keys.stride(2) == values.stride(2) == 1, "a head's numbers lie together"
+    assert k_pool.is_contiguous(), "a slot's heads lie together"
+    assert v_pool.is_contiguous(), "a slot's heads lie together"
+    write_rows[(len(slots),)](
+        slots, keys, values, k_pool, v_pool, *keys.stride()[:2], *values.stride()[:2],
+        *k_pool.stride()[:2], *v_pool.stride()[:2],
+        HEADS=heads, D=key_dim, DV=value_dim, D_PAD=triton.next_power_of_2(heads * key_dim),
+        DV_PAD=triton.next_power_of_2(heads * value_dim), PAGE=page_size,
+        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def move_rows(pools, row_bytes, sources, destinations, count, PART: tl.constexpr):
+    """pools, row_bytes: [P] int64, where pools begin, and bytes of a row. One program a pool and part of its rows."""
+    pool = tl.program_id(0)
+    size = tl.load(row_bytes + pool)
+    begin = tl.load(pools + pool).to(tl.pointer_type(tl.uint8))
+    at = tl.program_id(1) * PART + tl.arange(0, PART)
+    for i in range(count):
+        row = tl.load(begin + tl.load(sources + i) * size + at, mask=at < size)
+        tl.store(begin + tl.load(destinations + i) * size + at, row, mask=at < size)
+
+
+class Mover:
+    """Moves rows between slots in all pools of a cache at once."""
+
+    def __init__(self, pools: Sequence[Tensor]) -> None:
+        """pools: contiguous, [pages, page_size, kv_heads, dim] each; they must stay where they are."""
+        device = pools[0].device
+        sizes = [pool[0, 0].numel() * pool.element_size() for pool in pools]
+        self._pools = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=device)
+        self._row_bytes = torch.tensor(sizes, dtype=torch.int64, device=device)
+        self._grid = (len(pools), -(-max(sizes) // _PART))
+
+    def move(self, sources: Tensor, destinations: Tensor) -> None:
+        """Copy rows one after the other. Both [n] int64. No destination may be a later source."""
+        move_rows[self._grid](self._pools, self._row_bytes, sources, destinations, len(sources), PART=_PART)
