@@ -91,8 +91,9 @@ class TargetOptions(KernelOptions):
     """Host memory for hidden states of cached prefixes, where a drafter feeds on them, in bytes; 0 keeps none."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Number format of the KV cache; auto is that of the model's keys. Narrower ones hold more tokens, less exactly."""
-    chunked_prefill_size: int = 512
-    """Tokens computed in one step, over all sessions; longer prompts are cut. -1 computes every prompt in one piece."""
+    chunked_prefill_size: int | None = None
+    """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
+    -1 computes every prompt in one piece."""
     max_prefill_tokens: int = 16384
     """Prompt tokens computed in one step, over all sessions; without cutting, a longer prompt is computed alone."""
     max_queued_requests: int | None = None

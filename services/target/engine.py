@@ -23,12 +23,12 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, EngineFault, InvalidRequest, OutriderError
+from outrider.errors import EngineFault, InvalidRequest, OutriderError
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.serving.scheduler import Limits, Scheduler
+from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
@@ -38,7 +38,7 @@ from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
-from services.target.logprobs import scored_rows
+from services.target.limits import check_limits, scheduling
 from services.target.model.base import Model
 from services.target.patience import Patience
 from services.target.verifier import Verdict, settle
@@ -57,7 +57,7 @@ class TargetEngine(Engine):
 
     def __init__(self, model: Model, config: TargetConfig) -> None:
         """Raises ConfigError for limits that cannot be met."""
-        _check_limits(config)
+        check_limits(config)
         self.model = model
         pages = pages_that_fit(
             token_bytes(model.shapes, model.cache_dtype),
@@ -68,7 +68,7 @@ class TargetEngine(Engine):
         )
         self.cache = KVCache(model.shapes, pages, config.page_size, model.cache_dtype, model.device)
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
-        self.scheduler = Scheduler(prefix, _scheduling(config, model.vocab_size))
+        self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
         self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
         self._fixed_rows = config.speculative_num_draft_tokens is not None
@@ -310,40 +310,3 @@ def _moves(session: Session, path: list[int]) -> tuple[NDArray[np.int64], NDArra
     slots = session.table.slots(session.length, session.length + int(nodes.max()) + 1)
     away = nodes != np.arange(len(nodes))
     return slots[nodes[away]], slots[: len(nodes)][away]
-
-
-def _scheduling(config: TargetConfig, vocab_size: int) -> Limits:
-    """Limits of a step and of the queue. A chunk is never shorter than the roots of all sessions together."""
-    chunk = config.chunked_prefill_size
-    return Limits(
-        config.max_running_requests,
-        None if chunk < 0 else max(chunk, config.max_running_requests),
-        config.max_prefill_tokens,
-        config.max_queued_requests,
-        config.schedule_policy,
-        scored_rows(vocab_size),
-    )
-
-
-def _check_limits(config: TargetConfig) -> None:
-    """Raise ConfigError for numbers that make no sense."""
-    if config.chunked_prefill_size < 1 and config.chunked_prefill_size != -1:
-        raise ConfigError(
-            f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {config.chunked_prefill_size}"
-        )
-    least = {
-        "page_size": 1,
-        "max_running_requests": 1,
-        "max_prefill_tokens": 1,
-        "max_queued_requests": 0,
-        "max_total_tokens": 1,
-        "speculative_num_steps": 0,
-        "speculative_eagle_topk": 1,
-        "speculative_num_draft_tokens": 1,
-    }
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")
-    if not 0.0 < config.mem_fraction_static <= 1.0:
-        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")

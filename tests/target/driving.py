@@ -26,8 +26,9 @@ def load_model(folder: Path) -> Model:
 
 
 def engine_of(model: Model, **flags) -> TargetEngine:
-    """An engine with a small cache."""
-    return TargetEngine(model, TargetConfig(**({"page_size": 16, "max_total_tokens": 4096} | flags)))
+    """An engine with a small cache, which computes small prompts in one piece."""
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512}
+    return TargetEngine(model, TargetConfig(**(small | flags)))
 
 
 def opening(

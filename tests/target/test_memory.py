@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.errors import Overloaded
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError, Overloaded
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine import TargetEngine
+from services.target.limits import check_limits, scheduling
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
@@ -210,3 +213,21 @@ def test_many_salts_leave_no_traces(model):
         result = run(engine, [replace(opening(i, list(range(3, 30)), max_tokens=2), cache_salt=str(i))])
         assert result.reasons[i] == FinishReason.LENGTH
     assert len(engine.scheduler.prefix._roots) <= 3
+
+
+@pytest.mark.parametrize("flags", [
+    {"chunked_prefill_size": 0}, {"chunked_prefill_size": -2}, {"max_prefill_tokens": 0}, {"max_queued_requests": -1},
+    {"max_total_tokens": 0},
+])  # fmt: skip
+def test_limits_that_make_no_sense_are_refused_by_name(flags):
+    with pytest.raises(ConfigError, match=next(iter(flags)).replace("_", "-")):
+        check_limits(TargetConfig(**flags))
+
+
+def test_a_chunk_is_short_on_a_cpu_and_holds_the_roots_of_all():
+    def tokens(device, **flags):
+        return scheduling(TargetConfig(**flags), 320, torch.device(device)).step_tokens
+
+    assert (tokens("cpu"), tokens("cuda")) == (128, 2048)
+    assert (tokens("cpu", chunked_prefill_size=-1), tokens("cpu", chunked_prefill_size=300)) == (None, 300)
+    assert tokens("cpu", chunked_prefill_size=4, max_running_requests=9) == 9

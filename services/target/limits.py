@@ -1,0 +1,51 @@
+"""What the flags allow a step, a session and the pool; numbers that make no sense are refused by name."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from outrider.serving.scheduler import Limits
+from services.target.logprobs import scored_rows
+
+# Tokens of a step where no flag says it. A chunk holds up whoever decodes, so it is as short as it can be without
+# making long prompts slower: a CPU is busy with this many rows, a GPU needs more.
+_CHUNK = {"cpu": 128, "cuda": 2048}
+
+_LEAST = {
+    "page_size": 1,
+    "max_running_requests": 1,
+    "max_prefill_tokens": 1,
+    "max_queued_requests": 0,
+    "max_total_tokens": 1,
+    "speculative_num_steps": 0,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 1,
+}
+
+
+def check_limits(config: TargetConfig) -> None:
+    """Raise ConfigError for numbers that make no sense."""
+    chunk = config.chunked_prefill_size
+    if chunk is not None and chunk < 1 and chunk != -1:
+        raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
+    for name, bound in _LEAST.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")
+    if not 0.0 < config.mem_fraction_static <= 1.0:
+        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")
+
+
+def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> Limits:
+    """Limits of a step and of the queue. A chunk is never shorter than the roots of all sessions together."""
+    chunk = config.chunked_prefill_size or _CHUNK[device.type]
+    return Limits(
+        config.max_running_requests,
+        None if chunk < 0 else max(chunk, config.max_running_requests),
+        config.max_prefill_tokens,
+        config.max_queued_requests,
+        config.schedule_policy,
+        scored_rows(vocab_size),
+    )
