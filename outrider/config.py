@@ -77,6 +77,8 @@ class TargetOptions(KernelOptions):
     """Device of the model: auto, cpu, cuda, cuda:1, ..."""
     dtype: DType = "auto"
     """Number format of the computation; auto is the checkpoint's on CUDA and float32 on the CPU."""
+    tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
+    """Devices that share every layer, each with a process of its own; on a CPU, processes."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
     context_length: int | None = None

@@ -6,7 +6,9 @@ that the service is on its way. PyTorch is imported only after the process has b
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,7 @@ from services.target.service import TargetServicer, describe
 
 if TYPE_CHECKING:
     from services.target.engine import TargetEngine
+    from services.target.model.base import Model
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +57,9 @@ async def serve(config: TargetConfig) -> int:
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     """Load a folder's model and warm its engine up. Raises ConfigError."""
     from services.target.engine import TargetEngine
-    from services.target.model.load import load
     from services.target.warmup import warm_up
 
-    engine = TargetEngine(load(folder, config), config)
+    engine = TargetEngine(_load(folder, config), config)
     warm_up(engine)
     model = engine.model
     log.info(
@@ -69,3 +71,21 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
         config.page_size,
     )
     return engine
+
+
+def _load(folder: Path, config: TargetConfig) -> Model:
+    if config.tp_size == 1:
+        from services.target.model.load import load
+
+        return load(folder, config)
+    from services.target.parallel import load_split
+
+    model, followers = load_split(folder, config, _die)
+    atexit.register(followers.stop)
+    return model
+
+
+def _die(why: str) -> None:
+    """End the process at once: the engine may be in the midst of a step that cannot end."""
+    log.error("%s", why)
+    os._exit(1)

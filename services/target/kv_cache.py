@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class KVCache:
             return rows
 
         self.dtype = dtype
+        self.on_move: Callable[[Tensor, Tensor], None] | None = None  # told of every move before it is made
         self.keys = [pool(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.values = [pool(shape.kv_heads, shape.value_dim) for shape in shapes]
         self._on_device: Any = None
@@ -80,6 +81,8 @@ class KVCache:
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy rows between slots in every layer. Both [n] int64. No destination may be a later source."""
+        if self.on_move is not None:
+            self.on_move(sources, destinations)
         if self._on_device:
             self._mover.move(sources, destinations)
             return

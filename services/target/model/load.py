@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 from services.target import graphs
 from services.target.kernels import choose
 from services.target.kv_cache import pick_cache_dtype
-from services.target.model import attention, quantized, selfcheck, support
+from services.target.model import attention, quantized, selfcheck, shards, support
 from services.target.model.base import Model
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
@@ -39,12 +39,13 @@ def load(folder: Path, config: TargetConfig) -> Model:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
-    how = quantized.prepare(settings, device)
+    how = shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), remote, how)
     module.to(device).eval().requires_grad_(False)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     support.check_vocabulary(folder, vocab_size)
-    pack(module)
+    if config.tp_size == 1:
+        pack(module)
     probe = _probe(module, device)
     assert probe.dtype is not None
     model = Model(
