@@ -38,11 +38,20 @@ _DTYPES: dict[KVCacheDType, torch.dtype] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer stores for a token: kv_heads keys of key_dim and values of value_dim numbers."""
+    """What a layer stores for a token: kv_heads keys of key_dim and values of value_dim numbers.
+
+    shared: the values are the first numbers of the keys, and have no pool of their own
+    """
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    shared: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers a token."""
+        return self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
 class KVCache:
@@ -63,21 +72,32 @@ class KVCache:
         self.dtype = dtype
         self.on_move: Callable[[Tensor, Tensor], None] | None = None  # told of every move before it is made
         self.keys = [pool(shape.kv_heads, shape.key_dim) for shape in shapes]
-        self.values = [pool(shape.kv_heads, shape.value_dim) for shape in shapes]
+        self.values = [
+            keys[..., : shape.value_dim] if shape.shared else pool(shape.kv_heads, shape.value_dim)
+            for shape, keys in zip(shapes, self.keys, strict=True)
+        ]
+        own_values = [values for shape, values in zip(shapes, self.values, strict=True) if not shape.shared]
+        self._shared = [shape.shared for shape in shapes]
+        self._pools = [*self.keys, *own_values]
         self._on_device: Any = None
         if device.type == "cuda" and importlib.util.find_spec("triton"):
             from services.target.kernels import triton_cache
 
             self._on_device = triton_cache
-            self._mover = triton_cache.Mover([*self.keys, *self.values])
+            self._mover = triton_cache.Mover(self._pools)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store rows. slots: [T] int64; keys: [T, kv_heads, key_dim]; values: [T, kv_heads, value_dim]."""
         if self._on_device:
-            self._on_device.write(slots, keys, values, self.keys[layer], self.values[layer])
+            pool, values = (self.keys[layer], keys) if self._shared[layer] else (self.values[layer], values)
+            self._on_device.write(slots, keys, values, self.keys[layer], pool)  # shared: twice the same
             return
-        for pool, rows in ((self.keys[layer], keys), (self.values[layer], values)):
-            _plain(pool).flatten(0, 1).index_copy_(0, slots, _plain(stored(rows, self.dtype)))
+        self._write(self.keys[layer], slots, keys)
+        if not self._shared[layer]:
+            self._write(self.values[layer], slots, values)
+
+    def _write(self, pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+        _plain(pool).flatten(0, 1).index_copy_(0, slots, _plain(stored(rows, self.dtype)))
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy rows between slots in every layer. Both [n] int64. No destination may be a later source."""
@@ -86,7 +106,7 @@ class KVCache:
         if self._on_device:
             self._mover.move(sources, destinations)
             return
-        for pool in (*self.keys, *self.values):
+        for pool in self._pools:
             rows = _plain(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
 
@@ -121,7 +141,7 @@ def pick_cache_dtype(flag: KVCacheDType, computed: torch.dtype, device: torch.de
 
 def token_bytes(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """Bytes that a token takes in all layers."""
-    return sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes) * dtype.itemsize
+    return sum(shape.numbers for shape in shapes) * dtype.itemsize
 
 
 def pages_that_fit(

@@ -20,6 +20,7 @@ from outrider.errors import ConfigError
 from services.target.batch import Batch
 from services.target.kernels import Planner
 from services.target.kv_cache import KVCache, LayerShape
+from services.target.model import latent
 
 NAME = "outrider_paged"
 
@@ -84,7 +85,8 @@ class Probe:
     def attend(self, call: Call) -> Tensor:
         if call.layer in self.shapes:
             raise ConfigError(f"layer {call.layer} of the model attends twice, which the paged cache cannot serve")
-        self.shapes[call.layer] = LayerShape(call.k.shape[1], call.k.shape[2], call.v.shape[2])
+        shared = call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
+        self.shapes[call.layer] = LayerShape(call.k.shape[1], call.k.shape[2], call.v.shape[2], shared)
         self.windows[call.layer] = call.window
         self.dtype = call.k.dtype
         return call.v.repeat_interleave(call.q.shape[1] // call.v.shape[1], dim=1)  # one token sees itself alone
@@ -116,9 +118,10 @@ def _forward(
     """The attention interface of `transformers`. query: [1, heads, T, D]. Returns [1, T, heads, Dv]."""
     if position_bias is not None or attention_mask is not None:
         raise ConfigError("the model's attention has a bias or mask of its own, which is not supported")
+    folded = latent.of(module)
     call = Call(
         layer=int(module.layer_idx),  # type: ignore[arg-type]
-        q=query[0].transpose(0, 1),
+        q=(query[0] if folded is None else folded.queries(query[0])).transpose(0, 1),
         k=key[0].transpose(0, 1),
         v=value[0].transpose(0, 1),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -126,7 +129,8 @@ def _forward(
         softcap=softcap,
         sinks=s_aux,
     )
-    return _context.get().attend(call)[None], None
+    attended = _context.get().attend(call)
+    return (attended if folded is None else folded.values(attended))[None], None
 
 
 AttentionInterface.register(NAME, _forward)

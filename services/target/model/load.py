@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 from services.target import graphs
 from services.target.kernels import choose
 from services.target.kv_cache import pick_cache_dtype
-from services.target.model import attention, quantized, selfcheck, shards, support
+from services.target.model import attention, latent, quantized, selfcheck, shards, support
 from services.target.model.base import Model
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
@@ -45,6 +45,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     vocab_size = module.get_output_embeddings().weight.shape[0]
     support.check_vocabulary(folder, vocab_size)
     if config.tp_size == 1:
+        latent.install(module)
         pack(module)
     probe = _probe(module, device)
     assert probe.dtype is not None
