@@ -49,6 +49,8 @@ class SharedOptions:
     """Most children of a draft node."""
     speculative_num_draft_tokens: int | None = None
     """Rows verified per session and step, the root included; by default chosen by the service."""
+    disable_radix_cache: bool = False
+    """Keep no KV pages for later sessions that begin with the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,6 @@ class TargetOptions(KernelOptions):
     """Most sessions that wait for a place; further ones are refused. By default without limit."""
     schedule_policy: SchedulePolicy = "fcfs"
     """Which waiting session is next: first come, first served (fcfs), or longest prefix match (lpm), within limits."""
-    disable_radix_cache: bool = False
-    """Keep no pages for later sessions that begin with the same tokens."""
 
 
 @dataclass(frozen=True)

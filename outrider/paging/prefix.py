@@ -208,20 +208,22 @@ class SharedTable(PageTable):
         """The pages that `attach` would take."""
         return [node.page for node in self._find(tokens)]
 
-    def attach(self, tokens: NDArray[np.uint32]) -> int:
+    def attach(self, tokens: NDArray[np.uint32], written: int) -> int:
         """Hold the cache's pages that follow the shared ones. tokens: [n], from the first on, that may be taken.
 
-        Returns how many tokens that are; none while the table has pages of its own.
+        written: rows that the table holds; nothing is found while some of them are its own. Returns the tokens taken.
         """
-        path = self._find(tokens)
+        path = self._find(tokens) if written == self.shared * self._allocator.page_size else []
         for node in path:
             self._allocator.share(node.page)
-        self._extend([node.page for node in path])
-        if path:
-            self._tip = path[-1]
-        for node in path:
+            if self.shared < self._count:
+                self._allocator.release([int(self._pages[self.shared])])
+                self._pages[self.shared] = node.page
+            else:
+                self._extend([node.page])
             for observer in self._cache.observers:
                 observer.page_taken(self._owner, self.shared, node.page)
+            self._tip = node
             self.shared += 1
         return len(path) * self._allocator.page_size
 
@@ -271,7 +273,7 @@ class SharedTable(PageTable):
                 self._cache.forget(tip)
 
     def _find(self, tokens: NDArray[np.uint32]) -> list[_Node]:
-        if not self.shares or self._count > self.shared:
+        if not self.shares:
             return []
         behind = tokens[self.shared * self._allocator.page_size :]
         return self._cache.find(self._namespace, self._tip, behind)

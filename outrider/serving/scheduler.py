@@ -237,9 +237,8 @@ def _first_of_each_page(order: Sequence[Session]) -> list[Session]:
     first: list[Session] = []
     for session in order:
         own = session.table.next_key(session.tokens)
-        takes = (
-            len(session.table.pages) == session.table.shared and session.table.next_key(session.sharable) is not None
-        )
+        aligned = session.computed == session.table.shared * session.table.page_size
+        takes = aligned and session.table.next_key(session.sharable) is not None
         if not (takes and own in keys):
             first.append(session)
             if own is not None:

@@ -71,7 +71,7 @@ class Session:
 
     def attach(self) -> None:
         """Take from the prefix cache what comes next."""
-        if taken := self.table.attach(self.sharable):
+        if taken := self.table.attach(self.sharable, self.computed):
             self.computed += taken
             if not self._began:
                 self.cached_tokens = min(self.cached_tokens + taken, self.prompt_length)

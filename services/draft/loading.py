@@ -14,6 +14,7 @@ from outrider import checkpoint
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.wire.v1 import common_pb2
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.model.config import ModelConfig, read_config
@@ -52,9 +53,9 @@ def load_standalone(config: DraftConfig, children: int) -> tuple[StandaloneDraft
         children=min(children, model.vocab_size),
         vocab_limit=vocab_limit(folder, model),
     )
-    allocator = PageAllocator(total_pages, page_size)
+    prefix = PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
     chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
-    drafter = StandaloneDrafter(runner, allocator, config.max_running_requests, chunk)
+    drafter = StandaloneDrafter(runner, prefix, config.max_running_requests, chunk)
     log.info(
         "%s, %s on %s, %d pages of %d tokens", model.architecture, name, jax.default_backend(), total_pages, page_size
     )

@@ -55,6 +55,7 @@ class DraftSession:
         self.stop = request.stop
         self.stop_ids = request.stop.stop_ids(eos_token_ids)
         self.prompt_length = request.prompt_length
+        self.cache_salt = request.cache_salt
         self.limits = limits
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.root_expanded = False

@@ -6,12 +6,19 @@
 A node in the scratch remembers, as a bit mask over slots, which others are its ancestors. When nodes are committed,
 their rows move from the scratch into the trunk; what is no longer in the tree frees its slot.
 
+Full pages of the trunk go to a prefix cache, so that a session that begins with the same tokens need not compute them.
+
 Ruler: the root's children are known exactly if computed = length; else computed < length and the tree is empty.
 """
 
 from __future__ import annotations
 
-from outrider.paging.allocator import PageAllocator
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.paging.prefix import PrefixCache, SharedTable
 from outrider.paging.table import PageTable
 from outrider.speculation.tree import ROOT
 
@@ -21,31 +28,40 @@ SCRATCH_SLOTS = 64
 class Trunk:
     """Trunk and scratch of one session; both are leased while it runs."""
 
-    def __init__(self, allocator: PageAllocator, length: int) -> None:
-        """length: committed tokens. Raises OutOfPages."""
-        self.table = PageTable(allocator)
-        self.scratch = PageTable(allocator)
+    def __init__(self, prefix: PrefixCache, tokens: NDArray[np.uint32], namespace: str = "") -> None:
+        """tokens: the committed ones. namespace: of the prefix cache. Raises OutOfPages."""
+        self.table = SharedTable(prefix, namespace)
+        self.scratch = PageTable(prefix.allocator)
         self.computed = 0
         self._slot: list[int] = []  # of each node; -1 if it is not expanded
         self._mask: list[int] = []  # of each node: its own and its ancestors' slots
         self._free = list(range(SCRATCH_SLOTS - 1, -1, -1))
         self._vacated = 0  # slots whose rows move into the trunk with the commit under way
-        self.scratch.reserve(SCRATCH_SLOTS)
         try:
-            self.table.reserve(length)
+            self.attach(tokens)
+            self.scratch.reserve(SCRATCH_SLOTS)
+            self.table.reserve(len(tokens))
         except Exception:
-            self.scratch.release()
+            self.release()
             raise
 
     @property
-    def leased_pages(self) -> int:
-        """Pages of trunk and scratch."""
-        return len(self.table.pages) + len(self.scratch.pages)
+    def tables(self) -> Sequence[PageTable]:
+        """Trunk and scratch, for the audit."""
+        return self.table, self.scratch
 
     @property
     def free_slots(self) -> int:
         """Nodes that can still be expanded."""
         return len(self._free)
+
+    def attach(self, tokens: NDArray[np.uint32]) -> None:
+        """Take from the prefix cache what comes next of the committed tokens, but never the last one's row."""
+        self.computed += self.table.attach(tokens[:-1], self.computed)
+
+    def publish(self, tokens: NDArray[np.uint32], pending: int = 0) -> None:
+        """Give full pages to the prefix cache. tokens: the committed ones; pending: rows at the end still to move."""
+        self.table.publish(tokens[: self.computed - pending])
 
     def release(self) -> None:
         """Give all pages back."""

@@ -5,6 +5,7 @@ import pytest
 
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import SpeculationTree
@@ -130,7 +131,7 @@ def test_finished_sessions_go(model):
     assert engine.idle
     assert engine.load().running_sessions == 0
     engine.check()
-    assert engine.drafter.allocator.leased_pages == 0
+    assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
 def test_an_empty_session_is_refused():
@@ -283,13 +284,13 @@ def test_many_sessions_share_and_pages_come_home(model, next_logits):
             engine.close(session_id)
     assert drafted == set(range(6))
     engine.check()
-    assert engine.drafter.allocator.leased_pages == 0
+    assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
 def test_pages_run_out_and_come_back(model):
     engine = standalone(model)
     # 12 pages of 16: each session needs 4 of them for its scratch and 2 for its prompt.
-    engine.drafter.allocator = PageAllocator(12, 16)
+    engine.drafter.prefix = PrefixCache(PageAllocator(12, 16))
     for session_id in (1, 2, 3):
         engine.open(request(session_id, PROMPT, max_tokens=500))
     settle(engine)
@@ -311,7 +312,7 @@ def test_pages_run_out_and_come_back(model):
     assert engine._running[1].tree.root_children
     engine.close(1)
     engine.check()
-    assert engine.drafter.allocator.leased_pages == 0
+    assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
 def test_sessions_beyond_the_context_are_left_alone(model):
@@ -324,7 +325,7 @@ def test_sessions_beyond_the_context_are_left_alone(model):
     settle(engine)
     engine.receive([], [commit_of([5] * (limit - 3), [6, 7, 8], session_id=2)])
     assert settle(engine) == []
-    assert engine.drafter.allocator.leased_pages == 0
+    assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
 def test_compiled_shapes_are_all_there_is(model):

@@ -10,6 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT
@@ -46,10 +47,10 @@ class Model:
     def __init__(self, folder, tokens):
         self.config = read_config(folder)
         self.params = load_params(folder, self.config, jnp.float32)
-        self.allocator = PageAllocator(64, PAGE)
+        self.prefix = PrefixCache(PageAllocator(64, PAGE))
         self.pools = make_pools(self.config, 64, PAGE, jnp.float32)
         self.session = DraftSession(request(1, tokens), TreeLimits(), ())
-        self.trunk = Trunk(self.allocator, len(tokens))
+        self.trunk = Trunk(self.prefix, self.session.tokens)
         self.moves = []
 
     def run(self, rows, **job):
@@ -138,7 +139,7 @@ def test_trunk_tree_and_commit_equal_recomputation(folder):
     tokens = [*tokens, 77]
     np.testing.assert_allclose(model.run(4, feed=1)[0], all_logits(folder, tokens)[-1], atol=2e-4)
     trunk.release()
-    model.allocator.check(expected_leased=0)
+    model.prefix.allocator.check(expected_leased=0)
 
 
 def test_rope_scaling_changes_long_waves_only():

@@ -23,7 +23,7 @@ def array(*tokens):
 def filled(cache, tokens, namespace="", owner=0):
     """A table that has computed these tokens and published what is full."""
     table = SharedTable(cache, namespace, owner)
-    table.attach(tokens)
+    table.attach(tokens, 0)
     table.reserve(len(tokens))
     table.publish(tokens)
     return table
@@ -41,7 +41,7 @@ def test_a_later_text_takes_the_pages_that_it_begins_with():
     assert (first.shared, len(pages)) == (2, 3)
     second = SharedTable(cache)
     assert second.peek(array(1, 2, 3, 9)) == pages[:1]
-    assert second.attach(array(1, 2, 3, 4, 9, 9)) == 4
+    assert second.attach(array(1, 2, 3, 4, 9, 9), 0) == 4
     assert second.pages.tolist() == pages[:2]
     assert [cache.allocator.holders(page) for page in pages] == [2, 2, 1]
     first.release()
@@ -49,8 +49,23 @@ def test_a_later_text_takes_the_pages_that_it_begins_with():
     assert cache.allocator.cached_pages == 0
     second.release()
     assert (cache.allocator.leased_pages, cache.allocator.cached_pages, cache.allocator.free_pages) == (0, 2, 16)
-    assert SharedTable(cache).attach(array(7, 2, 3, 4)) == 0
+    assert SharedTable(cache).attach(array(7, 2, 3, 4), 0) == 0
     audit(cache)
+
+
+def test_pages_that_were_leased_but_not_written_are_given_for_cached_ones():
+    cache = made()
+    first = filled(cache, array(1, 2, 3, 4))
+    second = SharedTable(cache)
+    second.reserve(7)
+    assert second.attach(array(1, 2, 3, 4, 5), 0) == 4
+    assert second.pages.tolist()[:2] == first.pages.tolist()
+    assert (len(second.pages), cache.allocator.leased_pages) == (4, 4)
+    audit(cache, [first, second])
+    third = SharedTable(cache)
+    third.reserve(4)
+    assert third.attach(array(1, 2, 3, 4), 1) == 0  # it has written a row of its own
+    audit(cache, [first, second, third])
 
 
 def test_a_page_is_found_behind_its_own_beginning_alone():
@@ -58,7 +73,7 @@ def test_a_page_is_found_behind_its_own_beginning_alone():
     filled(cache, array(1, 2, 5, 6)).release()
     filled(cache, array(3, 4, 5, 6)).release()
     assert len(cache) == 4
-    assert SharedTable(cache).attach(array(5, 6)) == 0
+    assert SharedTable(cache).attach(array(5, 6), 0) == 0
     assert SharedTable(cache).peek(array(1, 2, 5, 6)) != SharedTable(cache).peek(array(3, 4, 5, 6))
     audit(cache)
 
@@ -82,7 +97,7 @@ def test_namespaces_share_nothing():
     cache = made()
     plain, salted = filled(cache, array(1, 2)), filled(cache, array(1, 2), "adapter")
     assert plain.pages.tolist() != salted.pages.tolist()
-    assert SharedTable(cache, "other").attach(array(1, 2)) == 0
+    assert SharedTable(cache, "other").attach(array(1, 2), 0) == 0
     assert SharedTable(cache, "adapter").peek(array(1, 2)) == salted.pages.tolist()
     plain.release()
     salted.release()
@@ -124,7 +139,7 @@ def test_what_is_held_is_never_evicted():
     assert cache.allocator.cached_pages == 1
     other.reserve(4)
     audit(cache, [held, other])
-    assert held.peek(array(1, 2, 3, 4)) == []
+    assert held.peek(array(1, 2, 3, 4)) == []  # it has all of them
     assert SharedTable(cache).peek(array(1, 2, 3, 4)) == held.pages.tolist()
 
 
@@ -142,7 +157,7 @@ def test_a_flush_forgets_and_takes_nothing_more_from_before():
     assert set(fresh.pages.tolist()).isdisjoint(held.pages.tolist())
     held.release()
     audit(cache, [fresh])
-    assert held.attach(array(1, 2, 3, 4)) == 4  # it begins anew, and shares again
+    assert held.attach(array(1, 2, 3, 4), 0) == 4  # it begins anew, and shares again
 
 
 def test_what_cannot_be_trusted_is_not_found_again():
@@ -164,7 +179,7 @@ def test_without_a_cache_pages_go_straight_home():
     assert (table.shared, len(cache)) == (0, 0)
     table.release()
     assert cache.allocator.cached_pages == 0
-    assert SharedTable(cache).attach(array(1, 2)) == 0
+    assert SharedTable(cache).attach(array(1, 2), 0) == 0
 
 
 class Mirror:
@@ -216,9 +231,9 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
         try:
             if action == "begin" and table is None:
                 tables[who] = SharedTable(cache, "", who)
-                computed[who] = tables[who].attach(texts[who][:-1])
+                computed[who] = tables[who].attach(texts[who][:-1], 0)
             elif action == "compute" and table is not None:
-                computed[who] += table.attach(texts[who][:-1])
+                computed[who] += table.attach(texts[who][:-1], computed[who])
                 stop = min(computed[who] + count, len(text))
                 table.reserve(stop)
                 write(table, computed[who], stop, lambda position, text=text: tuple(text[: position + 1]))

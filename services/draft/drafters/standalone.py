@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import EngineLoad
 from outrider.speculation.tree import ROOT
 from services.draft.batch import Job, Shape, build_inputs
@@ -65,10 +65,10 @@ class StandaloneDrafter(Drafter):
 
     name = "STANDALONE"
 
-    def __init__(self, runner: ModelRunner, allocator: PageAllocator, max_running: int, chunk: int) -> None:
+    def __init__(self, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int) -> None:
         """chunk: tokens of a prompt that are fed at a time."""
         self.runner = runner
-        self.allocator = allocator
+        self.prefix = prefix
         self.eos_token_ids = runner.config.eos_token_ids
         self.max_session_tokens = min(runner.config.context, runner.table_pages * runner.page_size)
         self._growth_shapes = growth_shapes(max_running)
@@ -87,12 +87,14 @@ class StandaloneDrafter(Drafter):
 
     def open(self, session: DraftSession) -> None:
         """Lease trunk and scratch. Raises OutOfPages."""
-        self._trunks[session.id] = Trunk(self.allocator, session.length)
+        self._trunks[session.id] = Trunk(self.prefix, session.tokens, session.cache_salt)
 
     def close(self, session: DraftSession) -> None:
         """Give the pages back."""
-        self._moves.pop(session.id, None)
-        self._trunks.pop(session.id).release()
+        pending = len(self._moves.pop(session.id, ()))
+        trunk = self._trunks.pop(session.id)
+        trunk.publish(session.tokens, pending)
+        trunk.release()
 
     def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
         """Take the rows of accepted nodes over into the trunk."""
@@ -107,15 +109,19 @@ class StandaloneDrafter(Drafter):
 
     def load(self) -> EngineLoad:
         """Pages, and rows of the last round."""
+        allocator = self.prefix.allocator
         return EngineLoad(
-            free_pages=self.allocator.free_pages,
-            total_pages=self.allocator.total_pages,
+            free_pages=allocator.free_pages,
+            total_pages=allocator.total_pages,
             step_tokens=self._step_tokens,
+            cached_pages=allocator.cached_pages,
         )
 
     def check(self) -> None:
         """Audit the pages against what the sessions hold."""
-        self.allocator.check(expected_leased=sum(trunk.leased_pages for trunk in self._trunks.values()))
+        tables = [table for trunk in self._trunks.values() for table in trunk.tables]
+        self.prefix.allocator.check(tables=[table.pages.tolist() for table in tables])
+        self.prefix.check()
 
     # --- rounds ---
 
@@ -141,6 +147,7 @@ class StandaloneDrafter(Drafter):
             if work is None:
                 work = works[session.id] = _Work(session, self._trunks[session.id])
             if wish.node == ROOT:
+                work.trunk.attach(session.tokens)  # another session may have computed what comes next
                 work.pending = session.length - work.trunk.computed
             else:
                 work.nodes.append(wish.node)
@@ -175,6 +182,8 @@ class StandaloneDrafter(Drafter):
 
     def _growths(self, job: Job, ids: NDArray[np.int32], log_scores: NDArray[np.float32]) -> list[Growth]:
         job.trunk.computed += job.feed
+        if job.feed:
+            job.trunk.publish(job.session.tokens)
         if job.feed and job.trunk.computed < job.session.length:
             return []
         nodes = (ROOT,) if job.feed else job.nodes
