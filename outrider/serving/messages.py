@@ -116,6 +116,7 @@ class EngineLoad:
     step_microseconds: int = 0
     step_tokens: int = 0
     cached_pages: int = 0
+    weight_version: str = ""
 
 
 @dataclass

@@ -180,6 +180,13 @@ class Scheduler:
             session.attach()
             promised += pages_for(session.length + 1) - len(session.table.pages)
 
+    def retract(self) -> int:
+        """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did."""
+        running = list(self._running.values())
+        for session in reversed(running):
+            self._preempt(session)
+        return len(running)
+
     def _preempt(self, session: Session) -> None:
         del self._running[session.id]
         session.publish()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Generic, TypeVar
 
 from outrider.errors import InvalidRequest
-from outrider.serving.features import BACKLOG_BYTES, cut
+from outrider.serving.features import BACKLOG_BYTES, FeatureBlock, cut
 from outrider.serving.messages import Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import FinishReason
 
@@ -26,25 +27,34 @@ Encode = Callable[[StepOutput], Response]
 
 
 class _Outbox:
-    """What a stream has yet to say."""
+    """What a stream has yet to say: a frame for each label of the weights that it was computed with."""
 
     def __init__(self) -> None:
-        self._output = StepOutput()
-        self._backlog = 0  # bytes of features that wait
+        self._frames = deque([StepOutput()])
+        self._features: list[FeatureBlock] = []  # they go behind all commits
+        self._backlog = 0  # bytes of features
         self._ready = asyncio.Event()
         self.closed = False
 
     def add(self, output: StepOutput) -> None:
-        self._output.commits += output.commits
-        self._output.proposals += output.proposals
-        self._output.failures += output.failures
-        self._output.load = output.load
+        last = self._frames[-1]
+        if last.load.weight_version not in ("", output.load.weight_version):
+            last = StepOutput()
+            self._frames.append(last)
+        last.commits += output.commits
+        last.proposals += output.proposals
+        last.failures += output.failures
+        last.load = output.load
         for block in output.features:
             if self._backlog + block.rows.nbytes > BACKLOG_BYTES:
                 log.warning("a peer is too slow for its features; those of session %d are dropped", block.session_id)
                 continue
-            self._output.features.append(block)
+            self._features.append(block)
             self._backlog += block.rows.nbytes
+        self._ready.set()
+
+    def fail(self, failures: list[SessionFailure]) -> None:
+        self._frames[-1].failures += failures
         self._ready.set()
 
     def close(self) -> None:
@@ -57,13 +67,15 @@ class _Outbox:
         self._ready.clear()
         if self.closed:
             return None
-        output, self._output = self._output, StepOutput()
-        if output.features:
-            output.features, self._output.features = cut(output.features)
-            self._output.load = output.load
+        output = self._frames.popleft()
+        if not self._frames:
+            output.features, self._features = cut(self._features)
             self._backlog -= sum(block.rows.nbytes for block in output.features)
-            if self._output.features:
+            self._frames.append(StepOutput(load=output.load))
+            if self._features:
                 self._ready.set()
+        else:
+            self._ready.set()
         return output
 
 
@@ -118,7 +130,7 @@ class StreamHub(Generic[Request, Response]):
                     self._owners.pop(session_id, None)
                 self._submit(message)
                 if failures:
-                    outbox.add(StepOutput(failures=failures))
+                    outbox.fail(failures)
         except InvalidRequest as error:
             log.warning("a stream sent a frame that cannot be read: %s", error.message)
             raise

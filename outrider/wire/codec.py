@@ -368,6 +368,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         step_microseconds=load.step_microseconds,
         step_tokens=load.step_tokens,
         cached_pages=load.cached_pages,
+        weight_version=load.weight_version,
     )
 
 
@@ -381,6 +382,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.step_microseconds,
         message.step_tokens,
         message.cached_pages,
+        message.weight_version,
     )
 
 

@@ -46,9 +46,12 @@ async def serve(config: TargetConfig) -> int:
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
+        from services.target.control import Control
+
         folder = checkpoint.resolve(config.model_path)
         engine = build_engine(folder, config)
-        servicers[0].serve(describe(folder, engine, config), engine)
+        control = Control(engine, folder, trust_remote_code=config.trust_remote_code)
+        servicers[0].serve(describe(folder, engine, config), engine, control)
         return engine
 
     return await serve_engine(build, config.listen, verify_request_from_pb, verify_response_to_pb, register)

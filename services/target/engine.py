@@ -79,6 +79,9 @@ class TargetEngine(Engine):
         self._drawing = Drawing(model, self.cache, self.features)
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
+        self._ended: list[Commit] = []  # sessions that were ended from outside, to be told
+        self.paused = False
+        self.weight_version = config.weight_version
         self._step_tokens = 0
         self._patience = Patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
@@ -138,14 +141,32 @@ class TargetEngine(Engine):
 
     def forget_measurements(self) -> None:
         """Begin anew with what sessions taught and left behind; the warm-up's own are no example."""
-        self.scheduler.prefix.flush()
+        self.flush()
         self._calibration = Calibration()
         self._step_tokens = 0
 
+    # --- control: see control.py ---
+
+    def abort(self) -> int:
+        """End all sessions. Returns how many there were."""
+        ids = list(self._entries)
+        for session_id in ids:
+            entry = self._entries[session_id]
+            none = np.empty(0, np.uint32)
+            ended = Commit(session_id, entry.session.length, none, entry.tree.root_hash)
+            self._ended.append(replace(ended, finish_reason=FinishReason.ABORT))
+            self.close(session_id)
+        return len(ids)
+
+    def flush(self) -> None:
+        """Forget cached prefixes and what is kept with them. What sessions hold stays theirs."""
+        self.scheduler.prefix.flush()
+        self.features.forget()
+
     @property
     def idle(self) -> bool:
-        """True without sessions."""
-        return not self._entries
+        """True if there is nothing to do, or nothing may be done."""
+        return not self._ended and (self.paused or not self._entries)
 
     @property
     def patience(self) -> float:
@@ -154,6 +175,9 @@ class TargetEngine(Engine):
 
     def step(self) -> StepOutput:
         """Compute one batch and commit what it says."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return StepOutput(commits=ended, load=self.load())
         self._patience.begin()
         output = StepOutput(failures=self._take_grammars())
         works = self._plan()
@@ -175,6 +199,7 @@ class TargetEngine(Engine):
             total_pages=allocator.total_pages,
             step_tokens=self._step_tokens,
             cached_pages=allocator.cached_pages,
+            weight_version=self.weight_version,
         )
 
     def check(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 
@@ -21,6 +21,7 @@ from outrider.wire.codec import feature_spec_from_pb
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:  # PyTorch is not needed to answer
+    from services.target.control import Control, Update, Weights
     from services.target.engine import TargetEngine
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -33,6 +34,14 @@ TOKENIZER_FILES = (
     "config.json",
 )
 _PART_BYTES = 1 << 20
+_PAUSE_MODES = {
+    common_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
+    common_pb2.PAUSE_MODE_ABORT: "abort",
+    common_pb2.PAUSE_MODE_RETRACT: "retract",
+    common_pb2.PAUSE_MODE_IN_PLACE: "in_place",
+}
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,18 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         max_running_sessions=config.max_running_requests,
         max_draft_tokens=engine.max_rows,
         page_size=config.page_size,
+        weight_version=engine.weight_version,
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
     )
     return Facts(folder, info)
+
+
+def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
+    """How new weights are taken over."""
+    from services.target.control import Update
+
+    version = message.weight_version if message.HasField("weight_version") else None
+    return Update(version, message.keep_cache, message.abort_all_requests)
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -75,11 +93,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._hub = hub
         self._loop = loop
         self._engine: TargetEngine | None = None
+        self._control: Control | None = None
         self.facts: Facts | None = None
 
-    def serve(self, facts: Facts, engine: TargetEngine) -> None:
+    def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
         """The model is loaded."""
-        self.facts, self._engine = facts, engine
+        self.facts, self._engine, self._control = facts, engine, control
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
@@ -91,10 +110,15 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             raise Unavailable("the target is loading its model; retry in a moment")
         return self.facts
 
-    def _running(self) -> TargetEngine:
+    def _running(self) -> tuple[TargetEngine, Control]:
         self._loaded()
         assert self._engine is not None, "facts and engine come together"
-        return self._engine
+        assert self._control is not None, "engine and control come together"
+        return self._engine, self._control
+
+    async def _in_engine(self, work: Callable[[], Result]) -> Result:
+        """The result of work that the engine thread does between two steps."""
+        return await asyncio.wrap_future(self._loop.call(work))
 
     async def GetTargetInfo(  # noqa: N802
         self, request: target_pb2.GetTargetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -127,7 +151,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> target_pb2.ConfigureFeaturesResponse:
         """Get to know which hidden states sessions may ask for."""
         async with statuses(context):
-            engine = self._running()
+            engine, _ = self._running()
             spec: common_pb2.FeatureSpec | None = None
             fusion = bytearray()
             async for part in request_iterator:
@@ -138,6 +162,81 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
             made = await asyncio.wrap_future(self._loop.call(lambda: engine.features.configure(name, wanted, content)))
             return target_pb2.ConfigureFeaturesResponse(layers=made.layers, width=made.width, row_bytes=made.row_bytes)
+        raise AssertionError("an aborted call does not go on")
+
+    async def UpdateWeightsFromDisk(  # noqa: N802
+        self, request: target_pb2.UpdateWeightsFromDiskRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.UpdateWeightsFromDiskResponse:
+        """Replace all weights by those of a folder."""
+        async with statuses(context):
+            _, control = self._running()
+            folder = await asyncio.to_thread(control.read_folder, request.folder)
+            update = update_from_pb(request.update)
+            weights = await self._in_engine(lambda: control.update_from_folder(folder, update))
+            return target_pb2.UpdateWeightsFromDiskResponse(weights=self._changed(weights))
+        raise AssertionError("an aborted call does not go on")
+
+    async def UpdateWeightsFromTensor(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[target_pb2.UpdateWeightsFromTensorRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> target_pb2.UpdateWeightsFromTensorResponse:
+        """Replace weights by tensors that come in parts."""
+        async with statuses(context):
+            _, control = self._running()
+            incoming, update = control.incoming(), common_pb2.WeightUpdate()
+            async for part in request_iterator:
+                update = part.update if part.HasField("update") else update
+                incoming.add(part.content)
+            await asyncio.to_thread(incoming.finish)
+            taken = update_from_pb(update)
+            weights = await self._in_engine(lambda: control.update_from_tensors(incoming, taken))
+            return target_pb2.UpdateWeightsFromTensorResponse(weights=self._changed(weights))
+        raise AssertionError("an aborted call does not go on")
+
+    def _changed(self, weights: Weights) -> common_pb2.WeightFacts:
+        """Note what the weights are now, and say it."""
+        info = self._loaded().info
+        info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
+        return common_pb2.WeightFacts(
+            weight_version=weights.weight_version,
+            fingerprint=weights.fingerprint,
+            replaced_tensors=weights.replaced,
+            aborted_sessions=weights.aborted,
+            retracted_sessions=weights.retracted,
+        )
+
+    async def FlushCache(  # noqa: N802
+        self, request: target_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.FlushCacheResponse:
+        """Drop cached prefixes."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].flush_cache)
+            return target_pb2.FlushCacheResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def PauseGeneration(  # noqa: N802
+        self, request: target_pb2.PauseGenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.PauseGenerationResponse:
+        """Stop taking steps."""
+        async with statuses(context):
+            _, control = self._running()
+            mode = _PAUSE_MODES.get(request.mode)
+            if mode is None:
+                raise InvalidRequest(f"pause mode {request.mode} is not known here", param="mode")
+            aborted = await self._in_engine(lambda: control.pause(mode))
+            return target_pb2.PauseGenerationResponse(aborted_sessions=aborted)
+        raise AssertionError("an aborted call does not go on")
+
+    async def ContinueGeneration(  # noqa: N802
+        self, request: target_pb2.ContinueGenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ContinueGenerationResponse:
+        """Take steps again."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].proceed)
+            return target_pb2.ContinueGenerationResponse()
         raise AssertionError("an aborted call does not go on")
 
     async def Verify(  # noqa: N802

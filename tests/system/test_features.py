@@ -23,6 +23,7 @@ from services.draft.engine import DraftEngine
 from services.draft.service import DraftServicer
 from services.draft.session import TreeLimits
 from services.target.app import build_engine
+from services.target.control import Control
 from services.target.service import TargetServicer, describe
 from tests.gateway.services import Gateway, until
 from tests.tiny import write_model, write_tokenizer
@@ -88,7 +89,7 @@ def target_service(folder, address, **flags):
 
     def register(server, hub, loop, engine):
         servicer = TargetServicer(hub, loop)
-        servicer.serve(describe(folder, engine, config), engine)
+        servicer.serve(describe(folder, engine, config), engine, Control(engine, folder))
         return servicer.register(server)
 
     coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)

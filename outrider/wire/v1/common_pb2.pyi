@@ -27,6 +27,13 @@ class FeatureFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FEATURE_FORMAT_BFLOAT16: _ClassVar[FeatureFormat]
     FEATURE_FORMAT_FLOAT8_E4M3: _ClassVar[FeatureFormat]
     FEATURE_FORMAT_FLOAT32: _ClassVar[FeatureFormat]
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+    PAUSE_MODE_RETRACT: _ClassVar[PauseMode]
+    PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -39,6 +46,10 @@ FEATURE_FORMAT_UNSPECIFIED: FeatureFormat
 FEATURE_FORMAT_BFLOAT16: FeatureFormat
 FEATURE_FORMAT_FLOAT8_E4M3: FeatureFormat
 FEATURE_FORMAT_FLOAT32: FeatureFormat
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+PAUSE_MODE_RETRACT: PauseMode
+PAUSE_MODE_IN_PLACE: PauseMode
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_tokens", "bias_values")
@@ -193,7 +204,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +212,7 @@ class EngineLoad(_message.Message):
     STEP_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
@@ -208,7 +220,32 @@ class EngineLoad(_message.Message):
     step_microseconds: int
     step_tokens: int
     cached_pages: int
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
+
+class WeightUpdate(_message.Message):
+    __slots__ = ("weight_version", "keep_cache", "abort_all_requests")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEEP_CACHE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_ALL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    keep_cache: bool
+    abort_all_requests: bool
+    def __init__(self, weight_version: _Optional[str] = ..., keep_cache: _Optional[bool] = ..., abort_all_requests: _Optional[bool] = ...) -> None: ...
+
+class WeightFacts(_message.Message):
+    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions")
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_TENSORS_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    RETRACTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    weight_version: str
+    fingerprint: str
+    replaced_tensors: int
+    aborted_sessions: int
+    retracted_sessions: int
+    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model_path", "fingerprint", "architecture", "vocab_size", "vocab_hash", "context_length", "dtype")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/wire/v1/target.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x16\n\x14GetTargetInfoRequest\"\x8d\x02\n\x15GetTargetInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12*\n\x05model\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_running_sessions\x18\x06 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x16\n\x0ekv_cache_dtype\x18\t \x01(\t\"W\n\x18\x43onfigureFeaturesRequest\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.outrider.wire.v1.FeatureSpec\x12\x0e\n\x06\x66usion\x18\x02 \x01(\x0c\"M\n\x19\x43onfigureFeaturesResponse\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x11\n\trow_bytes\x18\x03 \x01(\r\"\x15\n\x13GetTokenizerRequest\":\n\x14GetTokenizerResponse\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x81\x01\n\rVerifyRequest\x12,\n\x05opens\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.OpenSession\x12\x32\n\tproposals\x18\x02 \x01(\x0b\x32\x1f.outrider.wire.v1.ProposalBatch\x12\x0e\n\x06\x63loses\x18\x03 \x01(\x0c\"\x98\x01\n\x0cLogprobBatch\x12\x0f\n\x07\x63ommits\x18\x01 \x01(\x0c\x12\x11\n\tpositions\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x12\n\ntop_counts\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x06 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x0c\"\x80\x02\n\x0eVerifyResponse\x12.\n\x07\x63ommits\x18\x01 \x01(\x0b\x32\x1d.outrider.wire.v1.CommitBatch\x12.\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1e.outrider.wire.v1.SessionError\x12*\n\x04load\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.EngineLoad\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.FeatureBatch\x12\x30\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1e.outrider.wire.v1.LogprobBatch2\x93\x03\n\rTargetService\x12`\n\rGetTargetInfo\x12&.outrider.wire.v1.GetTargetInfoRequest\x1a\'.outrider.wire.v1.GetTargetInfoResponse\x12_\n\x0cGetTokenizer\x12%.outrider.wire.v1.GetTokenizerRequest\x1a&.outrider.wire.v1.GetTokenizerResponse0\x01\x12n\n\x11\x43onfigureFeatures\x12*.outrider.wire.v1.ConfigureFeaturesRequest\x1a+.outrider.wire.v1.ConfigureFeaturesResponse(\x01\x12O\n\x06Verify\x12\x1f.outrider.wire.v1.VerifyRequest\x1a .outrider.wire.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1doutrider/wire/v1/target.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x16\n\x14GetTargetInfoRequest\"\xa5\x02\n\x15GetTargetInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12*\n\x05model\x18\x03 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_running_sessions\x18\x06 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x07 \x01(\r\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x16\n\x0ekv_cache_dtype\x18\t \x01(\t\x12\x16\n\x0eweight_version\x18\n \x01(\t\"^\n\x1cUpdateWeightsFromDiskRequest\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12.\n\x06update\x18\x02 \x01(\x0b\x32\x1e.outrider.wire.v1.WeightUpdate\"O\n\x1dUpdateWeightsFromDiskResponse\x12.\n\x07weights\x18\x01 \x01(\x0b\x32\x1d.outrider.wire.v1.WeightFacts\"a\n\x1eUpdateWeightsFromTensorRequest\x12.\n\x06update\x18\x01 \x01(\x0b\x32\x1e.outrider.wire.v1.WeightUpdate\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"Q\n\x1fUpdateWeightsFromTensorResponse\x12.\n\x07weights\x18\x01 \x01(\x0b\x32\x1d.outrider.wire.v1.WeightFacts\"\x13\n\x11\x46lushCacheRequest\"\x14\n\x12\x46lushCacheResponse\"C\n\x16PauseGenerationRequest\x12)\n\x04mode\x18\x01 \x01(\x0e\x32\x1b.outrider.wire.v1.PauseMode\"3\n\x17PauseGenerationResponse\x12\x18\n\x10\x61\x62orted_sessions\x18\x01 \x01(\r\"\x1b\n\x19\x43ontinueGenerationRequest\"\x1c\n\x1a\x43ontinueGenerationResponse\"W\n\x18\x43onfigureFeaturesRequest\x12+\n\x04spec\x18\x01 \x01(\x0b\x32\x1d.outrider.wire.v1.FeatureSpec\x12\x0e\n\x06\x66usion\x18\x02 \x01(\x0c\"M\n\x19\x43onfigureFeaturesResponse\x12\x0e\n\x06layers\x18\x01 \x03(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\x11\n\trow_bytes\x18\x03 \x01(\r\"\x15\n\x13GetTokenizerRequest\":\n\x14GetTokenizerResponse\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x81\x01\n\rVerifyRequest\x12,\n\x05opens\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.OpenSession\x12\x32\n\tproposals\x18\x02 \x01(\x0b\x32\x1f.outrider.wire.v1.ProposalBatch\x12\x0e\n\x06\x63loses\x18\x03 \x01(\x0c\"\x98\x01\n\x0cLogprobBatch\x12\x0f\n\x07\x63ommits\x18\x01 \x01(\x0c\x12\x11\n\tpositions\x18\x02 \x01(\x0c\x12\x14\n\x0ctoken_counts\x18\x03 \x01(\x0c\x12\x12\n\ntop_counts\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\x12\n\ntop_tokens\x18\x06 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x0c\"\x80\x02\n\x0eVerifyResponse\x12.\n\x07\x63ommits\x18\x01 \x01(\x0b\x32\x1d.outrider.wire.v1.CommitBatch\x12.\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1e.outrider.wire.v1.SessionError\x12*\n\x04load\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.EngineLoad\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.FeatureBatch\x12\x30\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1e.outrider.wire.v1.LogprobBatch2\xc2\x07\n\rTargetService\x12`\n\rGetTargetInfo\x12&.outrider.wire.v1.GetTargetInfoRequest\x1a\'.outrider.wire.v1.GetTargetInfoResponse\x12_\n\x0cGetTokenizer\x12%.outrider.wire.v1.GetTokenizerRequest\x1a&.outrider.wire.v1.GetTokenizerResponse0\x01\x12n\n\x11\x43onfigureFeatures\x12*.outrider.wire.v1.ConfigureFeaturesRequest\x1a+.outrider.wire.v1.ConfigureFeaturesResponse(\x01\x12x\n\x15UpdateWeightsFromDisk\x12..outrider.wire.v1.UpdateWeightsFromDiskRequest\x1a/.outrider.wire.v1.UpdateWeightsFromDiskResponse\x12\x80\x01\n\x17UpdateWeightsFromTensor\x12\x30.outrider.wire.v1.UpdateWeightsFromTensorRequest\x1a\x31.outrider.wire.v1.UpdateWeightsFromTensorResponse(\x01\x12W\n\nFlushCache\x12#.outrider.wire.v1.FlushCacheRequest\x1a$.outrider.wire.v1.FlushCacheResponse\x12\x66\n\x0fPauseGeneration\x12(.outrider.wire.v1.PauseGenerationRequest\x1a).outrider.wire.v1.PauseGenerationResponse\x12o\n\x12\x43ontinueGeneration\x12+.outrider.wire.v1.ContinueGenerationRequest\x1a,.outrider.wire.v1.ContinueGenerationResponse\x12O\n\x06Verify\x12\x1f.outrider.wire.v1.VerifyRequest\x1a .outrider.wire.v1.VerifyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,21 +35,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETTARGETINFOREQUEST']._serialized_start=82
   _globals['_GETTARGETINFOREQUEST']._serialized_end=104
   _globals['_GETTARGETINFORESPONSE']._serialized_start=107
-  _globals['_GETTARGETINFORESPONSE']._serialized_end=376
-  _globals['_CONFIGUREFEATURESREQUEST']._serialized_start=378
-  _globals['_CONFIGUREFEATURESREQUEST']._serialized_end=465
-  _globals['_CONFIGUREFEATURESRESPONSE']._serialized_start=467
-  _globals['_CONFIGUREFEATURESRESPONSE']._serialized_end=544
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=546
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=567
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=569
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=627
-  _globals['_VERIFYREQUEST']._serialized_start=630
-  _globals['_VERIFYREQUEST']._serialized_end=759
-  _globals['_LOGPROBBATCH']._serialized_start=762
-  _globals['_LOGPROBBATCH']._serialized_end=914
-  _globals['_VERIFYRESPONSE']._serialized_start=917
-  _globals['_VERIFYRESPONSE']._serialized_end=1173
-  _globals['_TARGETSERVICE']._serialized_start=1176
-  _globals['_TARGETSERVICE']._serialized_end=1579
+  _globals['_GETTARGETINFORESPONSE']._serialized_end=400
+  _globals['_UPDATEWEIGHTSFROMDISKREQUEST']._serialized_start=402
+  _globals['_UPDATEWEIGHTSFROMDISKREQUEST']._serialized_end=496
+  _globals['_UPDATEWEIGHTSFROMDISKRESPONSE']._serialized_start=498
+  _globals['_UPDATEWEIGHTSFROMDISKRESPONSE']._serialized_end=577
+  _globals['_UPDATEWEIGHTSFROMTENSORREQUEST']._serialized_start=579
+  _globals['_UPDATEWEIGHTSFROMTENSORREQUEST']._serialized_end=676
+  _globals['_UPDATEWEIGHTSFROMTENSORRESPONSE']._serialized_start=678
+  _globals['_UPDATEWEIGHTSFROMTENSORRESPONSE']._serialized_end=759
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=761
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=780
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=782
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=802
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=804
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=871
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=873
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=924
+  _globals['_CONTINUEGENERATIONREQUEST']._serialized_start=926
+  _globals['_CONTINUEGENERATIONREQUEST']._serialized_end=953
+  _globals['_CONTINUEGENERATIONRESPONSE']._serialized_start=955
+  _globals['_CONTINUEGENERATIONRESPONSE']._serialized_end=983
+  _globals['_CONFIGUREFEATURESREQUEST']._serialized_start=985
+  _globals['_CONFIGUREFEATURESREQUEST']._serialized_end=1072
+  _globals['_CONFIGUREFEATURESRESPONSE']._serialized_start=1074
+  _globals['_CONFIGUREFEATURESRESPONSE']._serialized_end=1151
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1153
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1174
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1176
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1234
+  _globals['_VERIFYREQUEST']._serialized_start=1237
+  _globals['_VERIFYREQUEST']._serialized_end=1366
+  _globals['_LOGPROBBATCH']._serialized_start=1369
+  _globals['_LOGPROBBATCH']._serialized_end=1521
+  _globals['_VERIFYRESPONSE']._serialized_start=1524
+  _globals['_VERIFYRESPONSE']._serialized_end=1780
+  _globals['_TARGETSERVICE']._serialized_start=1783
+  _globals['_TARGETSERVICE']._serialized_end=2745
 # @@protoc_insertion_point(module_scope)

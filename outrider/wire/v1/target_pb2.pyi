@@ -12,7 +12,7 @@ class GetTargetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetTargetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype")
+    __slots__ = ("protocol_version", "software_version", "model", "eos_token_ids", "max_session_tokens", "max_running_sessions", "max_draft_tokens", "page_size", "kv_cache_dtype", "weight_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class GetTargetInfoResponse(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     software_version: str
     model: _common_pb2.ModelInfo
@@ -31,7 +32,64 @@ class GetTargetInfoResponse(_message.Message):
     max_draft_tokens: int
     page_size: int
     kv_cache_dtype: str
-    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
+    weight_version: str
+    def __init__(self, protocol_version: _Optional[int] = ..., software_version: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_session_tokens: _Optional[int] = ..., max_running_sessions: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_version: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsFromDiskRequest(_message.Message):
+    __slots__ = ("folder", "update")
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    update: _common_pb2.WeightUpdate
+    def __init__(self, folder: _Optional[str] = ..., update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ...) -> None: ...
+
+class UpdateWeightsFromDiskResponse(_message.Message):
+    __slots__ = ("weights",)
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    weights: _common_pb2.WeightFacts
+    def __init__(self, weights: _Optional[_Union[_common_pb2.WeightFacts, _Mapping]] = ...) -> None: ...
+
+class UpdateWeightsFromTensorRequest(_message.Message):
+    __slots__ = ("update", "content")
+    UPDATE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    update: _common_pb2.WeightUpdate
+    content: bytes
+    def __init__(self, update: _Optional[_Union[_common_pb2.WeightUpdate, _Mapping]] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class UpdateWeightsFromTensorResponse(_message.Message):
+    __slots__ = ("weights",)
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    weights: _common_pb2.WeightFacts
+    def __init__(self, weights: _Optional[_Union[_common_pb2.WeightFacts, _Mapping]] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PauseGenerationRequest(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: _common_pb2.PauseMode
+    def __init__(self, mode: _Optional[_Union[_common_pb2.PauseMode, str]] = ...) -> None: ...
+
+class PauseGenerationResponse(_message.Message):
+    __slots__ = ("aborted_sessions",)
+    ABORTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    aborted_sessions: int
+    def __init__(self, aborted_sessions: _Optional[int] = ...) -> None: ...
+
+class ContinueGenerationRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ContinueGenerationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ConfigureFeaturesRequest(_message.Message):
     __slots__ = ("spec", "fusion")

@@ -49,6 +49,31 @@ class TargetServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeightsFromDisk = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/UpdateWeightsFromDisk',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromDiskRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromDiskResponse.FromString,
+                _registered_method=True)
+        self.UpdateWeightsFromTensor = channel.stream_unary(
+                '/outrider.wire.v1.TargetService/UpdateWeightsFromTensor',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/FlushCache',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.PauseGeneration = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/PauseGeneration',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.PauseGenerationRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.PauseGenerationResponse.FromString,
+                _registered_method=True)
+        self.ContinueGeneration = channel.unary_unary(
+                '/outrider.wire.v1.TargetService/ContinueGeneration',
+                request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.FromString,
+                _registered_method=True)
         self.Verify = channel.stream_stream(
                 '/outrider.wire.v1.TargetService/Verify',
                 request_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
@@ -81,6 +106,42 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeightsFromDisk(self, request, context):
+        """Replaces all weights by those of a folder. Everything is checked first: FAILED_PRECONDITION says what does not fit,
+        and nothing has changed then. Takes place between two steps.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateWeightsFromTensor(self, request_iterator, context):
+        """Replaces some or all weights by tensors that come in parts. Checked and done as above, once all have come.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Drops cached prefixes. INVALID_ARGUMENT while sessions run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PauseGeneration(self, request, context):
+        """Stops taking steps. Pausing again only changes what becomes of sessions.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ContinueGeneration(self, request, context):
+        """Goes on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Verify(self, request_iterator, context):
         """One stream for all sessions of a gateway. When it ends, its sessions end.
         """
@@ -105,6 +166,31 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.ConfigureFeatures,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesResponse.SerializeToString,
+            ),
+            'UpdateWeightsFromDisk': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeightsFromDisk,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromDiskRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromDiskResponse.SerializeToString,
+            ),
+            'UpdateWeightsFromTensor': grpc.stream_unary_rpc_method_handler(
+                    servicer.UpdateWeightsFromTensor,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'PauseGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.PauseGeneration,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.PauseGenerationRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.PauseGenerationResponse.SerializeToString,
+            ),
+            'ContinueGeneration': grpc.unary_unary_rpc_method_handler(
+                    servicer.ContinueGeneration,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.SerializeToString,
             ),
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
@@ -193,6 +279,141 @@ class TargetService:
             '/outrider.wire.v1.TargetService/ConfigureFeatures',
             outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_target__pb2.ConfigureFeaturesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeightsFromDisk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/UpdateWeightsFromDisk',
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromDiskRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromDiskResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeightsFromTensor(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/outrider.wire.v1.TargetService/UpdateWeightsFromTensor',
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.UpdateWeightsFromTensorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/FlushCache',
+            outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PauseGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/PauseGeneration',
+            outrider_dot_wire_dot_v1_dot_target__pb2.PauseGenerationRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.PauseGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ContinueGeneration(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.TargetService/ContinueGeneration',
+            outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_target__pb2.ContinueGenerationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,134 @@
+"""Control of a target that runs: new weights, a flush of the cache, a pause. All of it between two steps.
+
+    update      prefixes and what sessions have computed belong to the old weights, so both go; sessions are computed
+                anew and continue with the new ones, unless they are aborted, or told to keep what they have
+    flush       only while no session runs
+    pause       no steps; sessions end, give their pages back, or stay as they are
+
+What does not fit is refused before anything changes. What fails later, such as a disk in the midst of reading, leaves
+a model of two halves: then the process ends, and begins anew with the weights of its flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from outrider import checkpoint
+from outrider.errors import EngineFault, InvalidRequest
+from services.target.engine import TargetEngine
+from services.target.weights import Folder, Incoming, check
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Update:
+    """How new weights are taken over. weight_version: their label; None leaves it as it is."""
+
+    weight_version: str | None = None
+    keep_cache: bool = False
+    abort_all_requests: bool = False
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that are there, and what the last change did. Fields as in the wire's WeightFacts."""
+
+    weight_version: str
+    fingerprint: str
+    replaced: int = 0
+    aborted: int = 0
+    retracted: int = 0
+
+
+class Control:
+    """Changes one engine. What takes `in_engine` is called there; the rest may run anywhere, for it changes nothing."""
+
+    def __init__(self, engine: TargetEngine, folder: Path, *, trust_remote_code: bool = False) -> None:
+        """folder: what the engine was started with. Its headers are read now, for it may be gone later."""
+        loaded = Folder(folder, trust_remote_code)
+        self._engine = engine
+        self._trust_remote_code = trust_remote_code
+        self._settings = loaded.settings
+        self._shapes = dict(engine.model.runner.weights())
+        self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys())
+        self.weights = Weights(engine.weight_version, checkpoint.fingerprint(folder))
+
+    # --- weights ---
+
+    def read_folder(self, path: str) -> Folder:
+        """A folder's checkpoint, checked against the model. Raises ConfigError."""
+        folder = Folder(checkpoint.resolve(path), self._trust_remote_code)
+        folder.check_settings(self._settings)
+        check(folder.entries, self._shapes, self._ignored, whole=True)
+        return folder
+
+    def incoming(self) -> Incoming:
+        """Where tensors arrive that are sent in parts."""
+        return Incoming(self._shapes)
+
+    def update_from_folder(self, folder: Folder, update: Update) -> Weights:
+        """In the engine thread: take a checked folder's weights over. Raises EngineFault."""
+        return self._update(folder.tensors(self._shapes), checkpoint.fingerprint(folder.path), update)
+
+    def update_from_tensors(self, incoming: Incoming, update: Update) -> Weights:
+        """In the engine thread: take checked tensors over. Raises EngineFault."""
+        digest = hashlib.sha256(self.weights.fingerprint.encode() + incoming.digest)
+        return self._update([incoming.tensors()], digest.hexdigest()[:16], update)
+
+    def _update(self, shards: Iterable[Mapping[str, Tensor]], fingerprint: str, update: Update) -> Weights:
+        engine, start, replaced = self._engine, time.perf_counter(), 0
+        aborted = engine.abort() if update.abort_all_requests else 0
+        retracted = 0 if update.keep_cache else engine.scheduler.retract()
+        try:
+            for tensors in shards:
+                engine.model.runner.update(tensors)
+                replaced += len(tensors)
+        except Exception as error:
+            raise EngineFault(f"the weights are changed in part, so the target starts anew: {error}") from error
+        if not update.keep_cache:
+            engine.flush()
+        if update.weight_version is not None:
+            engine.weight_version = update.weight_version
+        self.weights = Weights(engine.weight_version, fingerprint, replaced, aborted, retracted)
+        log.info(
+            "weights \"%s\": %d tensors replaced in %.2f s; %d sessions aborted, %d computed anew",
+            engine.weight_version, replaced, time.perf_counter() - start, aborted, retracted,
+        )  # fmt: skip
+        return self.weights
+
+    # --- cache and pauses, in the engine thread ---
+
+    def flush_cache(self) -> None:
+        """Drop cached prefixes. Raises InvalidRequest while sessions run, or could at any moment."""
+        scheduler = self._engine.scheduler
+        if scheduler.running or (len(scheduler) and not self._engine.paused):
+            raise InvalidRequest(
+                f"the cache cannot be flushed while {len(scheduler)} requests are under way; "
+                "pause with mode abort or retract, or try again later"
+            )
+        self._engine.flush()
+
+    def pause(self, mode: str) -> int:
+        """Stop taking steps. mode: abort, retract or in_place. Returns how many sessions were ended."""
+        modes: dict[str, Callable[[], int]] = {
+            "abort": self._engine.abort,
+            "retract": self._engine.scheduler.retract,
+            "in_place": lambda: 0,
+        }
+        count = modes[mode]()
+        self._engine.paused = True
+        log.info("paused: %s", mode)
+        return count if mode == "abort" else 0
+
+    def proceed(self) -> None:
+        """Take steps again."""
+        self._engine.paused = False
+        log.info("going on")

@@ -1,0 +1,296 @@
+"""Control of a target that runs: afterwards it is what a target is that was started with the new weights."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from outrider.errors import ConfigError, EngineFault, InvalidRequest
+from outrider.serving.features import FeatureFormat, FeatureSpec, decode
+from outrider.speculation.proposal import FinishReason
+from outrider.speculation.sampling import SamplingParams
+from services.target.control import Control, Update
+from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
+from tests.tiny import VOCAB, write_model
+
+PROMPTS = [[5, 6, 7], list(range(30, 75)), [9] * 20, [200]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one architecture."""
+    base = tmp_path_factory.mktemp("weights")
+    return [write_model(base / str(seed), seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def texts(folders):
+    """What freshly started targets say, by checkpoint and temperature."""
+    return {
+        (i, t): run(engine_of(load_model(folder)), requests(t)).new
+        for i, folder in enumerate(folders)
+        for t in (0.0, 1.0)
+    }
+
+
+def requests(temperature, **options):
+    params = SamplingParams(temperature, seed=4)
+    return [opening(i, prompt, params, max_tokens=30, **options) for i, prompt in enumerate(PROMPTS, start=1)]
+
+
+def started(folder, **flags):
+    engine = engine_of(load_model(folder), **flags)
+    return engine, Control(engine, folder)
+
+
+def knowing(new):
+    """Hints of somebody who knows the text `new`, among others."""
+
+    def hints(session_id, path):
+        rng = np.random.default_rng(len(path))
+        done = len(path) - len(PROMPTS[session_id - 1])
+        ahead = chain(session_id, path, new[session_id][done : done + 3])
+        return [random_tree(rng, session_id, path, VOCAB, 5), ahead]
+
+    return hints
+
+
+def step(engine, tokens, hints):
+    """One step with hints; tokens of each session grow."""
+    for session_id, path in tokens.items():
+        engine.receive(hints(session_id, path), ())
+    output = engine.step()
+    assert not output.failures
+    for commit in output.commits:
+        assert commit.base_length == len(tokens[commit.session_id])
+        tokens[commit.session_id] += commit.tokens.tolist()
+    return output
+
+
+def in_parts(control, content, size=1000):
+    incoming = control.incoming()
+    for start in range(0, len(content), size):
+        incoming.add(content[start : start + size])
+    incoming.finish()
+    return incoming
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+def test_text_after_an_update_is_that_of_the_new_weights(folders, texts, way, temperature):
+    engine, control = started(folders[0], page_size=4)
+    old, new = texts[0, temperature], texts[1, temperature]
+    assert run(engine, requests(temperature), knowing(old)).new == old  # and its prefixes are cached
+    if way == "folder":
+        said = control.update_from_folder(control.read_folder(str(folders[1])), Update("two"))
+        assert said.fingerprint == Control(engine_of(load_model(folders[1])), folders[1]).weights.fingerprint
+    else:
+        tensors = load_file(folders[1] / "model.safetensors")
+        names = sorted(tensors)
+        for part in (names[::3], names[1::3], names[2::3]):
+            content = save({name: tensors[name] for name in part})
+            said = control.update_from_tensors(in_parts(control, content), Update("two"))
+            assert said.replaced == len(part)
+    assert said.weight_version == engine.load().weight_version == "two"
+    after = run(engine, requests(temperature), knowing(new))
+    assert after.new == new
+    assert after.accepted > 60
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sessions_go_on_as_if_they_had_been_opened_anew(folders, texts, temperature):
+    """What they say next is what a target with the new weights says to prompt and committed tokens."""
+    engine, control = started(folders[0], page_size=4)
+    opened = requests(temperature)
+    tokens = {request.session_id: request.tokens.tolist() for request in opened}
+    for request in opened:
+        engine.open(request)
+    for _ in range(4):
+        step(engine, tokens, knowing(texts[0, temperature]))
+    before = {i: list(path) for i, path in tokens.items()}
+    said = control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    assert (said.retracted, said.aborted, said.weight_version) == (4, 0, "default")
+    while not engine.idle:
+        step(engine, tokens, knowing(texts[1, temperature]))
+        engine.check()
+    again = [replace(r, tokens=np.array(before[r.session_id], np.uint32)) for r in opened]
+    fresh = run(engine_of(load_model(folders[1])), again)
+    assert {i: path[len(before[i]) :] for i, path in tokens.items()} == fresh.new
+
+
+def test_requests_can_be_aborted_by_an_update(folders, texts):
+    engine, control = started(folders[0])
+    for request in requests(0.0):
+        engine.open(request)
+    engine.step()
+    said = control.update_from_folder(control.read_folder(str(folders[1])), Update(abort_all_requests=True))
+    assert (said.aborted, said.retracted) == (4, 0)
+    assert not engine.idle
+    output = engine.step()
+    assert [(c.session_id, len(c.tokens), c.finish_reason) for c in output.commits] == [
+        (i, 0, FinishReason.ABORT) for i in (1, 2, 3, 4)
+    ]
+    assert engine.idle
+    engine.check()
+    assert run(engine, requests(0.0)).new == texts[1, 0.0]
+
+
+def test_features_after_an_update_are_those_of_the_new_weights(folders):
+    spec = FeatureSpec((1, 2), format=FeatureFormat.FLOAT32)
+
+    def rows(engine, session_id):
+        engine.features.configure(1, spec, b"")
+        engine.open(replace(opening(session_id, PROMPTS[1], max_tokens=4), feature_spec=1))
+        blocks = []
+        while not engine.idle:
+            blocks += engine.step().features
+        return np.concatenate([decode(block.rows, spec.format) for block in blocks])
+
+    engine, control = started(folders[0], page_size=4)
+    old = rows(engine, 1)
+    assert np.array_equal(rows(engine, 2)[:44], old[:44])  # from cached pages
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    new = rows(engine, 3)
+    assert np.allclose(new, rows(engine_of(load_model(folders[1])), 1), atol=1e-3)
+    assert not np.allclose(new[:44], old[:44], atol=1e-1)
+
+
+def test_a_sharded_folder_in_half_width_is_taken_as_well(folders, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    engine, control = started(folders[0])
+    control.update_from_folder(control.read_folder(str(tmp_path)), Update())
+    fresh = engine_of(load_model(tmp_path))
+    assert run(engine, requests(0.0)).new == run(fresh, requests(0.0)).new
+
+
+# --- a bad update changes nothing, and says why ---
+
+
+def spoilt(folder, target, **changes):
+    """A copy of a checkpoint with other tensors; None leaves one out."""
+    shutil.copytree(folder, target)
+    tensors = {k: v for k, v in (load_file(folder / "model.safetensors") | changes).items() if v is not None}
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({NORM: None}, "missing.*model.norm.weight"),
+    ({NORM: torch.ones(47)}, r"shape \[47\]; the model's has \[48\]"),
+    ({"model.extra": torch.ones(1)}, "no tensors of these names: model.extra"),
+    ({NORM: torch.ones(48, dtype=torch.int32)}, "type I32"),
+])  # fmt: skip
+def test_what_does_not_fit_changes_nothing(folders, texts, tmp_path, changes, words):
+    engine, control = started(folders[0])
+    with pytest.raises(ConfigError, match=words):
+        control.read_folder(str(spoilt(folders[1], tmp_path / "spoilt", **changes)))
+    if None not in changes.values():
+        with pytest.raises(ConfigError, match=words):
+            in_parts(control, save(changes))
+    assert control.weights.weight_version == "default"
+    assert run(engine, requests(0.0)).new == texts[0, 0.0]
+
+
+def test_folders_that_are_not_whole_or_compute_otherwise_are_refused(folders, tmp_path):
+    _, control = started(folders[0])
+    short = spoilt(folders[1], tmp_path / "short")
+    data = (short / "model.safetensors").read_bytes()
+    for content, words in ((data[:-5], "not complete"), (data[:20], "no safetensors"), (b"x" * 99, "no safetensors")):
+        (short / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            control.read_folder(str(short))
+    other = spoilt(folders[1], tmp_path / "other")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match=r"rms_norm_eps: 0\.5"):
+        control.read_folder(str(other))
+    with pytest.raises(ConfigError, match="no folder"):
+        control.read_folder(str(tmp_path / "nowhere"))
+
+
+def test_streams_that_are_not_whole_are_refused(folders):
+    _, control = started(folders[0])
+    content = save({NORM: torch.ones(48)})
+    for data, words in (
+        (content[:-1], "less"),
+        (content + b"1", "more"),
+        (content[:20], "less"),
+        (b"\xff" * 30, "no safe"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            in_parts(control, data)
+
+
+def test_a_disk_that_fails_in_the_midst_ends_the_engine(folders, tmp_path):
+    _, control = started(folders[0])
+    folder = control.read_folder(str(spoilt(folders[1], tmp_path / "gone")))
+    shutil.rmtree(tmp_path / "gone")
+    (tmp_path / "gone").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "gone" / name).write_bytes((folders[1] / name).read_bytes()[:5000])
+    with pytest.raises(EngineFault, match="in part"):
+        control.update_from_folder(folder, Update())
+
+
+# --- pauses and flushes ---
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_no_token(folders, texts, mode):
+    engine, control = started(folders[0], page_size=4)
+    tokens = {request.session_id: request.tokens.tolist() for request in requests(1.0)}
+    for request in requests(1.0)[:3]:
+        engine.open(request)
+    for _ in range(4):
+        step(engine, tokens, knowing(texts[0, 1.0]))
+    assert control.pause(mode) == 0
+    assert engine.idle
+    engine.open(requests(1.0)[3])  # it waits
+    assert engine.idle
+    assert engine.scheduler.running == (0 if mode == "retract" else 3)
+    engine.check()
+    control.proceed()
+    while not engine.idle:
+        step(engine, tokens, knowing(texts[0, 1.0]))
+    assert {i: path[len(PROMPTS[i - 1]) :] for i, path in tokens.items()} == texts[0, 1.0]
+
+
+def test_a_pause_can_abort(folders):
+    engine, control = started(folders[0])
+    for request in requests(0.0):
+        engine.open(request)
+    engine.step()
+    assert control.pause("abort") == 4
+    assert [commit.finish_reason for commit in engine.step().commits] == [FinishReason.ABORT] * 4
+    assert engine.idle
+    engine.open(opening(9, [5, 6], GREEDY, max_tokens=2))
+    assert engine.idle
+    control.proceed()
+    assert not engine.idle
+    engine.step()
+
+
+def test_the_cache_is_flushed_only_while_nothing_runs(folders):
+    engine, control = started(folders[0], page_size=4)
+    run(engine, requests(0.0))
+    assert len(engine.scheduler.prefix) > 0
+    engine.open(requests(0.0)[0])
+    for act in (lambda: None, engine.step, lambda: control.pause("in_place")):
+        act()
+        with pytest.raises(InvalidRequest, match="under way"):
+            control.flush_cache()
+    control.pause("retract")
+    control.flush_cache()
+    assert len(engine.scheduler.prefix) == 0
+    engine.check()
