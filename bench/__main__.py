@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-BENCHMARKS = {"streams": "bench.streams.run", "system": "bench.system"}
+BENCHMARKS = {"streams": "bench.streams.run", "system": "bench.system", "gpu": "bench.gpu"}
 
 
 def main() -> None:

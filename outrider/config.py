@@ -67,6 +67,10 @@ class KernelOptions:
     """Numbers of sessions to capture steps for; with --speculative-num-draft-tokens N also with N rows each."""
     disable_cuda_graph_padding: bool = False
     """Replay captured steps of exactly the right size only."""
+    enable_torch_compile: bool = False
+    """Compile the layers for captured steps with torch.compile; takes minutes at start-up."""
+    torch_compile_max_bs: int = 32
+    """Most sessions of a compiled step."""
 
 
 @dataclass(frozen=True)

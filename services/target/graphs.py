@@ -225,9 +225,18 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
             raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out")
         if config.attention_backend == "torch_native":
             raise ConfigError(f"{flag} needs --attention-backend triton; torch_native cannot be captured")
-    if device.type != "cuda" or config.disable_cuda_graph or runner.planner is GroupedAttention:
-        return runner
-    return GraphRunner(runner, sizes(config), CudaCapturer(), padding=not config.disable_cuda_graph_padding)
+    if config.torch_compile_max_bs < 1:
+        raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
+    captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
+    rows, padding = sizes(config), not config.disable_cuda_graph_padding
+    if config.enable_torch_compile:
+        from services.target.compiled import compiled
+
+        most = config.torch_compile_max_bs * (config.speculative_num_draft_tokens or 1)
+        runner = compiled(runner, most)
+        if not captured:  # compiled programs want fixed sizes all the same
+            return GraphRunner(runner, [count for count in rows if count <= most], direct, padding=padding)
+    return GraphRunner(runner, rows, CudaCapturer(), padding=padding) if captured else runner
 
 
 def sizes(config: TargetConfig) -> list[int]:

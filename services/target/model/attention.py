@@ -119,18 +119,59 @@ def _forward(
     if position_bias is not None or attention_mask is not None:
         raise ConfigError("the model's attention has a bias or mask of its own, which is not supported")
     folded = latent.of(module)
-    call = Call(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
-        q=(query[0] if folded is None else folded.queries(query[0])).transpose(0, 1),
-        k=key[0].transpose(0, 1),
-        v=value[0].transpose(0, 1),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    attended = _context.get().attend(call)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q = query[0] if folded is None else folded.queries(query[0])
+    k, v = key[0], value[0]
+    if torch.compiler.is_compiling():
+        layer = module.outrider_layer  # see compiled.py
+        attended = torch.ops.outrider.attend(q, k, v, layer, scaling, sliding_window, softcap, s_aux)
+    else:
+        attended = _attend(q, k, v, int(module.layer_idx), scaling, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
     return (attended if folded is None else folded.values(attended))[None], None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q: [heads, T, D]; k, v: [kv_heads, T, D or Dv]. Returns [T, heads, Dv]."""
+    call = Call(
+        layer=layer,
+        q=q.transpose(0, 1),
+        k=k.transpose(0, 1),
+        v=v.transpose(0, 1),
+        scaling=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return _context.get().attend(call)
+
+
+@torch.library.custom_op("outrider::attend", mutates_args=())
+def _opaque(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Tensor,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`_attend` as one operation of compiled programs. layer: on the host."""
+    return _attend(q, k, v, int(layer), scaling, window, softcap, sinks).contiguous()
+
+
+@_opaque.register_fake
+def _(q: Tensor, _: Tensor, v: Tensor, *__: Any) -> Tensor:
+    return q.new_empty(q.shape[1], q.shape[0], v.shape[2])
 
 
 AttentionInterface.register(NAME, _forward)

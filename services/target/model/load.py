@@ -46,7 +46,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     support.check_vocabulary(folder, vocab_size)
     if config.tp_size == 1:
         latent.install(module)
-        pack(module)
+        if not config.enable_torch_compile:
+            pack(module)
     probe = _probe(module, device)
     assert probe.dtype is not None
     model = Model(

@@ -1,0 +1,347 @@
+"""The target on a GPU: a step of an 8-billion-parameter model against the memory it must read.
+
+The model has the dimensions of Llama-3-8B and random weights, made on the device. The floor of a step is the time in
+which its weights and the keys and values of its sessions can be read. Timed are whole steps on the host's clock: tables
+made and sent, the forward pass, the tokens drawn and brought back.
+
+    step      plain decoding and verification by sessions and context, captured or not, compiled or not
+    engine    steps of the whole engine, whose planning and settling come on top
+    attention the kernel alone, against its own floor, by tile
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from bench.report import Report
+from outrider.config import TargetConfig
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.messages import OpenSession
+from outrider.serving.scheduler import Chunk
+from outrider.serving.session import Session
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
+from services.target import sampler
+from services.target.batch import Work, build
+from services.target.engine import TargetEngine
+from services.target.graphs import CudaCapturer, GraphRunner, direct
+from services.target.kernels import choose
+from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.model import attention
+from services.target.model.base import Model, Runner
+from services.target.model.modules import ModuleRunner
+
+PAGE = 16
+VERIFIED = 16  # rows of a session in a step of verification, the root included
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured. cells: sessions and tokens of context each; compiled: cells that are measured compiled too."""
+
+    hidden: int = 4096
+    inner: int = 14336
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    vocab: int = 128256
+    cells: tuple[tuple[int, int], ...] = (
+        (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (16, 1024), (16, 8192), (16, 32768), (64, 1024),
+        (64, 8192),
+    )  # fmt: skip
+    compiled: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (16, 1024))
+    verify_up_to: int = 16  # sessions
+    engine_sessions: tuple[int, ...] = (1, 16, 64)
+    repeats: int = 20
+
+
+TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure, and write docs/benchmarks/gpu.*."""
+    parser = argparse.ArgumentParser(prog="python -m bench gpu", description=__doc__)
+    parser.add_argument("--parts", nargs="+", default=["step", "engine", "attention"], help="what to measure")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that this program works")
+    flags = parser.parse_args(argv)
+    if not flags.tiny and not torch.cuda.is_available():
+        raise SystemExit("there is no GPU on this machine; --tiny shows that this program works")
+    report = Report("gpu", "The target on a GPU: steps of a model of 8 billion parameters")
+    Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report).run(flags.parts)
+    if not flags.tiny:
+        report.write()
+
+
+class Bench:
+    """One run over a report. A part that fails is told and left out, so that the others are not lost."""
+
+    def __init__(self, size: Size, device: torch.device, report: Report) -> None:
+        self.size, self.device, self.report = size, device, report
+        self.shape = LayerShape(size.kv_heads, size.hidden // size.heads, size.hidden // size.heads)
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.bandwidth = read_bandwidth(device)
+        report.notes.append(f"Measured read bandwidth: {self.bandwidth / 1e9:,.0f} GB/s.")
+        report.columns = ("what", "how", "sessions", "rows", "context", "ms", "floor ms", "of floor", "to plain")
+
+    def run(self, parts: Sequence[str]) -> None:
+        """Measure parts by name."""
+        with torch.inference_mode():
+            if "step" in parts or "engine" in parts:
+                with self.failing("model"):
+                    module = self.module()
+                    for part in ("step", "engine"):
+                        if part in parts:
+                            getattr(self, part)(module)
+                    del module
+                gc.collect()
+            if "attention" in parts:
+                self.attention()
+
+    @contextlib.contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """What fails inside is told in the report."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.report.notes.append(f"{what} failed: {str(error).splitlines()[0] if str(error) else repr(error)}")
+
+    def module(self) -> Any:
+        """A random model on the device."""
+        size = self.size
+        config = AutoConfig.for_model(
+            "llama", vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.inner,
+            num_hidden_layers=size.layers, num_attention_heads=size.heads, num_key_value_heads=size.kv_heads,
+            max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            rms_norm_eps=1e-5, tie_word_embeddings=False,
+        )  # fmt: skip
+        with self.device:
+            module = AutoModelForCausalLM.from_config(config, dtype=self.dtype, attn_implementation=attention.NAME)
+        return module.eval().requires_grad_(False)
+
+    # --- steps ---
+
+    def step(self, module: Any) -> None:
+        """Plain steps and verification."""
+        size = self.size
+        tokens = max(count * (context + 2 * VERIFIED) for count, context in size.cells)
+        pages = -(-tokens // PAGE) + 2 * max(count for count, _ in size.cells)
+        cache = KVCache([self.shape] * size.layers, pages, PAGE, self.dtype, self.device)
+        for pool in (*cache.keys, *cache.values):
+            pool.zero_()
+        read = sum(p.numel() * p.element_size() for p in module.parameters())
+        read -= module.get_input_embeddings().weight.numel() * self.dtype.itemsize
+        runner = ModuleRunner(module, choose("auto", self.device))
+        rows = {count for count, _ in size.cells}
+        rows |= {count * VERIFIED for count in rows if count <= size.verify_up_to}
+        captured = self.captured(runner, sorted(rows), cache)
+        hows: list[tuple[str, Runner, tuple[tuple[int, int], ...]]] = [
+            ("eager", runner, size.cells[:1]), ("graph", captured, size.cells)
+        ]  # fmt: skip
+        for how, run, cells in hows:
+            for count, context in cells:
+                with self.failing(f"{how}, {count} sessions, {context} tokens"):
+                    self.cell(how, run, cache, read, count, context)
+        if not size.compiled:
+            return
+        with self.failing("torch.compile"):
+            from services.target.compiled import compiled
+
+            rows = {count for count, _ in size.compiled} | {count * VERIFIED for count, _ in size.compiled}
+            fast = self.captured(compiled(runner, max(rows)), sorted(rows), cache)
+            for count, context in size.compiled:
+                self.cell("graph, compiled", fast, cache, read, count, context)
+
+    def captured(self, runner: ModuleRunner, rows: Sequence[int], cache: KVCache) -> GraphRunner:
+        """The runner with captured steps."""
+        capturer = CudaCapturer() if self.device.type == "cuda" else direct
+        graphs = GraphRunner(runner, rows, capturer)
+        start = time.perf_counter()
+        graphs.capture(cache, self.device)
+        self.report.notes.append(f"{len(rows)} steps were captured in {time.perf_counter() - start:.1f} s.")
+        return graphs
+
+    def cell(self, how: str, runner: Runner, cache: KVCache, read: int, count: int, context: int) -> None:
+        """A plain step, and one of verification, of so many sessions."""
+        plain = 0.0
+        for rows in (1, VERIFIED) if count <= self.size.verify_up_to else (1,):
+            works = sessions(count, context, rows, cache)
+            requests = [sampler.RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
+
+            def once(works: Sequence[Work] = works, requests: Sequence[sampler.RowRequest] = requests) -> None:
+                batch = build(works, self.device)
+                drawn = sampler.gather(requests, self.device)
+                sampler.draw(runner.forward(batch, cache).logits, drawn).cpu()
+
+            seconds = self.time(once)
+            plain = plain or seconds
+            floor = (read + count * context * token_bytes([self.shape] * self.size.layers, self.dtype)) / self.bandwidth
+            self.add("verification" if rows > 1 else "plain step", how, count, rows, context, seconds, floor, plain)
+
+    # --- the whole engine ---
+
+    def engine(self, module: Any) -> None:
+        """Steps of the engine: greedy sessions that began with 1000 tokens, without hints."""
+        most = max(self.size.engine_sessions)
+        config = TargetConfig(
+            max_running_requests=most, max_total_tokens=most * 1200, chunked_prefill_size=4096, page_size=PAGE
+        )
+        runner = ModuleRunner(module, choose("auto", self.device))
+        capturer = CudaCapturer() if self.device.type == "cuda" else direct
+        graphs = GraphRunner(runner, self.size.engine_sessions, capturer)
+        model = Model(
+            runner=graphs, device=self.device, dtype=self.dtype, cache_dtype=self.dtype, architecture="random",
+            vocab_size=self.size.vocab, hidden_size=self.size.hidden, context_length=4096, eos_token_ids=(),
+            shapes=tuple([self.shape] * self.size.layers),
+        )  # fmt: skip
+        for count in self.size.engine_sessions:
+            with self.failing(f"engine, {count} sessions"):
+                engine = TargetEngine(model, config)
+                graphs = GraphRunner(runner, [count], capturer)
+                engine.model = replace(model, runner=graphs)
+                engine = TargetEngine(engine.model, config)
+                graphs.capture(engine.cache, self.device)
+                tokens = np.arange(1000, dtype=np.uint32) % 500
+                for i in range(count):
+                    stop = StopConditions(max_tokens=180, ignore_eos=True)
+                    engine.open(OpenSession(i, np.roll(tokens, i), len(tokens), GREEDY, stop))
+                while len(engine.step().commits) < count:
+                    pass
+                seconds = self.time(engine.step)
+                self.add("engine's step", "graph", count, 1, len(tokens), seconds, None, None)
+                del engine
+
+    # --- the attention kernel ---
+
+    def attention(self) -> None:
+        """The kernel alone on some shapes of a batch, with several tiles; the first is the one in use."""
+        if choose("auto", self.device).__name__ != "TritonAttention":
+            return
+        from services.target.kernels.triton_attention import Tile, TritonAttention, pick_tile
+
+        head, heads = self.shape.key_dim, self.size.heads
+        chosen = pick_tile(head, head, self.dtype.itemsize)
+        others = [
+            Tile(16, 64, 512, 4, 3), Tile(32, 64, 512, 4, 3), Tile(64, 64, 512, 4, 2), Tile(64, 64, 512, 8, 3),
+            Tile(64, 128, 512, 8, 2), Tile(64, 64, 256, 4, 3), Tile(64, 64, 1024, 4, 3),
+        ]  # fmt: skip
+        cells = [(1, 1, 1024), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (16, VERIFIED, 8192), (1, 2048, 2048)]
+        pages = -(-16 * (8192 + 64) // PAGE) + 64
+        cache = KVCache([self.shape], pages, PAGE, self.dtype, self.device)
+        for pool in (*cache.keys, *cache.values):
+            pool.normal_()
+        for tile, (count, rows, context) in itertools.product([chosen, *others], cells):
+            name = f"{tile.lanes}x{tile.keys}, split {tile.split}, {tile.warps} warps, {tile.stages} stages"
+            with self.failing(name):
+                works = sessions(count, context, rows, cache)
+                batch = build(works, self.device)
+                q = torch.randn(len(batch), heads, head, dtype=self.dtype, device=self.device)
+                kernel = TritonAttention(batch, tile)
+
+                def once(kernel: TritonAttention = kernel, q: torch.Tensor = q) -> None:
+                    kernel(q, cache.keys[0], cache.values[0], scaling=head**-0.5)
+
+                seconds = self.device_time(once)
+                floor = count * context * token_bytes([self.shape], self.dtype) / self.bandwidth
+                self.add("attention of a layer", name, count, rows, context, seconds, floor, None)
+
+    # --- clocks ---
+
+    def time(self, once: Callable[[], Any]) -> float:
+        """Seconds on the host's clock, best of some runs, each to the device's end."""
+        best = float("inf")
+        for i in range(self.size.repeats + 3):
+            self.synchronize()
+            start = time.perf_counter()
+            once()
+            self.synchronize()
+            best = min(best, time.perf_counter() - start) if i >= 3 else best
+        return best
+
+    def device_time(self, once: Callable[[], None]) -> float:
+        """Seconds that the device takes, by the median of some replays of a captured run."""
+        if self.device.type != "cuda":
+            return self.time(once)
+        once()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            once()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                once()
+        seconds = []
+        for _ in range(self.size.repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e4)
+        return float(np.median(seconds))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def add(
+        self, what: str, how: str, sessions: int, rows: int, context: int, seconds: float, floor: float | None,
+        plain: float | None,
+    ) -> None:  # fmt: skip
+        """A row of the report. rows: of a session."""
+        row: dict[str, Any] = {"what": what, "how": how, "sessions": sessions, "rows": rows, "context": context}
+        row["ms"] = round(seconds * 1e3, 4)
+        if floor is not None:
+            row |= {"floor ms": round(floor * 1e3, 4), "of floor": round(floor / seconds, 3)}
+        if plain is not None and rows > 1:
+            row["to plain"] = round(seconds / plain, 3)
+        self.report.add(**row)
+
+
+def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[Work]:
+    """Works of so many sessions with a context in the cache: one row each, a chain of drafts, or a prompt's chunk."""
+    allocator = PageAllocator(cache.pages, PAGE)
+    works = []
+    for i in range(count):
+        stop = StopConditions(max_tokens=64)
+        request = OpenSession(i, np.arange(context, dtype=np.uint32) % 500, context, GREEDY, stop)
+        session = Session(request, PrefixCache(allocator))
+        nodes = rows - 1 if rows <= VERIFIED else 0
+        session.table.reserve(context + nodes)
+        chain = np.arange(-1, nodes - 1, dtype=np.int32)
+        draft = TreeSlice(chain.astype(np.uint32) + 2, chain, chain + 2, np.zeros(nodes, np.float32))
+        start = context - 1 if rows <= VERIFIED else context - rows
+        works.append(Work(Chunk(session, start, context), draft if nodes else EMPTY_SLICE))
+    return works
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second that the device reads: the largest of several sums over memory far larger than its caches."""
+    numbers = torch.ones((1 << 31 if device.type == "cuda" else 1 << 24), dtype=torch.float32, device=device)
+    best = 0.0
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        numbers.sum()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, numbers.numel() * 4 / (time.perf_counter() - start))
+    return best
