@@ -102,3 +102,36 @@ def test_model_code_that_is_missing_is_named(tmp_path):
     (folder / "modeling_mimo.py").unlink()
     with pytest.raises(ConfigError, match=r"modeling_mimo\.py"):
         load(folder, TargetConfig(device="cpu", trust_remote_code=True))
+
+
+def write_seeing(folder, kind):
+    """A model that sees images too, as `transformers` saves it."""
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.35,
+        "sliding_window": 24, "pad_token_id": None,
+    }  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    tokens = {"image_token_index": VOCAB - 1}
+    if kind == "mistral3":
+        text["model_type"], vision["model_type"] = "mistral", "pixtral"
+    elif kind == "qwen3_vl":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        text["rope_parameters"] = rope
+        tokens = {"image_token_id": VOCAB - 1, "video_token_id": VOCAB - 2, "vision_start_token_id": VOCAB - 3,
+                  "vision_end_token_id": VOCAB - 4}  # fmt: skip
+    settings = transformers.CONFIG_MAPPING[kind](text_config=text, vision_config=vision, **tokens)
+    torch.manual_seed(0)
+    transformers.AutoModelForImageTextToText.from_config(settings, dtype=torch.float32).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3", "qwen3_vl"])
+def test_models_that_see_images_too_are_served_for_text(kind, tmp_path):
+    write_seeing(tmp_path, kind)
+    module = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    path = list(PROMPT)
+    with torch.inference_mode():
+        for _ in range(NEW):  # each from the beginning: no cache can be at fault
+            path.append(int(module(input_ids=torch.tensor([path])).logits[0, -1].argmax()))
+    check_text(load(tmp_path, TargetConfig(device="cpu")), path[len(PROMPT) :])

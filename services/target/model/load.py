@@ -93,7 +93,7 @@ def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
 def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool, how: dict[str, Any]) -> Any:
     log.info("loading %s as %s", folder, str(dtype).removeprefix("torch."))
     try:
-        module, report = transformers.AutoModelForCausalLM.from_pretrained(
+        module, report = support.auto_class(settings).from_pretrained(
             folder,
             config=settings,
             dtype=dtype,

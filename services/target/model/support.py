@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from outrider import checkpoint
 from outrider.errors import ConfigError
@@ -35,6 +38,14 @@ def read_settings(folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
     _check_kind(folder, settings, remote)
     _check_layers(folder, settings)
     return settings, remote
+
+
+def auto_class(settings: Any) -> Any:
+    """The class of `transformers` that loads a model. One that sees images too is served as what it is without any."""
+    text = settings.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (
+        getattr(settings, "auto_map", None) or {}
+    )
+    return transformers.AutoModelForCausalLM if text else transformers.AutoModelForImageTextToText
 
 
 def check_vocabulary(folder: Path, vocab_size: int) -> None:
@@ -98,7 +109,8 @@ def _check_kind(folder: Path, settings: Any, remote: bool) -> None:
             f"{folder}: {settings.model_type} is an encoder-decoder model, which is not supported; "
             "choose a decoder-only model, such as a Llama or a Qwen"
         )
-    if not remote and settings.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = settings.model_type in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    if not remote and not known:
         raise ConfigError(
             f"{folder}: {settings.model_type} is no model that continues text (transformers has no causal LM for it); "
             "choose a causal language model"
