@@ -21,7 +21,8 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, OutriderError, Overloaded
-from outrider.speculation.proposal import FinishReason
+from outrider.serving.messages import Grammar
+from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_STOPS = 16
@@ -34,6 +35,7 @@ class GenerationRequest:
 
     max_tokens: None is the rest of the context. clamp: a max_tokens that does not fit is cut instead of refused.
     seed: None draws one; numbers below 0 count from the end of 64 bits.
+    grammar, logprobs, prompt_logprobs: as in OpenSession.
     """
 
     prompt: Sequence[int]
@@ -46,10 +48,17 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class Part(NamedTuple):
-    """Text and tokens that are new, and the totals so far. finish: RUNNING unless it is the last part."""
+    """Text and tokens that are new, and the totals so far. finish: RUNNING unless it is the last part.
+
+    spoken: how many of the tokens are text; a token that ended the answer is not
+    logprobs: of the tokens, if asked for; prompt_logprobs: of the prompt's but the first, with the first part alone
+    """
 
     text: str
     tokens: list[int]
@@ -61,6 +70,9 @@ class Part(NamedTuple):
     accepted: int
     seed: int
     cached_tokens: int
+    spoken: int
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
 
 
 class Generator:
@@ -95,6 +107,11 @@ class Generator:
             return self.tokenizer.encode(text)
         return await asyncio.to_thread(self.tokenizer.encode, text)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of a prompt that came as tokens. Raises InvalidRequest for tokens that there are not."""
+        self._check_tokens(tokens, "prompt")
+        return self.tokenizer.decode(tokens)
+
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation. Raises InvalidRequest."""
         if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
@@ -118,7 +135,15 @@ class Generator:
         stop = StopConditions(max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
         sampling = replace(request.sampling, seed=seed)
-        session = self.orchestrator.open(request.prompt, sampling, stop, request.cache_salt)
+        session = self.orchestrator.open(
+            request.prompt,
+            sampling,
+            stop,
+            cache_salt=request.cache_salt,
+            grammar=request.grammar,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
+        )
         text = _Text(self.tokenizer.detokenizer(), request.stops, request.min_tokens)
         return Generation(self.orchestrator, self.metrics, session, text)
 
@@ -128,15 +153,16 @@ class Generator:
         biased = [token for token, _ in request.sampling.logit_bias]
         named = ((request.prompt, "prompt"), (request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias"))
         for tokens, param in named:
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-                wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-                raise InvalidRequest(
-                    f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param
-                )
+            self._check_tokens(tokens, param)
         if len(request.stops) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
         if "" in request.stops:
             raise InvalidRequest("a stop string must not be empty", param="stop")
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
 
 
 class Generation:
@@ -155,14 +181,16 @@ class Generation:
         """The next part; none follows the one that has a finish reason. Raises the error that ended the session."""
         session, text = self._session, self._text
         try:
-            tokens, finish = await session.next()
+            tokens, finish, told = await session.next()
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
             raise
         piece, used = text.add(tokens, finish)
         dropped = len(tokens) - used
+        spoken = used - (finish is FinishReason.STOP and not text.stopped)
         if text.stopped:
             tokens, finish = tokens[:used], FinishReason.STOP
+        prompt_told, session.prompt_told = session.prompt_told, None
         if finish is not FinishReason.RUNNING:
             self._outcome = finish.name.lower()
         return Part(
@@ -176,6 +204,9 @@ class Generation:
             max(0, session.accepted - dropped),
             session.sampling.seed,
             session.cached_tokens,
+            spoken,
+            told.until(used) if told is not None else None,
+            prompt_told,
         )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from gateway.metrics import Metrics
 from gateway.session import Session
@@ -28,7 +29,7 @@ from gateway.streams.features import split_features
 from gateway.streams.target import TargetLink
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.serving.messages import SessionFailure
-from outrider.speculation.proposal import FinishReason
+from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
@@ -85,13 +86,14 @@ class Orchestrator:
 
     # --- sessions ---
 
-    def open(
-        self, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions, cache_salt: str = ""
-    ) -> Session:
-        """Open a session. While targets are away it waits; raises Unavailable once they have been for too long."""
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions, **options: Any) -> Session:
+        """Open a session. options: those of Session.
+
+        While targets are away it waits; raises Unavailable once they have been for too long.
+        """
         if self._gave_up:
             raise self._nobody()
-        session = Session(next(self._ids), prompt, sampling, stop, cache_salt)
+        session = Session(next(self._ids), prompt, sampling, stop, **options)
         self.sessions[session.id] = session
         self.metrics.prompt_tokens.inc(len(prompt))
         self._open_on_draft(session)  # first, for its draft says which features the target is asked for
@@ -153,13 +155,21 @@ class Orchestrator:
                 if draft.up:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
             now = time.perf_counter()
-            for session_id, base, tokens, verified, accepted, finish, cached in codec.commit_rows(frame.commits):
+            told = _logprobs(frame)
+            rows = enumerate(codec.commit_rows(frame.commits))
+            for place, (session_id, base, tokens, verified, accepted, finish, cached) in rows:
                 session = self.sessions.get(session_id)
                 if session is not None and session.target is target:
                     if cached and not session.steps:
                         session.cached_tokens = cached
                         self.metrics.tally.cached += cached
-                    self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now)
+                    logprobs = None
+                    for group in told.get(place, ()):
+                        if group.first < base:
+                            session.prompt_told = group
+                        else:
+                            logprobs = group
+                    self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now, logprobs)
         if frame.features.session_ids:
             self._relay_features(frame.features)
         for error in frame.errors:
@@ -175,6 +185,7 @@ class Orchestrator:
         accepted: int,
         finish: FinishReason,
         now: float,
+        logprobs: Logprobs | None,
     ) -> None:
         known = len(session.tokens) - base
         if known < 0:
@@ -198,7 +209,7 @@ class Orchestrator:
         tally.verified += verified
         tally.accepted += accepted
         session.committed_at = now
-        session.commit(new, verified, accepted, finish)
+        session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
         if finish is not FinishReason.RUNNING:
             self._end(session)
 
@@ -366,6 +377,15 @@ def _request_of(session: Session, target: TargetLink) -> common_pb2.OpenSession:
     """What opens a session on a target, with the features that its draft feeds on if the target can give them."""
     wanted = session.draft.feature_spec if session.draft is not None else 0
     return codec.open_to_pb(session.request(wanted if wanted in target.features else 0))
+
+
+def _logprobs(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
+    """Log-probabilities in a frame, by the place of their commit."""
+    groups: dict[int, list[Logprobs]] = {}
+    if frame.HasField("logprobs"):
+        for place, group in codec.logprobs_from_pb(frame.logprobs):
+            groups.setdefault(place, []).append(group)
+    return groups
 
 
 def _refusals(links: Sequence[TargetLink] | Sequence[DraftLink]) -> str:

@@ -10,8 +10,9 @@ import outrider
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Generator, Part
 from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving.messages import Grammar, GrammarKind
 from outrider.serving.rpc import statuses
-from outrider.speculation.proposal import FinishReason
+from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -100,6 +101,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             stop_token_ids=tuple(request.stop_token_ids),
             ignore_eos=request.ignore_eos,
             cache_salt=request.cache_salt,
+            grammar=_grammar(request),
+            logprobs=given("logprobs"),
+            prompt_logprobs=given("prompt_logprobs"),
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
@@ -115,6 +119,22 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
 
 
+def _grammar(request: gateway_pb2.GenerateRequest) -> Grammar | None:
+    name = request.WhichOneof("grammar")
+    return None if name is None else Grammar(GrammarKind[name.upper()], getattr(request, name))
+
+
+def _logprobs(told: Logprobs | None) -> gateway_pb2.TokenLogprobs | None:
+    if told is None:
+        return None
+    return gateway_pb2.TokenLogprobs(
+        logprobs=told.values.tolist(),
+        top_count=told.top_tokens.shape[1],
+        top_tokens=told.top_tokens.reshape(-1).tolist(),
+        top_logprobs=told.top_values.reshape(-1).tolist(),
+    )
+
+
 def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
     return gateway_pb2.GenerateResponse(
         request_id=request_id,
@@ -128,4 +148,6 @@ def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
         ),
         seed=part.seed,
         cached_tokens=part.cached_tokens,
+        logprobs=_logprobs(part.logprobs),
+        prompt_logprobs=_logprobs(part.prompt_logprobs),
     )

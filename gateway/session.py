@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from outrider.errors import OutriderError
-from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import FinishReason
+from outrider.serving.messages import Grammar, OpenSession
+from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class Committed(NamedTuple):
 
     tokens: list[int]
     finish: FinishReason
+    logprobs: Logprobs | None = None
 
 
 class Session:
@@ -39,14 +40,21 @@ class Session:
         sampling: SamplingParams,
         stop: StopConditions,
         cache_salt: str = "",
+        grammar: Grammar | None = None,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
-        """prompt: token ids, at least one."""
+        """prompt: token ids, at least one. Others as in OpenSession."""
         self.id = session_id
         self.prompt_length = len(prompt)
         self.tokens: list[int] = list(prompt)
         self.sampling = sampling
         self.stop = stop
         self.cache_salt = cache_salt
+        self.grammar = grammar
+        self.logprobs = logprobs
+        self.prompt_logprobs = prompt_logprobs
+        self.prompt_told: Logprobs | None = None  # log-probabilities of the prompt, once they are known
         self.cached_tokens = 0  # of the prompt, found in the first target's prefix cache
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
@@ -60,6 +68,7 @@ class Session:
         self.features_until = 0  # positions before it have been sent to the draft
         self.lingers = False  # the target may go on with it after its end, for it was opened there twice
         self._fresh: list[int] = []
+        self._told: list[Logprobs] = []  # of the fresh tokens
         self._error: OutriderError | None = None
         self._news = asyncio.Event()
 
@@ -78,11 +87,16 @@ class Session:
             self.sampling,
             self.stop,
             self.cache_salt,
+            self.grammar,
+            self.logprobs,
+            self.prompt_logprobs,
             feature_spec=feature_spec,
             features_from=self.features_until if feature_spec else 0,
         )
 
-    def commit(self, tokens: list[int], verified: int, accepted: int, finish: FinishReason) -> None:
+    def commit(
+        self, tokens: list[int], verified: int, accepted: int, finish: FinishReason, logprobs: Logprobs | None = None
+    ) -> None:
         """Append what a step committed, and wake who waits for it."""
         self.tokens += tokens
         self.steps += 1
@@ -90,6 +104,8 @@ class Session:
         self.accepted += accepted
         self.finish = finish
         self._fresh += tokens
+        if logprobs is not None:
+            self._told.append(logprobs)
         self._news.set()
 
     def fail(self, error: OutriderError) -> None:
@@ -105,4 +121,5 @@ class Session:
             self._news.clear()
         elif not fresh:
             raise self._error
-        return Committed(fresh, self.finish)
+        told, self._told = self._told, []
+        return Committed(fresh, self.finish, Logprobs.joined(told) if told else None)

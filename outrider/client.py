@@ -67,6 +67,16 @@ class Options(TypedDict, total=False):
     """Divides a logit above 0, and multiplies others, of a token in the prompt or the answer so far; 1 is off."""
     logit_bias: Mapping[int, float]
     """What is added to the logits of tokens."""
+    logprobs: int
+    """Tell log-probabilities, and so many of the likeliest tokens beside each new one, at most 20."""
+    prompt_logprobs: int
+    """The same of the prompt's tokens but the first."""
+    json_schema: str
+    """JSON schema, as JSON, that the answer must satisfy."""
+    regex: str
+    """Regular expression that the answer must match."""
+    ebnf: str
+    """Grammar that the answer must match, in Lark's or GBNF's notation. Only one of the three can be sent."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +89,24 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural-log probabilities of tokens: the model's own, at temperature 1, before penalties, grammar and filters.
+
+    logprobs: of the tokens; top: for each, its likeliest rivals and itself, best first, with theirs
+    """
+
+    logprobs: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Part:
     """A part of an answer.
 
     text, token_ids: what this part adds
     finish_reason: in the last part alone
     completion_tokens, speculation: of all parts so far
+    logprobs: of token_ids, and prompt_logprobs, in the first part alone, of the prompt but its first token; as asked
     cached_tokens: prompt tokens that came from the prefix cache
     seed: of the noise that was used; sending it again gives the same text
     """
@@ -98,6 +120,8 @@ class Part:
     speculation: Speculation
     seed: int
     cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +136,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     speculation: Speculation = field(default_factory=Speculation)
     cached_tokens: int = 0
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
     @property
     def accept_length(self) -> float:
@@ -230,6 +256,8 @@ class AsyncClient:
 
 
 def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
+    if len(options.keys() & {"json_schema", "regex", "ebnf"}) > 1:
+        raise InvalidRequest("only one of json_schema, regex and ebnf can be sent", param="regex")
     request = gateway_pb2.GenerateRequest(**options)
     if isinstance(prompt, str):
         request.text = prompt
@@ -257,6 +285,16 @@ def _part(message: gateway_pb2.GenerateResponse) -> Part:
         Speculation(speculation.steps, speculation.proposed_tokens, speculation.accepted_tokens),
         message.seed,
         message.cached_tokens,
+        _logprobs(message.logprobs) if message.HasField("logprobs") else None,
+        _logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None,
+    )
+
+
+def _logprobs(message: gateway_pb2.TokenLogprobs) -> TokenLogprobs:
+    pairs = list(zip(message.top_tokens, message.top_logprobs, strict=True))
+    size = message.top_count
+    return TokenLogprobs(
+        list(message.logprobs), [pairs[i * size : (i + 1) * size] for i in range(len(message.logprobs))]
     )
 
 
@@ -264,6 +302,7 @@ def _answer(parts: Sequence[Part]) -> Answer:
     if not parts:
         raise OutriderError("the gateway ended the answer before it began")
     last = parts[-1]
+    told = [part.logprobs for part in parts if part.logprobs is not None]
     return Answer(
         last.request_id,
         "".join(part.text for part in parts),
@@ -273,6 +312,10 @@ def _answer(parts: Sequence[Part]) -> Answer:
         [token for part in parts for token in part.token_ids],
         last.speculation,
         last.cached_tokens,
+        TokenLogprobs([p for one in told for p in one.logprobs], [t for one in told for t in one.top])
+        if told
+        else None,
+        parts[0].prompt_logprobs,
     )
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from gateway.generation import Generation, Part, merged
+from gateway.api.logprobs import ChatTeller, CompletionTeller, Teller, joined, prompt_entries
+from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
+from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -37,6 +40,10 @@ class Kind(ABC):
     def opening(self) -> dict[str, Any] | None:
         """What the first chunk of a choice says, if it is one of its own."""
 
+    @abstractmethod
+    def teller(self, pieces: Pieces) -> Teller:
+        """Tells of one choice's log-probabilities."""
+
 
 class _Chat(Kind):
     def choice(self, text: str) -> dict[str, Any]:
@@ -47,6 +54,9 @@ class _Chat(Kind):
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
+
+    def teller(self, pieces: Pieces) -> Teller:
+        return ChatTeller(pieces)
 
 
 class _Completion(Kind):
@@ -59,9 +69,22 @@ class _Completion(Kind):
     def opening(self) -> None:
         return None
 
+    def teller(self, pieces: Pieces) -> Teller:
+        return CompletionTeller(pieces)
+
 
 CHAT: Kind = _Chat("chatcmpl-", "chat.completion", "chat.completion.chunk")
 COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion")
+
+
+@dataclass(frozen=True)
+class Telling:
+    """What an answer tells besides text. echo: the prompts' texts, by choice; empty if they are not part of it."""
+
+    pieces: Pieces
+    ids: bool = False
+    echo: Sequence[str] = ()
+    prompt_logprobs: bool = False
 
 
 class Answer:
@@ -70,41 +93,59 @@ class Answer:
     def __init__(
         self,
         kind: Kind,
-        generations: Sequence[Generation],
+        wanted: Sequence[GenerationRequest],
+        telling: Telling,
         *,
         request_id: str,
         model: str,
         fingerprint: str,
         per_prompt: int = 1,
-        ids: bool = False,
     ) -> None:
-        """model: the name that is served. per_prompt: choices that share a prompt. ids: tell token ids, too."""
+        """wanted: the choices. model: the name that is served. per_prompt: choices that share a prompt."""
         self.kind = kind
         self.id = kind.prefix + request_id
+        self.generations: list[Generation] = []
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-        self._generations = generations
+        self._wanted = wanted
+        self._telling = telling
         self._per_prompt = per_prompt
-        self._ids = ids
         self._last: dict[int, Part] = {}
+        self._tellers: dict[int, Teller] = {}
+
+    def start(self, generator: Generator) -> None:
+        """Open a session for each choice. Raises InvalidRequest, Unavailable."""
+        for one in self._wanted:
+            self.generations.append(generator.start(one))
 
     def close(self) -> None:
         """Free the sessions."""
-        for generation in self._generations:
+        for generation in self.generations:
             generation.close()
 
     async def whole(self) -> bytes:
         """The answer as one body."""
-        texts: list[list[str]] = [[] for _ in self._generations]
-        tokens: list[list[int]] = [[] for _ in self._generations]
-        async for index, part in merged(self._generations):
-            texts[index].append(part.text)
+        texts: list[list[str]] = [[] for _ in self._wanted]
+        tokens: list[list[int]] = [[] for _ in self._wanted]
+        told: list[list[dict[str, Any]]] = [[] for _ in self._wanted]
+        extras: list[dict[str, Any]] = [{} for _ in self._wanted]
+        async for index, part in merged(self.generations):
+            text, logprobs, extra = self._content(index, part)
+            texts[index].append(text)
             tokens[index] += part.tokens
+            told[index] += [logprobs] if logprobs else []
+            extras[index] |= extra
             self._last[index] = part
-        choices = []
-        for index, pieces in enumerate(texts):
-            reason = _REASONS[self._last[index].finish]
-            choice = {"index": index, **self.kind.choice("".join(pieces)), "logprobs": None, "finish_reason": reason}
-            choices.append(choice | ({"token_ids": tokens[index]} if self._ids else {}))
+        choices = [
+            {
+                "index": index,
+                **self.kind.choice("".join(pieces)),
+                "logprobs": joined(told[index]) if told[index] else None,
+                "finish_reason": _REASONS[self._last[index].finish],
+                **extras[index],
+                **({"token_ids": tokens[index]} if self._telling.ids else {}),
+            }
+            for index, pieces in enumerate(texts)
+        ]
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage()})
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
@@ -112,20 +153,44 @@ class Answer:
         head = {**self._head, "object": self.kind.chunk}
         before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        async for index, part in merged(self._generations):
+        async for index, part in merged(self.generations):
             if index not in self._last and (opening := self.kind.opening()) is not None:
-                yield before + self._choice(index, opening, None, []) + after
+                yield before + orjson.dumps(self._choice(index, opening, None)) + after
+            text, logprobs, extra = self._content(index, part)
             self._last[index] = part
-            if part.text or part.finish or self._ids:
-                yield before + self._choice(index, self.kind.delta(part.text), part.finish, part.tokens) + after
+            if text or part.finish or self._telling.ids or logprobs or extra:
+                choice = self._choice(index, self.kind.delta(text), logprobs, part)
+                yield before + orjson.dumps(choice | extra) + after
         if include_usage:
             yield b"data: " + orjson.dumps({**head, "choices": [], "usage": self.usage()}) + b"\n\n"
         yield DONE
 
-    def _choice(self, index: int, content: dict[str, Any], finish: FinishReason | None, tokens: Sequence[int]) -> bytes:
-        reason = _REASONS[finish] if finish else None
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
-        return orjson.dumps(choice | ({"token_ids": list(tokens)} if self._ids else {}))
+    def _choice(
+        self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, part: Part | None = None
+    ) -> dict[str, Any]:
+        """A choice of a chunk; without a part, of the opening one."""
+        reason = _REASONS[part.finish] if part is not None and part.finish else None
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return choice | ({"token_ids": part.tokens if part is not None else []} if self._telling.ids else {})
+
+    def _content(self, index: int, part: Part) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+        """What a part adds to its choice: text, `logprobs`, and further fields."""
+        telling = self._telling
+        if part.logprobs is None and not telling.echo and not telling.prompt_logprobs:
+            return part.text, None, {}
+        text, parts, extra = part.text, [], {}
+        teller = self._tellers.setdefault(index, self.kind.teller(telling.pieces))
+        wanted = self._wanted[index]
+        if index not in self._last:
+            if telling.echo:
+                text = telling.echo[index] + text
+            if telling.echo and wanted.logprobs is not None:
+                parts.append(teller.prompt(wanted.prompt, part.prompt_logprobs))
+            if telling.prompt_logprobs:
+                extra["prompt_logprobs"] = prompt_entries(telling.pieces, wanted.prompt, part.prompt_logprobs)
+        if part.logprobs is not None and part.spoken:
+            parts.append(teller.part(part.tokens[: part.spoken], part.logprobs))
+        return text, joined(parts) if parts else None, extra
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all choices; a prompt counts once, however many choices it has."""

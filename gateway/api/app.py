@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import orjson
@@ -11,12 +11,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from gateway.api import errors
-from gateway.api.answers import CHAT, COMPLETION, Answer, Kind
+from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.middleware import REQUEST_ID
 from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.streaming import ClientGone, EventStream, unless_gone
 from gateway.facts import Facts
-from gateway.generation import Generation, Generator
+from gateway.generation import Generator
 from outrider.errors import InvalidRequest, ModelNotFound
 
 MAX_GENERATIONS = 128
@@ -34,13 +34,16 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
         body.check_supported()
         messages = [message.rendered() for message in body.messages]
         prompt = await generator.encode_chat(messages, **body.template_options())
-        return await _answer(generator, facts, CHAT, body, [prompt], request)
+        return await _answer(generator, facts, CHAT, body, [(prompt, "")], request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         generator.check_model(body.model)
         body.check_supported()
-        prompts = [await generator.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        prompts = [
+            (await generator.encode(p), p) if isinstance(p, str) else (p, generator.decode(p) if body.echoes else "")
+            for p in body.prompts()
+        ]
         return await _answer(generator, facts, COMPLETION, body, prompts, request)
 
     @app.get("/v1/models")
@@ -77,25 +80,34 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
 
 
 async def _answer(
-    generator: Generator, facts: Facts, kind: Kind, body: GenerationBody, prompts: list[list[int]], request: Request
+    generator: Generator,
+    facts: Facts,
+    kind: Kind,
+    body: GenerationBody,
+    prompts: Sequence[tuple[list[int], str]],
+    request: Request,
 ) -> Response:
-    """Start a generation for each choice of each prompt, and answer with all of them."""
-    wanted = [body.request(prompt, index) for prompt in prompts for index in range(body.choices)]
+    """Start a generation for each choice of each prompt, and answer with all of them. prompts: tokens and text."""
+    wanted = [body.request(prompt, index) for prompt, _ in prompts for index in range(body.choices)]
     if len(wanted) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {len(wanted)}", param="prompt")
-    generations: list[Generation] = []
+    telling = Telling(
+        generator.tokenizer.pieces,
+        ids=body.return_token_ids,
+        echo=[text for _, text in prompts for _ in range(body.choices)] if body.echoes else (),
+        prompt_logprobs=body.prompt_logprobs is not None,
+    )
     answer = Answer(
         kind,
-        generations,
+        wanted,
+        telling,
         request_id=request.scope[REQUEST_ID],
         model=generator.name,
         fingerprint=facts.fingerprint,
         per_prompt=body.choices,
-        ids=body.return_token_ids,
     )
     try:
-        for one in wanted:
-            generations.append(generator.start(one))  # noqa: PERF401 - those started must be closed if one is refused
+        answer.start(generator)
         if body.stream:
             events = answer.events(include_usage=body.include_usage)
             # What is wrong before the first event still has a status of its own.

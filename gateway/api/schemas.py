@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.api.grammars import grammar_of
 from gateway.generation import GenerationRequest
 from outrider.errors import InvalidRequest
+from outrider.serving.messages import MAX_LOGPROBS
 from outrider.speculation.sampling import SamplingParams
 
 MAX_CHOICES = 8
@@ -22,19 +24,8 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 # Fields that are not supported, and the values with which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
     "guided_decoding_backend": (None,),
-    "json_schema": (None,),
-    "regex": (None,),
-    "ebnf": (None,),
+    "structural_tag": (None,),
     "tools": (None, []),
     "functions": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -46,7 +37,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "include_stop_str_in_output": (None, False),
     "skip_special_tokens": (None, True),
-    "echo": (None, False),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -75,6 +65,7 @@ class GenerationBody(BaseModel):
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: dict[str, Number] | None = None
+    prompt_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
@@ -106,6 +97,15 @@ class GenerationBody(BaseModel):
         if self.best_of not in (None, self.choices):
             raise InvalidRequest("`best_of` is supported only where it equals `n`", param="best_of")
 
+    @property
+    def echoes(self) -> bool:
+        """True if the answer begins with the prompt."""
+        return False
+
+    def likeliest(self) -> int | None:
+        """Likeliest tokens told beside each new one; None if no log-probabilities are told."""
+        return None
+
     def limit(self) -> int | None:
         """New tokens at most; None is the rest of the context."""
         return self.max_tokens
@@ -134,7 +134,14 @@ class GenerationBody(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
+            grammar=grammar_of(self.model_extra or {}),
+            logprobs=self.likeliest(),
+            prompt_logprobs=self._prompt_likeliest(),
         )
+
+    def _prompt_likeliest(self) -> int | None:
+        echoed = self.likeliest() if self.echoes else None
+        return max((n for n in (self.prompt_logprobs, echoed) if n is not None), default=None)
 
 
 def _token_id(key: str) -> int:
@@ -147,6 +154,17 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[Count] | list[list[Count]]
+    logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: Flag | None = None
+
+    @property
+    def echoes(self) -> bool:
+        """As the request says."""
+        return bool(self.echo)
+
+    def likeliest(self) -> int | None:
+        """As the request says."""
+        return self.logprobs
 
     def limit(self) -> int | None:
         """OpenAI's default is short."""
@@ -190,6 +208,8 @@ class ChatBody(GenerationBody):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, ge=1)
+    logprobs: Flag | None = None
+    top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Flag = True
     reasoning_effort: str | None = None
@@ -198,6 +218,12 @@ class ChatBody(GenerationBody):
         """What the template is told besides the messages."""
         options = {"add_generation_prompt": self.add_generation_prompt, **(self.chat_template_kwargs or {})}
         return options if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort} | options
+
+    def likeliest(self) -> int | None:
+        """Told if `logprobs` is true. Raises InvalidRequest if only their number is given."""
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("`top_logprobs` is allowed only where `logprobs` is true", param="top_logprobs")
+        return self.top_logprobs or 0 if self.logprobs else None
 
     def limit(self) -> int | None:
         """The newer name goes before the older one."""

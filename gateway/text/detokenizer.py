@@ -62,7 +62,7 @@ class _Bytes(dict[int, bytes]):
         super().__init__()
         self._tokenizer = tokenizer
         self._special = _special_ids(tokenizer)
-        self._byte_of = _alphabet()
+        self._byte_of = byte_alphabet()
 
     def __missing__(self, token: int) -> bytes:
         text = None if token in self._special else self._tokenizer.id_to_token(token)
@@ -76,7 +76,7 @@ class _Bytes(dict[int, bytes]):
         return value
 
 
-def _alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Byte of each character that byte-level tokens are written in: printable ones are themselves, others follow."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

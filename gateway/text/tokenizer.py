@@ -10,6 +10,7 @@ import tokenizers
 
 from gateway.text import detokenizer
 from gateway.text.detokenizer import Detokenizer
+from gateway.text.pieces import Pieces
 from gateway.text.template import ChatTemplate
 from outrider.errors import ConfigError, InvalidRequest
 
@@ -37,7 +38,9 @@ class ModelTokenizer:
         self._begin = self._tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
         self._add_begin: bool | None = settings.get("add_bos_token")
         self.template = ChatTemplate(_template_source(files, settings), special)
-        self._new_detokenizer = detokenizer.factory(self._tokenizer, _decoder_type(content.get("decoder")))
+        decoder = _decoder_type(content.get("decoder"))
+        self._new_detokenizer = detokenizer.factory(self._tokenizer, decoder)
+        self.pieces = Pieces(self._tokenizer, decoder)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a raw prompt, with a begin token if the tokenizer puts one before texts, but never two."""
@@ -55,6 +58,10 @@ class ModelTokenizer:
         if not tokens:
             raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
         return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens)))
 
     def detokenizer(self) -> Detokenizer:
         """A fresh detokenizer."""

@@ -7,6 +7,7 @@ a node's id on every side, so that merging proposals is idempotent and free of o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -97,6 +98,22 @@ class Logprobs:
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """Several runs of tokens that follow one another, as one."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            parts[0].first,
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.top_tokens for part in parts]),
+            np.concatenate([part.top_values for part in parts]),
+        )
+
+    def until(self, count: int) -> Logprobs:
+        """The first ones."""
+        return Logprobs(self.first, self.values[:count], self.top_tokens[:count], self.top_values[:count])
 
     def behind(self, count: int) -> Logprobs:
         """Without the first ones."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 VOCAB = 300
@@ -73,6 +74,14 @@ def common(request: OpenSession, other: OpenSession) -> int:
     return int(differ[0]) if len(differ) else length
 
 
+def logprobs_of(tokens: Sequence[int], start: int, stop: int, top: int) -> Logprobs:
+    """Of the token at position t: -t / 4; the likeliest ones are itself and those behind it, 1 less each."""
+    values = -np.arange(start, stop, dtype=np.float32) / 4
+    ranks = np.arange(top)
+    best = (np.array(tokens[start:stop], np.uint32)[:, None] + ranks.astype(np.uint32)) % VOCAB
+    return Logprobs(start, values, best, (values[:, None] - ranks).astype(np.float32))
+
+
 class _Sequence:
     def __init__(self, request: OpenSession) -> None:
         self.request = request
@@ -126,6 +135,8 @@ class FakeTarget(FakeEngine):
 
     def open(self, request: OpenSession) -> None:
         request.validate(VOCAB, CONTEXT)
+        if request.grammar is not None and request.grammar.text == "wrong":
+            raise InvalidRequest("the grammar cannot be compiled", param=request.grammar.kind.param)
         if int(request.tokens[-1]) == REFUSED:
             raise InvalidRequest("the target does not like this prompt", param="prompt")
         if int(request.tokens[-1]) == BUSY:
@@ -168,7 +179,16 @@ class FakeTarget(FakeEngine):
         new = np.array(sequence.tokens[base:], np.uint32)
         tree.commit(new)
         cached, sequence.cached = sequence.cached, 0
-        return Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached)
+        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached)
+        request = sequence.request
+        if request.logprobs is not None:
+            commit = replace(
+                commit, logprobs=logprobs_of(sequence.tokens, base, len(sequence.tokens), request.logprobs)
+            )
+        if request.prompt_logprobs is not None and base == request.prompt_length > 1:
+            told = logprobs_of(sequence.tokens, 1, base, request.prompt_logprobs)
+            commit = replace(commit, prompt_logprobs=told)
+        return commit
 
 
 class FakeDraft(FakeEngine):

@@ -31,6 +31,7 @@ class Stream(threading.Thread):
     def __init__(self, gateway, **options):
         super().__init__()
         self.gateway, self.tokens, self.text, self.reason, self.error = gateway, [], "", None, None
+        self.logprobs = []
         self.body = {
             "prompt": PROMPT, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "stream": True,
             "return_token_ids": True, **options,
@@ -48,6 +49,7 @@ class Stream(threading.Thread):
         for choice in chunk.get("choices", []):
             self.tokens += choice.get("token_ids") or []
             self.text += choice["text"]
+            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
             self.reason = choice["finish_reason"] or self.reason
 
     def whole(self):
@@ -113,13 +115,17 @@ def test_a_draft_session_that_is_lost_is_opened_again(folder):
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_target_that_dies_midway_changes_no_token(folder, temperature):
     with system(folder) as (gateway, [target], _):
-        streams = [Stream(gateway, temperature=temperature, seed=3) for _ in range(4)]  # seed 3: a stride of 1
+        options = {"temperature": temperature, "seed": 3, "logprobs": 1, "echo": True}  # seed 3: a stride of 1
+        streams = [Stream(gateway, **options) for _ in range(4)]
         for stream in streams:
             started(stream)
         target.stop()
         assert gateway.client.get("/health").status_code == 503
         target.start()
-        assert all(stream.whole() for stream in streams)
+        for stream in streams:
+            stream.text = stream.text.removeprefix("A")
+            assert stream.whole()
+            assert stream.logprobs == [None, *(-(1 + i) / 4 for i in range(COUNT))]
         assert gateway.metric("outrider_reopened_sessions_total", service="target") == 4
         assert all(len(request.tokens) > 10 for request in target.engine.seen)
 

@@ -1,0 +1,116 @@
+"""What a request's answer must look like, from the fields with which OpenAI's, SGLang's and vLLM's clients say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, GrammarKind
+
+FIELDS = (
+    "response_format", "json_schema", "regex", "ebnf", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+)  # fmt: skip
+
+
+def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
+    """The grammar of a request. Raises InvalidRequest for one that cannot be read, and for more than one."""
+    found: list[tuple[str, Grammar]] = []
+    for name in FIELDS:
+        value = fields.get(name)
+        grammar = None if value is None else _READERS[name](value, name)
+        if grammar is not None:
+            found.append((name, grammar))
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise InvalidRequest(f"{names} cannot be combined; send one of them", param=found[1][0])
+    return found[0][1] if found else None
+
+
+def _json_schema(value: Any, name: str) -> Grammar:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise InvalidRequest(f"{name} is no valid JSON: {error}", param=name) from None
+    if not isinstance(value, dict | bool):
+        raise InvalidRequest(f"{name} must be a JSON schema", param=name)
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+def _json_object(name: str) -> Grammar:
+    return _json_schema({"type": "object"}, name)
+
+
+def _regex(value: Any, name: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, _text(value, name))
+
+
+def _ebnf(value: Any, name: str) -> Grammar:
+    return Grammar(GrammarKind.EBNF, _text(value, name))
+
+
+def _choice(value: Any, name: str) -> Grammar:
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise InvalidRequest(f"{name} must be a list of texts", param=name)
+    return Grammar(GrammarKind.EBNF, "start: " + " | ".join(json.dumps(text) for text in value))
+
+
+def _response_format(value: Any, name: str) -> Grammar | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "text":
+            return None
+        case "json_object":
+            return _json_object(name)
+        case "json_schema":
+            described = value.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if schema is None:
+                raise InvalidRequest(f"{name}.json_schema.schema is missing", param=name)
+            return _json_schema(schema, name)
+    raise InvalidRequest(f"{name}.type must be text, json_object or json_schema, not {kind}", param=name)
+
+
+def _structured_outputs(value: Any, name: str) -> Grammar | None:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name} must be an object", param=name)
+    found: list[Grammar] = []
+    for key, content in value.items():
+        if content is None or content is False:
+            continue
+        if key not in _STRUCTURED:
+            raise InvalidRequest(f"`{name}.{key}` is not supported by this server; leave it out", param=name)
+        found.append(_STRUCTURED[key](content, name))
+    if len(found) > 1:
+        raise InvalidRequest(f"{name} must have one of {', '.join(_STRUCTURED)}", param=name)
+    return found[0] if found else None
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{name} must be a text", param=name)
+    return value
+
+
+_Reader = Callable[[Any, str], Grammar | None]
+_STRUCTURED: dict[str, Callable[[Any, str], Grammar]] = {
+    "json": _json_schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _ebnf,
+    "json_object": lambda _, name: _json_object(name),
+}
+_READERS: dict[str, _Reader] = {
+    "response_format": _response_format,
+    "json_schema": _json_schema,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _json_schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _ebnf,
+}

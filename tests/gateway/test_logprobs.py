@@ -1,0 +1,238 @@
+"""Log-probabilities and grammars over REST and gRPC: shapes, alignment with the text, and what reaches the target."""
+
+import json
+
+import openai
+import pytest
+from tokenizers import Tokenizer, models
+
+from gateway.text.pieces import Pieces
+from outrider.client import Client
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, GrammarKind
+from tests.gateway.engines import EOS, VOCAB, expected, tokenizer
+from tests.gateway.test_rest import events
+
+TOKENIZER = tokenizer()
+HELLO = [{"role": "user", "content": "hello"}]
+CHAT_PROMPT = 2 + len(TOKENIZER.encode("hello").ids)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def grpc_client(gateway):
+    with Client(f"127.0.0.1:{gateway.grpc_port}") as client:
+        yield client
+
+
+def values(first, count):
+    return [-(first + i) / 4 for i in range(count)]
+
+
+# --- chats ---
+
+
+def test_chats_have_an_object_for_each_token(client):
+    answer = client.chat.completions.create(
+        model="default", messages=HELLO, max_tokens=30, temperature=0, logprobs=True, top_logprobs=2
+    )
+    content = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == answer.choices[0].message.content
+    assert [entry.logprob for entry in content] == values(CHAT_PROMPT, 30)
+    assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert [entry.top_logprobs[0].token for entry in content] == [entry.token for entry in content]
+    assert [entry.top_logprobs[1].token for entry in content[:-1]] == [entry.token for entry in content[1:]]
+    assert {round(entry.logprob - entry.top_logprobs[1].logprob, 6) for entry in content} == {1.0}
+
+
+def test_streamed_chats_tell_the_same(client):
+    ask = {"model": "default", "messages": HELLO, "max_tokens": 30, "temperature": 0, "logprobs": True}
+    whole = client.chat.completions.create(**ask).choices[0]
+    chunks = [c.choices[0] for c in client.chat.completions.create(**ask, stream=True)]
+    content = [entry for c in chunks if c.logprobs for entry in c.logprobs.content]
+    assert content == whole.logprobs.content
+    assert all(entry.top_logprobs == [] for entry in content)
+    assert all(c.logprobs is None for c in chunks if not c.delta.content)
+    assert 1 < sum(c.logprobs is not None for c in chunks) < 30
+
+
+def test_without_asking_there_are_none(client, target):
+    answer = client.chat.completions.create(model="default", messages=HELLO, max_tokens=3, logprobs=False)
+    assert answer.choices[0].logprobs is None
+    assert target.engine.seen[-1].logprobs is None
+
+
+# --- completions ---
+
+
+def test_completions_have_parallel_lists(client):
+    choice = client.completions.create(model="default", prompt="A", max_tokens=20, temperature=0, logprobs=2).choices[0]
+    told = choice.logprobs
+    assert told.tokens == list("BCDEFGHIJKLMNOPQRSTU")
+    assert told.token_logprobs == values(1, 20)
+    assert told.text_offset == list(range(20))
+    assert told.top_logprobs[0] == {"B": -0.25, "C": -1.25}
+    none = client.completions.create(model="default", prompt="A", max_tokens=2, temperature=0, logprobs=0).choices[0]
+    assert none.logprobs.top_logprobs == [None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hello A", TOKENIZER.encode("hello A").ids])
+def test_an_echo_tells_of_the_prompt_too(gateway, prompt, stream):
+    body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 1, "n": 2, "stream": stream}
+    response = gateway.client.post("/v1/completions", json=body)
+    parts = events(response) if stream else [response.json()]
+    choices = [choice for part in parts for choice in part["choices"]]
+    for index in range(2):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == "hello ABCDEF"
+        told = {
+            key: [entry for choice in own if choice["logprobs"] for entry in choice["logprobs"][key]]
+            for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        assert "".join(told["tokens"]) == "hello ABCDEF"
+        count = len(told["tokens"])
+        assert told["token_logprobs"] == [None, *values(1, count - 1)]
+        assert told["top_logprobs"][0] is None
+        assert list(told["top_logprobs"][-1].values()) == [-(count - 1) / 4]
+        starts = [sum(map(len, told["tokens"][:i])) for i in range(count)]
+        assert told["text_offset"] == starts
+
+
+def test_an_echo_needs_no_logprobs_and_a_prompt_of_one_token_has_none(gateway):
+    assert gateway.text("A", max_tokens=2, echo=True) == "ABC"
+    told = gateway.complete("A", max_tokens=1, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert told["token_logprobs"] == [None, -0.25]
+
+
+def test_prompt_logprobs_as_vllm_has_them(gateway):
+    body = gateway.complete("AKL", max_tokens=1, prompt_logprobs=2)
+    k, ell = (TOKENIZER.encode(letter).ids[0] for letter in "KL")
+    first, second, third = body["choices"][0]["prompt_logprobs"]
+    assert first is None
+    assert second[str(k)] == {"logprob": -0.25, "rank": 1, "decoded_token": "K"}
+    assert second[str(k + 1)] == {"logprob": -1.25, "rank": 2, "decoded_token": "L"}
+    assert third[str(ell)]["logprob"] == -0.5
+    assert "prompt_logprobs" not in gateway.complete("AKL", max_tokens=1)["choices"][0]
+    answer = gateway.client.post(
+        "/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 0}
+    ).json()
+    assert [len(entry or ()) for entry in answer["choices"][0]["prompt_logprobs"]] == [0] + [1] * (CHAT_PROMPT - 1)
+
+
+def test_tokens_that_ended_the_answer_are_not_told_of(gateway):
+    body = gateway.complete([VOCAB - 3], max_tokens=20, logprobs=0, return_token_ids=True)["choices"][0]
+    assert body["token_ids"][-1] == EOS
+    assert len(body["logprobs"]["tokens"]) == len(body["token_ids"]) - 1
+    stopped = gateway.complete("A", max_tokens=20, logprobs=0, stop=["E"])["choices"][0]
+    assert stopped["logprobs"]["tokens"] == list("BCDE")
+
+
+def test_pieces_are_bytes():
+    byte_level = Pieces(TOKENIZER, "ByteLevel")
+    e_acute = TOKENIZER.encode("é").ids
+    assert [byte_level[token] for token in e_acute] == [b"\xc3", b"\xa9"]
+    assert [byte_level.text(token) for token in e_acute] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert [byte_level.text(token) for token in (EOS, VOCAB + 5)] == ["<|end|>", ""]
+    other = Pieces(Tokenizer(models.BPE(vocab={"\u2581a": 0, "<0xE4>": 1, "b": 2}, merges=[])), None)
+    assert [other[token] for token in range(3)] == [b" a", b"\xe4", b"b"]
+
+
+def test_grpc_tells_of_tokens_and_prompt(grpc_client):
+    answer = grpc_client.complete("AK", max_tokens=12, temperature=0, logprobs=2, prompt_logprobs=1)
+    assert answer.logprobs.logprobs == values(2, 12)
+    assert [len(top) for top in answer.logprobs.top] == [2] * 12
+    assert answer.logprobs.top[0] == [(answer.token_ids[0], -0.5), (answer.token_ids[1], -1.5)]
+    assert answer.prompt_logprobs.logprobs == [-0.25]
+    plain = grpc_client.complete("AK", max_tokens=2)
+    assert plain.logprobs is plain.prompt_logprobs is None
+    with pytest.raises(InvalidRequest):
+        grpc_client.complete("AK", max_tokens=2, logprobs=21)
+
+
+# --- grammars ---
+
+
+def json_of(schema):
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+ANY = Grammar(GrammarKind.REGEX, "a+")
+GRAMMARS = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, json_of({"type": "object"})),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+        json_of(SCHEMA),
+    ),
+    ({"json_schema": json.dumps(SCHEMA)}, json_of(SCHEMA)),
+    ({"regex": "a+"}, ANY),
+    ({"ebnf": 'root ::= "a"'}, Grammar(GrammarKind.EBNF, 'root ::= "a"')),
+    ({"structured_outputs": {"json": SCHEMA}}, json_of(SCHEMA)),
+    ({"structured_outputs": {"choice": ["yes", 'n"o']}}, Grammar(GrammarKind.EBNF, 'start: "yes" | "n\\"o"')),
+    ({"structured_outputs": {"regex": "a+", "json": None}}, ANY),
+    ({"structured_outputs": {"json_object": True}}, json_of({"type": "object"})),
+    ({"guided_json": SCHEMA}, json_of(SCHEMA)),
+    ({"guided_regex": "a+"}, ANY),
+    ({"guided_choice": ["a"]}, Grammar(GrammarKind.EBNF, 'start: "a"')),
+    ({"guided_grammar": "start: A"}, Grammar(GrammarKind.EBNF, "start: A")),
+]
+
+
+@pytest.mark.parametrize(("fields", "grammar"), GRAMMARS)
+def test_grammars_reach_the_target(client, target, fields, grammar):
+    client.chat.completions.create(model="default", messages=HELLO, max_tokens=2, temperature=0, extra_body=fields)
+    assert target.engine.seen[-1].grammar == grammar
+    client.completions.create(model="default", prompt="A", max_tokens=2, temperature=0, extra_body=fields)
+    assert target.engine.seen[-1].grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": "json_object"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format"),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"regex": 5}, "regex"),
+        ({"regex": ""}, "regex"),
+        ({"regex": "a", "ebnf": "b"}, "ebnf"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"structural_tag": "a"}, "structural_tag"),
+        ({"regex": "a" * 200_000}, "regex"),
+        ({"regex": "wrong"}, "regex"),  # the target says so
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(client, fields, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="default", messages=HELLO, max_tokens=2, extra_body=fields)
+    assert error.value.param == param
+
+
+def test_grammars_over_grpc(grpc_client, target):
+    for name, text in (("json_schema", "{}"), ("regex", "a+"), ("ebnf", "start: A")):
+        grpc_client.complete("A", max_tokens=2, **{name: text})
+        assert target.engine.seen[-1].grammar == Grammar(GrammarKind[name.upper()], text)
+    for options in ({"regex": "a", "ebnf": "b"}, {"regex": "wrong"}):
+        with pytest.raises(InvalidRequest):
+            grpc_client.complete("A", max_tokens=2, **options)
+
+
+def test_the_answer_is_the_same_with_and_without(gateway):
+    assert gateway.complete("A", max_tokens=9, logprobs=1, return_token_ids=True)["choices"][0][
+        "token_ids"
+    ] == expected(TOKENIZER.encode("A").ids, 9)
