@@ -124,6 +124,7 @@ class Metrics:
         self._free_pages = gauge("engine_free_pages", "KV pages that a session can have, cached ones too.", replica)
         self._cached_pages = gauge("engine_cached_pages", "Free KV pages that keep a cached prefix.", replica)
         self._total_pages = gauge("engine_total_pages", "KV pages in all.", replica)
+        self._preemptions = gauge("engine_preemptions", "Sessions that gave their pages back for others.", replica)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
     def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
@@ -133,6 +134,7 @@ class Metrics:
         self._free_pages.labels(service, address).set(load.free_pages)
         self._cached_pages.labels(service, address).set(load.cached_pages)
         self._total_pages.labels(service, address).set(load.total_pages)
+        self._preemptions.labels(service, address).set(load.preemptions)
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
 
     def render(self) -> bytes:

@@ -117,6 +117,7 @@ class EngineLoad:
     step_tokens: int = 0
     cached_pages: int = 0
     weight_version: str = ""
+    preemptions: int = 0
 
 
 @dataclass

@@ -369,6 +369,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         step_tokens=load.step_tokens,
         cached_pages=load.cached_pages,
         weight_version=load.weight_version,
+        preemptions=load.preemptions,
     )
 
 
@@ -383,6 +384,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.step_tokens,
         message.cached_pages,
         message.weight_version,
+        message.preemptions,
     )
 
 

@@ -199,6 +199,7 @@ class TargetEngine(Engine):
             total_pages=allocator.total_pages,
             step_tokens=self._step_tokens,
             cached_pages=allocator.cached_pages,
+            preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
         )
 

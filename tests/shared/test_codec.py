@@ -80,7 +80,7 @@ def test_frames_for_the_draft_and_of_the_target(items):
     got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
     for a, b in zip(items, got.commits, strict=True):
         same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
-    load = EngineLoad(1, 2, 3, 4, 5, 6, 7)
+    load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9)
     failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
     assert answer.load == load

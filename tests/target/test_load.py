@@ -110,6 +110,12 @@ def test_models_without_paged_attention_are_refused(tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize("length", [0, 1, 513])
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path, length):
+    with pytest.raises(ConfigError, match=r"--context-length .*512"):
+        load(write_model(tmp_path), TargetConfig(device="cpu", context_length=length))
+
+
 def test_rope_that_depends_on_the_batch_is_kept_below_its_change(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 128, "factor": 4.0}  # fmt: skip

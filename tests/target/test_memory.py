@@ -231,3 +231,15 @@ def test_a_chunk_is_short_on_a_cpu_and_holds_the_roots_of_all():
     assert (tokens("cpu"), tokens("cuda")) == (128, 2048)
     assert (tokens("cpu", chunked_prefill_size=-1), tokens("cpu", chunked_prefill_size=300)) == (None, 300)
     assert tokens("cpu", chunked_prefill_size=4, max_running_requests=9) == 9
+
+
+def test_preemptions_are_told(model, texts):
+    prompts, params, new = texts
+    engine = engine_of(model, page_size=4, max_total_tokens=96)
+    for i in (1, 2):
+        engine.open(opening(i, prompts[i], params[i]))
+    told = []
+    while not engine.idle:
+        told.append(engine.step().load.preemptions)
+    assert told == sorted(told)
+    assert told[-1] == engine.scheduler.preemptions > 0

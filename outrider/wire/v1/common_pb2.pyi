@@ -204,7 +204,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class EngineLoad(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
@@ -221,7 +222,8 @@ class EngineLoad(_message.Message):
     step_tokens: int
     cached_pages: int
     weight_version: str
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class WeightUpdate(_message.Message):
     __slots__ = ("weight_version", "keep_cache", "abort_all_requests")

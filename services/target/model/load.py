@@ -157,8 +157,8 @@ def _context_length(text: Any, wanted: int | None) -> int:
         longest = int(rope.get("original_max_position_embeddings") or longest)
         if wanted is not None and wanted > longest:
             raise ConfigError(f"--context-length {wanted}: this model's RoPE changes past {longest} tokens; lower it")
-    if wanted is not None and wanted < 2:
-        raise ConfigError(f"--context-length must be 2 or more, not {wanted}")
+    if wanted is not None and not 2 <= wanted <= longest:
+        raise ConfigError(f"--context-length must lie in [2, {longest}], the model's positions, not {wanted}")
     return longest if wanted is None else wanted
 
 
