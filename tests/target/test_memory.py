@@ -234,7 +234,7 @@ def test_a_chunk_is_short_on_a_cpu_and_holds_the_roots_of_all():
 
 
 def test_preemptions_are_told(model, texts):
-    prompts, params, new = texts
+    prompts, params, _ = texts
     engine = engine_of(model, page_size=4, max_total_tokens=96)
     for i in (1, 2):
         engine.open(opening(i, prompts[i], params[i]))
