@@ -66,6 +66,7 @@ def tiny_gguf(tmp_path):
 
 def test_the_tokenizer_and_what_ends_a_text(tiny_gguf, tmp_path):
     assert convert.main([str(tiny_gguf), str(tmp_path / "out")]) == 0
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1  # others may read the weights too
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == [1]
     assert checkpoint.vocab_hash(tmp_path / "out")

@@ -66,6 +66,10 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         tokenizer.save_pretrained(folder)
         model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer)
         model.generation_config.save_pretrained(folder)
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.iterdir():  # the weights are written for their owner alone
+        file.chmod(0o666 & ~mask)
 
 
 def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:

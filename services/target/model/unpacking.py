@@ -66,8 +66,10 @@ def gptq(settings: Mapping[str, Any]) -> Unpack:
         ins = len(parts["g_idx"]) if "g_idx" in parts else parts["qweight"].shape[0] * _WORD // bits
         values = unpack_words(parts["qweight"].t(), bits, ins)  # [out, in]
         zeros = (unpack_words(parts["qzeros"], bits, outs) + less) & ((1 << bits) - 1)
-        group = parts["g_idx"].long() if "g_idx" in parts else torch.arange(ins, device=scales.device) * groups // ins
-        return (values - zeros.t()[:, group]) * scales.t()[:, group]
+        group = parts.get("g_idx")
+        if group is None or torch.equal(group.long(), torch.arange(ins, device=group.device) * groups // ins):
+            return _by_groups(values, scales.t(), zeros.t())
+        return (values - zeros.t()[:, group.long()]) * scales.t()[:, group.long()]
 
     return unpack
 
@@ -82,9 +84,7 @@ def awq(settings: Mapping[str, Any]) -> Unpack:
 
     def unpack(parts: Mapping[str, Tensor]) -> Tensor:
         values, zeros, scales = columns(parts["qweight"]), columns(parts["qzeros"]), parts["scales"].float()
-        size = values.shape[0] // scales.shape[0]
-        zeros, scales = (each.repeat_interleave(size, 0) for each in (zeros, scales))
-        return ((values - zeros) * scales).t()
+        return _by_groups(values.t(), scales.t(), zeros.t())
 
     return unpack
 
@@ -112,6 +112,12 @@ def compressed_tensors(settings: Mapping[str, Any]) -> Unpack:
         return _scaled(values, scale, block, zeros)
 
     return unpack
+
+
+def _by_groups(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """(values - zeros) * scales. values: [out, in] integers; scales, zeros: [out, groups], of neighbouring inputs."""
+    grouped = values.float().unflatten(1, (scales.shape[1], -1))
+    return grouped.sub_(zeros[:, :, None]).mul_(scales[:, :, None]).flatten(1)
 
 
 def _scaled(values: Tensor, scale: Tensor, block: Any, zeros: Tensor | None = None) -> Tensor:
