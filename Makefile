@@ -38,10 +38,13 @@ test: install  ## the whole suite, on the CPU
 bench: install  ## measure the whole system (ARGS="--help" lists what can be chosen)
 	$(BIN)/python -m bench $(ARGS)
 
-gpu: install  ## tests that need a GPU
+gpu: install  ## tests that need a GPU, then the benchmark of it
 	@command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus || \
 		{ echo "There is no NVIDIA GPU on this machine; the GPU tests did not run." >&2; exit 1; }
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	@status=0; \
+	$(BIN)/python -m pytest -m gpu $(ARGS) || status=1; \
+	$(BIN)/python -m bench gpu || status=1; \
+	exit $$status
 
 serve: install  ## start the system (ARGS="--model-path ..." passes flags on; ARGS="--help" lists them)
 	@exec $(BIN)/outrider serve $(ARGS)

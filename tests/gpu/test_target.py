@@ -7,11 +7,13 @@ from transformers import AutoModelForCausalLM
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target import sampler
+from services.target.warmup import warm_up
 from tests.invariance.engines import draft_engine, target_engine
 from tests.invariance.pair import GarbageDraft, Pair, request
 from tests.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.gpu
+# What libraries warn of on a GPU is theirs.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 PROMPTS = [[5, 6, 7], [9] * 10, [20, 21, 22, 20, 21], list(range(30, 75))]
 LENGTH = 48
@@ -22,10 +24,12 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), seed=1)
 
 
-@pytest.fixture(scope="module")
-def target(folder):
+@pytest.fixture(scope="module", params=["eager", "captured"])
+def target(folder, request):
     torch.backends.cuda.matmul.allow_tf32 = False
-    return target_engine(folder, device="cuda")
+    engine = target_engine(folder, device="cuda", disable_cuda_graph=request.param == "eager")
+    warm_up(engine)
+    return engine
 
 
 def requests(temperature):

@@ -1,0 +1,91 @@
+"""Captured steps against eager ones at every size, and torch.compile, on a GPU. Run by `make gpu`."""
+
+import pytest
+import torch
+
+from outrider.paging.allocator import NULL_PAGE
+from services.target.batch import build
+from services.target.compiled import compiled
+from services.target.graphs import CudaCapturer, GraphRunner
+from services.target.kernels import choose
+from services.target.kv_cache import KVCache
+from services.target.model.modules import ModuleRunner
+from tests.target.test_graphs import SHAPES, SIZES, decoding, modules
+from tests.tiny import write_model
+
+# What libraries warn of on a GPU is theirs.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    module = modules(write_model(tmp_path_factory.mktemp("model"), sliding_window=9, family="mistral")).module
+    return ModuleRunner(module.to(CUDA), choose("auto", CUDA))
+
+
+def cache_like(works, cache=None):
+    """A cache in which everything is random, also where nobody has a page; or the given one, made so."""
+    allocator = works[0].chunk.session.table._allocator
+    cache = cache or KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CUDA)
+    generator = torch.Generator(CUDA).manual_seed(0)
+    for pool in (*cache.keys, *cache.values):
+        pool.normal_(generator=generator)
+        pool[NULL_PAGE] = 0.0
+    return cache
+
+
+@torch.inference_mode()
+def outcome(runner, works, cache):
+    logits = runner.forward(build(works, CUDA), cache).logits.clone()
+    return logits, [pool.clone() for pool in (*cache.keys, *cache.values)]
+
+
+def check(inner, runner, rows, cache):
+    works = decoding(rows)
+    expected, pools = outcome(inner, works, cache_like(works, cache))
+    found, found_pools = outcome(runner, works, cache_like(works, cache))
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    for mine, its in zip(found_pools, pools, strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-3, rtol=1e-3)
+        assert not mine[NULL_PAGE].any()
+
+
+def large_cache():
+    return KVCache(SHAPES, 400, 4, torch.float32, CUDA)
+
+
+def test_captured_steps_are_eager_ones_at_every_size(inner):
+    cache = large_cache()
+    runner = GraphRunner(inner, SIZES, CudaCapturer())
+    runner.capture(cache, CUDA)
+    assert len(runner._steps) == len(SIZES)
+    for rows in [*sorted({size + d for size in SIZES for d in (-1, 0, 1)} - {0}), 3, 16, 1]:
+        check(inner, runner, rows, cache)
+
+
+def test_new_weights_reach_captured_steps(inner):
+    cache = large_cache()
+    runner = GraphRunner(inner, [4], CudaCapturer())
+    runner.capture(cache, CUDA)
+    works = decoding(4)
+    before, _ = outcome(runner, works, cache_like(works, cache))
+    norm = inner.module.get_decoder().norm.weight
+    with torch.no_grad():
+        norm.mul_(2.0)
+    after, _ = outcome(runner, works, cache_like(works, cache))
+    with torch.no_grad():
+        norm.div_(2.0)
+    torch.testing.assert_close(after, 2 * before, atol=1e-4, rtol=1e-4)
+
+
+def test_compiled_steps_are_eager_ones(inner):
+    cache = large_cache()
+    fast = compiled(inner, 8)
+    runner = GraphRunner(fast, [1, 8], CudaCapturer())
+    runner.capture(cache, CUDA)
+    assert len(runner._steps) == 2
+    for rows in (1, 2, 7, 8, 9):
+        check(inner, runner, rows, cache)
