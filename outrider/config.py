@@ -101,6 +101,10 @@ class TargetOptions(KernelOptions):
     """Host memory for hidden states of cached prefixes, where a drafter feeds on them, in bytes; 0 keeps none."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Number format of the KV cache; auto is that of the model's keys. Narrower ones hold more tokens, less exactly."""
+    speculative_accept_threshold_single: float = 1.0
+    """Accept a draft token at least this probable, whatever was drawn; below 1 this changes sampled text."""
+    speculative_accept_threshold_acc: float = 1.0
+    """Accept draft tokens of probability p with probability p / threshold; below 1 this changes sampled text."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
     -1 computes every prompt in one piece."""

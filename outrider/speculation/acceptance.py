@@ -8,12 +8,15 @@ committed tokens are those of plain decoding, whatever the tree.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
+
+_LEAST_ACCUMULATED = 1e-9
 
 # Logits [V] of the next token, given a whole path.
 NextLogits = Callable[[list[int]], NDArray[np.floating]]
@@ -38,6 +41,61 @@ def accepted_path(draft: TreeSlice, sampled: NDArray[np.integer]) -> tuple[list[
         path.append(child)
         node = child
     return path, samples[node + 1]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """How far acceptance may depart from the model's distribution, for speed, in sampled text; 1 and 1 is not at all.
+
+    single:      a child at least as probable as this is accepted, whatever was drawn
+    accumulated: children that have the probability p together are accepted with the probability p / accumulated
+    """
+
+    single: float = 1.0
+    accumulated: float = 1.0
+
+    @property
+    def exact(self) -> bool:
+        """True if they change nothing."""
+        return self.single >= 1.0 and self.accumulated >= 1.0
+
+    def relax(
+        self,
+        draft: TreeSlice,
+        sampled: NDArray[np.integer],
+        probabilities: NDArray[np.floating],
+        coins: NDArray[np.floating],
+    ) -> NDArray[np.int64]:
+        """The samples, some of which are replaced by a child's token. For sessions that are not greedy.
+
+        sampled: [N + 1], drawn after the root and after each node; -1 where nothing could be.
+        probabilities: [N], that each node's token would be drawn after its parent. coins: [N + 1], uniform in [0, 1),
+        independent of the samples. A sample that a child carries stays, so a child of probability p is accepted in
+        p of all cases already; the coin adds what is missing to the threshold.
+        """
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(draft.parents.tolist()):
+            children.setdefault(parent + 1, []).append(node)
+        relaxed = np.array(sampled, np.int64)
+        for row, nodes in children.items():
+            if relaxed[row] < 0 or relaxed[row] in draft.tokens[nodes]:
+                continue
+            chosen = self._choose(probabilities[nodes], float(coins[row]))
+            if chosen is not None:
+                relaxed[row] = draft.tokens[nodes[chosen]]
+        return relaxed
+
+    def _choose(self, p: NDArray[np.floating], coin: float) -> int | None:
+        """The child that is accepted although another token was drawn. p: of each child."""
+        likeliest, total = int(np.argmax(p)), float(p.sum())
+        if not 0.0 < total < 1.0:
+            return None
+        if p[likeliest] >= self.single:
+            return likeliest
+        extra = (min(1.0, total / max(self.accumulated, _LEAST_ACCUMULATED)) - total) / (1.0 - total)
+        if coin >= extra:
+            return None
+        return int(np.searchsorted(np.cumsum(p) / total, coin / extra, side="right"))
 
 
 def draw(

@@ -36,6 +36,8 @@ MIX_B = 0x846CA68B
 GUMBEL_MIN = -3.1366
 GUMBEL_MAX = 22.8741
 
+_NO_TOKEN = 0xFFFFFFFF  # no vocabulary is as large
+
 
 def position_keys(seed: int, positions: NDArray[np.integer]) -> NDArray[np.uint32]:
     """Keys of absolute positions under a seed, by Philox4x32-10 (Salmon et al., SC 2011).
@@ -70,6 +72,11 @@ def token_bits(keys: NDArray[np.uint32], tokens: NDArray[np.integer]) -> NDArray
     keys = np.asarray(keys, dtype=U32)
     x = _mix(np.asarray(tokens).astype(U32) * U32(TOKEN_STEP) ^ keys[..., 0])
     return _mix(x ^ keys[..., 1])
+
+
+def coins(seed: int, positions: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Uniform numbers in (0, 1), one a position, independent of the noise of tokens. positions: [n]. Returns [n]."""
+    return (token_bits(position_keys(seed, positions), np.array(_NO_TOKEN)).astype(np.float64) + 0.5) * 2.0**-32
 
 
 def gumbel_from_bits(bits: NDArray[np.uint32]) -> NDArray[np.float32]:

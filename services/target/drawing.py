@@ -17,6 +17,7 @@ from torch import Tensor
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, OpenSession
 from outrider.serving.session import Session
+from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.proposal import Logprobs
 from outrider.speculation.tree import SpeculationTree
 from services.target import logprobs, penalties, sampler
@@ -29,6 +30,7 @@ from services.target.logprobs import PromptScores, Scores
 from services.target.masks import Guided, Mask, Masks
 from services.target.model.base import Model
 from services.target.penalties import Tally
+from services.target.relaxing import relax
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,11 @@ class Draws:
 class Drawing:
     """Opens entries, and draws the tokens of steps with a model."""
 
-    def __init__(self, model: Model, cache: KVCache, features: Features) -> None:
+    def __init__(self, model: Model, cache: KVCache, features: Features, thresholds: Thresholds) -> None:
         self._model = model
         self._cache = cache
         self._features = features
+        self._thresholds = thresholds
         self._masks: Masks | None = None
 
     def entry(
@@ -139,7 +142,10 @@ class Drawing:
             self._score_prompts(logits, batch.drawn, works, entries)
         if rows is None:
             return Draws(np.empty(0, np.int64))
-        tokens = sampler.draw(logits[: batch.drawn], rows, adjustments, self._mask(drawing, drawn))
+        adjusted = sampler.adjusted(logits[: batch.drawn], rows, adjustments, self._mask(drawing, drawn))
+        tokens = sampler.pick(adjusted, rows)
+        if not self._thresholds.exact:
+            tokens = relax(self._thresholds, adjusted, rows, tokens, drawing, requests)
         scores, firsts = self._score(logits, tokens, drawing, drawn)
         return Draws(np.asarray(tokens.cpu().numpy()), scores.cpu() if scores is not None else None, firsts)
 

@@ -38,7 +38,7 @@ from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
-from services.target.limits import check_limits, scheduling
+from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.patience import Patience
 from services.target.verifier import Verdict, settle
@@ -76,7 +76,7 @@ class TargetEngine(Engine):
         self._max_children = config.speculative_eagle_topk
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
-        self._drawing = Drawing(model, self.cache, self.features)
+        self._drawing = Drawing(model, self.cache, self.features, thresholds(config))
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
         self._ended: list[Commit] = []  # sessions that were ended from outside, to be told

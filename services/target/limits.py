@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.serving.scheduler import Limits
+from outrider.speculation.acceptance import Thresholds
 from services.target.logprobs import scored_rows
+
+log = logging.getLogger(__name__)
 
 # Tokens of a step where no flag says it. A chunk holds up whoever decodes, so it is as short as it can be without
 # making long prompts slower: a CPU is busy with this many rows, a GPU needs more.
@@ -36,6 +41,17 @@ def check_limits(config: TargetConfig) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")
     if not 0.0 < config.mem_fraction_static <= 1.0:
         raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")
+
+
+def thresholds(config: TargetConfig) -> Thresholds:
+    """Acceptance thresholds, which are announced where they are not exact. Raises ConfigError."""
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(config, name)}")
+    chosen = Thresholds(config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc)
+    if not chosen.exact:
+        log.warning("acceptance thresholds below 1: hints may change sampled text, which is no longer the model's own")
+    return chosen
 
 
 def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> Limits:

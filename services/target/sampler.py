@@ -141,6 +141,11 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
 
 def draw(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
     """The token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 where logits are not finite."""
+    return pick(adjusted(logits, rows, adjustments, mask), rows)
+
+
+def adjusted(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
+    """Logits after penalties, bias, grammar and bans, [R, V] float32. logits: [R, V], which are not changed."""
     if adjustments is not None or mask is not None or len(rows.banned_rows):
         logits = logits.to(torch.float32, copy=True)
         if adjustments is not None:
@@ -148,12 +153,27 @@ def draw(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mas
         if mask is not None:
             masks.apply(logits, mask)
         logits.index_put_((rows.banned_rows, rows.banned_tokens), logits.new_tensor(-torch.inf))
-    logits = logits.float()
+    return logits.float()
+
+
+def pick(logits: Tensor, rows: Rows) -> Tensor:
+    """The token after each row, given adjusted logits. Returns [R] int64; -1 where they are not finite."""
     best, argmax = logits.max(dim=-1)
     tokens = argmax
     if not rows.all_greedy:
         tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows))
     return torch.where(best.isfinite(), tokens, -1)
+
+
+def probabilities(logits: Tensor, rows: Rows, parents: Tensor, tokens: Tensor) -> Tensor:
+    """How probable tokens are to be drawn after rows that are not greedy, given adjusted logits.
+
+    parents, tokens: [n] int64, rows and token ids. Returns [n] float32.
+    """
+    if rows.any_filter:
+        logits = logits.masked_fill(~_kept(logits, logits.max(dim=-1).values, rows), -torch.inf)
+    scaled = logits / rows.temperature.float()[:, None]
+    return (scaled[parents, tokens] - scaled.logsumexp(dim=-1)[parents]).exp()
 
 
 def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows) -> Tensor:
