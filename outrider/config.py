@@ -21,6 +21,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "triton", "torch_native"]
+Quantization = Literal["fp8", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "default"
@@ -83,6 +84,8 @@ class TargetOptions(KernelOptions):
     """Device of the model: auto, cpu, cuda, cuda:1, ..."""
     dtype: DType = "auto"
     """Number format of the computation; auto is the checkpoint's on CUDA and float32 on the CPU."""
+    quantization: Quantization | None = None
+    """Narrower weights than the checkpoint's: fp8, int8 or int4, on CUDA and with the package torchao."""
     tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer, each with a process of its own; on a CPU, processes."""
     weight_version: str = "default"

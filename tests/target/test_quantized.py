@@ -1,6 +1,7 @@
 """Published quantized checkpoints: on the CPU they are unpacked as they load; the text is that of the plain weights."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -8,6 +9,7 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
+from services.target.model import narrow as narrow_module
 from services.target.model import quantized
 from services.target.model.load import load
 from tests.checkpoints import quantizers
@@ -151,3 +153,30 @@ def test_scales_that_do_not_fit_are_refused(tmp_path, caplog):
     with pytest.raises(ConfigError, match="cannot be loaded"):
         load_model(folder)
     assert "not blocks of 32" in caplog.text
+
+
+# --- --quantization ---
+
+
+def narrow(monkeypatch, choice, installed=(), capability=(9, 0), stored=None, device="cuda:0"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(narrow_module.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    settings = SimpleNamespace(quantization_config=stored)
+    settings.get_text_config = lambda: settings
+    return narrow_module.narrowed(choice, settings, torch.device(device))
+
+
+@pytest.mark.parametrize(("choice", "circumstances", "said"), [
+    ("int8", {"device": "cpu"}, r"--quantization int8 needs a CUDA device, not cpu; leave it out"),
+    ("int8", {}, r"--quantization int8 needs torchao; `pip install torchao`"),
+    ("int4", {"installed": ["torchao"]}, r"--quantization int4 needs mslk; `pip install mslk`"),
+    ("fp8", {"capability": (8, 0)}, r"--quantization fp8 needs a GPU of compute capability 8\.9 or more; choose int8"),
+    ("fp8", {"stored": AWQ}, r"--quantization fp8: the checkpoint is quantized already"),
+])  # fmt: skip
+def test_narrower_weights_that_cannot_be(choice, circumstances, said, monkeypatch):
+    with pytest.raises(ConfigError, match=said):
+        narrow(monkeypatch, choice, **circumstances)
+
+
+def test_weights_are_left_alone_without_the_flag(monkeypatch):
+    assert narrow(monkeypatch, None, device="cpu") == {}

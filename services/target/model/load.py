@@ -22,6 +22,7 @@ from services.target.model import attention, latent, quantized, selfcheck, shard
 from services.target.model.base import Model
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
+from services.target.model.narrow import narrowed
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
-    how = shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
+    how = narrowed(config.quantization, settings, device)
+    how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), remote, how)
     module.to(device).eval().requires_grad_(False)
     vocab_size = module.get_output_embeddings().weight.shape[0]

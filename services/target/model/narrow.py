@@ -1,0 +1,41 @@
+"""--quantization on CUDA: weights made narrower as they load, by `torchao`; the computation keeps its number format.
+
+Each row of a weight gets a scale, each group of 128 numbers in int4. Only linear layers are concerned, not the head.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from outrider.config import Quantization
+from outrider.errors import ConfigError
+
+_FP8_CAPABILITY = (8, 9)
+_INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
+
+
+def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` must be told to narrow the weights of a checkpoint. Raises ConfigError."""
+    if choice is None:
+        return {}
+    flag = f"--quantization {choice}"
+    text = settings.get_text_config()
+    if getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None):
+        raise ConfigError(f"{flag}: the checkpoint is quantized already; leave the flag out")
+    if device.type != "cuda":
+        raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out, or choose --dtype bfloat16")
+    if choice == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        raise ConfigError(f"{flag} needs a GPU of compute capability 8.9 or more; choose int8")
+    wanted = ["torchao", *([_INT4_PACKAGE] if choice == "int4" else [])]
+    missing = [package for package in wanted if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"{flag} needs {' and '.join(missing)}; `pip install {' '.join(missing)}`, or leave it out")
+
+    import torchao.quantization as ao
+    from transformers import TorchAoConfig
+
+    how = {"fp8": ao.Float8WeightOnlyConfig, "int8": ao.Int8WeightOnlyConfig, "int4": ao.Int4WeightOnlyConfig}
+    return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
