@@ -17,6 +17,7 @@ need ever be copied. Sessions hold whole paths, hence a page that nobody holds h
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator
 from typing import Protocol
 
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 from outrider.errors import EngineFault
 from outrider.paging.allocator import NULL_PAGE, PageAllocator
 from outrider.paging.table import PageTable
+
+_PAGES_AT_ONCE = 64  # whose tokens are copied before they are looked up
 
 
 class PageObserver(Protocol):
@@ -79,6 +82,10 @@ class PrefixCache:
         """Pages that the cache knows, held or not."""
         return len(self._nodes)
 
+    def knows(self, node: _Node) -> bool:
+        """True if a node is still in its tree; if so, all before it are."""
+        return self._nodes.get(node.page) is node
+
     def find(self, namespace: str, tip: _Node | None, tokens: NDArray[np.uint32]) -> list[_Node]:
         """The path that follows a node, or the namespace's root, along tokens that begin behind it."""
         node = tip or self._roots.get(namespace)
@@ -103,7 +110,7 @@ class PrefixCache:
 
     def let_go(self, tip: _Node) -> None:
         """A table that ended in this node has released its pages."""
-        if self._nodes.get(tip.page) is tip:
+        if self.knows(tip):
             self._clock += 1
             tip.used = self._clock
             self._offer(tip)
@@ -155,7 +162,7 @@ class PrefixCache:
             raise EngineFault(f"page audit: {self.allocator.cached_pages} pages are cached, the trees have {unheld}")
 
     def _evictable(self, node: _Node) -> bool:
-        return self._nodes.get(node.page) is node and not node.children and not self.allocator.holders(node.page)
+        return self.knows(node) and not node.children and not self.allocator.holders(node.page)
 
     def _offer(self, node: _Node) -> None:
         """Note a node for eviction if it can be evicted now; otherwise a later release or eviction will."""
@@ -197,6 +204,7 @@ class SharedTable(PageTable):
         self._namespace = namespace
         self._owner = owner
         self._tip: _Node | None = None  # of the last shared page
+        self._ahead: list[_Node] = []  # what was found behind it at the last look
         self._epoch = cache.epoch
 
     @property
@@ -204,9 +212,10 @@ class SharedTable(PageTable):
         """False if nothing can be found or inserted any more."""
         return self._cache.enabled and self._epoch == self._cache.epoch
 
-    def peek(self, tokens: NDArray[np.uint32]) -> list[int]:
-        """The pages that `attach` would take."""
-        return [node.page for node in self._find(tokens)]
+    def peek(self, tokens: NDArray[np.uint32]) -> tuple[int, int]:
+        """Pages that `attach` would take, and how many of them somebody holds already. Cheap to ask again."""
+        path = self._find(tokens)
+        return len(path), bisect_left(path, True, key=lambda node: not self._allocator.holders(node.page))
 
     def attach(self, tokens: NDArray[np.uint32], written: int) -> int:
         """Hold the cache's pages that follow the shared ones. tokens: [n], from the first on, that may be taken.
@@ -225,6 +234,7 @@ class SharedTable(PageTable):
                 observer.page_taken(self._owner, self.shared, node.page)
             self._tip = node
             self.shared += 1
+        self._ahead = []
         return len(path) * self._allocator.page_size
 
     def publish(self, tokens: NDArray[np.uint32]) -> None:
@@ -246,6 +256,7 @@ class SharedTable(PageTable):
                 observer.page_cached(self._owner, self.shared, node.page)
             self._tip = node
             self.shared += 1
+        self._ahead = []
 
     def next_key(self, tokens: NDArray[np.uint32]) -> Hashable | None:
         """Names the page behind the shared ones, equally for all tables that could share it; None if it is not full."""
@@ -264,7 +275,7 @@ class SharedTable(PageTable):
     def release(self, *, trusted: bool = True) -> None:
         """Give all pages back. trusted: False if what was shared must not be found again."""
         tip, self._tip = self._tip, None
-        self.shared, self._epoch = 0, self._cache.epoch
+        self.shared, self._epoch, self._ahead = 0, self._cache.epoch, []
         super().release()
         if tip is not None:
             if trusted:
@@ -275,13 +286,20 @@ class SharedTable(PageTable):
     def _find(self, tokens: NDArray[np.uint32]) -> list[_Node]:
         if not self.shares:
             return []
-        behind = tokens[self.shared * self._allocator.page_size :]
-        return self._cache.find(self._namespace, self._tip, behind)
+        size, ahead = self._allocator.page_size, self._ahead
+        del ahead[max(0, len(tokens) // size - self.shared) :]
+        while ahead and not self._cache.knows(ahead[-1]):
+            ahead.pop()
+        tip = ahead[-1] if ahead else self._tip
+        ahead += self._cache.find(self._namespace, tip, tokens[(self.shared + len(ahead)) * size :])
+        return ahead
 
 
 def page_keys(tokens: NDArray[np.uint32], page_size: int) -> Iterator[bytes]:
     """The bytes of each full page's tokens."""
     assert tokens.dtype == np.uint32
-    data, width = tokens.tobytes(), page_size * tokens.itemsize
-    for end in range(width, len(data) + 1, width):
-        yield data[end - width : end]
+    width = page_size * tokens.itemsize
+    for start in range(0, len(tokens), _PAGES_AT_ONCE * page_size):
+        data = tokens[start : start + _PAGES_AT_ONCE * page_size].tobytes()
+        for end in range(width, len(data) + 1, width):
+            yield data[end - width : end]

@@ -171,8 +171,8 @@ class Scheduler:
         promised = sum(max(0, pages_for(s.length + 1) - len(s.table.pages)) for s in self._running.values())
         while self._waiting and len(self._running) < self.limits.max_running:
             session = self._waiting.next()
-            found = session.table.peek(session.sharable)
-            wanted = pages_for(session.length + 1) - sum(self.allocator.holders(page) > 0 for page in found)
+            _, held = session.table.peek(session.sharable)
+            wanted = pages_for(session.length + 1) - held
             if self._running and wanted + promised > self.allocator.free_pages:
                 return
             self._waiting.take(session)

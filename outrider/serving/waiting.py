@@ -60,7 +60,7 @@ class WaitingQueue:
         first = next(iter(self._arrived.values()))
         if self._policy == "fcfs" or len(self._arrived) > _MOST_MATCHED or self._passed.get(first.id, 0) >= MOST_PASSED:
             return first
-        return max(self._arrived.values(), key=lambda session: len(session.table.peek(session.sharable)))
+        return max(self._arrived.values(), key=lambda session: session.table.peek(session.sharable)[0])
 
     def take(self, session: Session) -> None:
         """Take the next session out; those that came before it have been passed over."""

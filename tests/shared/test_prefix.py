@@ -29,6 +29,11 @@ def filled(cache, tokens, namespace="", owner=0):
     return table
 
 
+def found(cache, *tokens, namespace=""):
+    """The pages that a new table would take."""
+    return [node.page for node in cache.find(namespace, None, array(*tokens))]
+
+
 def audit(cache, tables=()):
     cache.allocator.check(tables=[table.pages.tolist() for table in tables])
     cache.check()
@@ -40,7 +45,7 @@ def test_a_later_text_takes_the_pages_that_it_begins_with():
     pages = first.pages.tolist()
     assert (first.shared, len(pages)) == (2, 3)
     second = SharedTable(cache)
-    assert second.peek(array(1, 2, 3, 9)) == pages[:1]
+    assert found(cache, 1, 2, 3, 9) == pages[:1]
     assert second.attach(array(1, 2, 3, 4, 9, 9), 0) == 4
     assert second.pages.tolist() == pages[:2]
     assert [cache.allocator.holders(page) for page in pages] == [2, 2, 1]
@@ -74,7 +79,7 @@ def test_a_page_is_found_behind_its_own_beginning_alone():
     filled(cache, array(3, 4, 5, 6)).release()
     assert len(cache) == 4
     assert SharedTable(cache).attach(array(5, 6), 0) == 0
-    assert SharedTable(cache).peek(array(1, 2, 5, 6)) != SharedTable(cache).peek(array(3, 4, 5, 6))
+    assert found(cache, 1, 2, 5, 6) != found(cache, 3, 4, 5, 6)
     audit(cache)
 
 
@@ -98,7 +103,7 @@ def test_namespaces_share_nothing():
     plain, salted = filled(cache, array(1, 2)), filled(cache, array(1, 2), "adapter")
     assert plain.pages.tolist() != salted.pages.tolist()
     assert SharedTable(cache, "other").attach(array(1, 2), 0) == 0
-    assert SharedTable(cache, "adapter").peek(array(1, 2)) == salted.pages.tolist()
+    assert found(cache, 1, 2, namespace="adapter") == salted.pages.tolist()
     plain.release()
     salted.release()
     cache.evict(2)
@@ -114,7 +119,7 @@ def test_the_longest_unused_goes_first_and_ends_go_before_beginnings():
     for _ in range(4):
         cache.evict(1)
         audit(cache)
-        lengths.append((len(SharedTable(cache).peek(old)), len(SharedTable(cache).peek(new))))
+        lengths.append((len(found(cache, *old.tolist())), len(found(cache, *new.tolist()))))
     assert lengths == [(2, 2), (1, 2), (1, 1), (0, 0)]
 
 
@@ -125,7 +130,7 @@ def test_use_keeps_a_page():
     filled(cache, array(1, 2)).release()
     table = SharedTable(cache)
     table.reserve(1)
-    assert (len(SharedTable(cache).peek(array(1, 2))), len(SharedTable(cache).peek(array(3, 4)))) == (1, 0)
+    assert (len(found(cache, 1, 2)), len(found(cache, 3, 4))) == (1, 0)
 
 
 def test_what_is_held_is_never_evicted():
@@ -139,8 +144,8 @@ def test_what_is_held_is_never_evicted():
     assert cache.allocator.cached_pages == 1
     other.reserve(4)
     audit(cache, [held, other])
-    assert held.peek(array(1, 2, 3, 4)) == []  # it has all of them
-    assert SharedTable(cache).peek(array(1, 2, 3, 4)) == held.pages.tolist()
+    assert held.peek(array(1, 2, 3, 4)) == (0, 0)  # it has all of them
+    assert found(cache, 1, 2, 3, 4) == held.pages.tolist()
 
 
 def test_a_flush_forgets_and_takes_nothing_more_from_before():
@@ -165,7 +170,7 @@ def test_what_cannot_be_trusted_is_not_found_again():
     good = filled(cache, array(1, 2, 3, 4))
     bad = filled(cache, array(1, 2, 5, 6, 7, 8))
     bad.release(trusted=False)
-    assert SharedTable(cache).peek(array(1, 2, 5, 6)) == good.pages.tolist()[:1]
+    assert found(cache, 1, 2, 5, 6) == good.pages.tolist()[:1]
     audit(cache, [good])
     good.release()
     filled(cache, array(4, 4)).release(trusted=False)
@@ -219,6 +224,8 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
     cache.observers.append(mirror)
     cells: dict[int, tuple[int, ...]] = {}
     tables: dict[int, SharedTable] = {}
+    waiting = {5 + i: SharedTable(cache) for i in range(5)}  # they look, and never begin
+    texts += texts
     computed = dict.fromkeys(range(5), 0)
 
     def write(table, start, stop, path):
@@ -250,6 +257,10 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
         except OutOfPages:
             pass
         audit(cache, tables.values())
+        for name, one in (tables | waiting).items():  # what was found before is looked at again, and is still right
+            pages = found(cache, *texts[name].tolist())[one.shared :] if one.shares else []
+            held = sum(cache.allocator.holders(page) > 0 for page in pages)
+            assert one.peek(texts[name]) == (len(pages), held)
         assert mirror.pages.keys() == cache._nodes.keys()
         for name, one in tables.items():
             read = [cells[slot] for slot in one.slots(0, computed[name]).tolist()]
@@ -290,3 +301,14 @@ def test_keys_of_the_next_page_are_equal_for_those_who_can_share_it():
     assert tables[0].next_key(array(1, 2, 3)) is None
     roots = [SharedTable(cache, name).next_key(array(3, 4)) for name in ("", "salt")]
     assert all(a != b for a, b in pairwise([*roots, keys[0]]))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_long_texts_are_found_whole(page_size):
+    cache = made(pages=600, page_size=page_size)
+    text = np.random.default_rng(0).integers(0, 9, 500 * page_size + page_size // 2).astype(np.uint32)
+    first = filled(cache, text)
+    assert first.shared == 500
+    assert found(cache, *text.tolist()) == first.pages.tolist()[:500]
+    text[300 * page_size] += 1
+    assert found(cache, *text.tolist()) == first.pages.tolist()[:300]
