@@ -143,11 +143,15 @@ class Drawing:
         if rows is None:
             return Draws(np.empty(0, np.int64))
         adjusted = sampler.adjusted(logits[: batch.drawn], rows, adjustments, self._mask(drawing, drawn))
-        tokens = sampler.pick(adjusted, rows)
+        hurry = device.type != "cpu" and self._thresholds.exact and all(entry.top is None for entry in drawn)
+        tokens = sampler.pick(adjusted, rows, hurry=hurry)
         if not self._thresholds.exact:
             tokens = relax(self._thresholds, adjusted, rows, tokens, drawing, requests)
         scores, firsts = self._score(logits, tokens, drawing, drawn)
-        return Draws(np.asarray(tokens.cpu().numpy()), scores.cpu() if scores is not None else None, firsts)
+        drawn_tokens = tokens.cpu().numpy()
+        if hurry and (drawn_tokens == sampler.UNSURE).any():
+            drawn_tokens = sampler.pick(adjusted, rows).cpu().numpy()
+        return Draws(np.asarray(drawn_tokens), scores.cpu() if scores is not None else None, firsts)
 
     def _score(
         self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]

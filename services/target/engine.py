@@ -41,6 +41,7 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.patience import Patience
+from services.target.upload import upload
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -322,10 +323,8 @@ class TargetEngine(Engine):
         """Compact the cache, for all sessions at once. Pages given back are not leased again before this."""
         moves = [pair for pair in moves if len(pair[0])]
         if moves:
-            sources, destinations = (
-                torch.from_numpy(np.concatenate(side)).to(self.model.device) for side in zip(*moves, strict=True)
-            )
-            self.cache.move(sources, destinations)
+            sides = [np.concatenate(side) for side in zip(*moves, strict=True)]
+            self.cache.move(*upload(sides, self.model.device))
 
 
 def _moves(session: Session, path: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.speculation import noise
@@ -19,12 +20,14 @@ from outrider.speculation.sampling import SamplingParams
 from services.target import masks, penalties
 from services.target.masks import Mask
 from services.target.penalties import Adjustments
+from services.target.upload import upload
 
 # The winner is among the best of the approximate scores: these err by less than 0.3, and the chance that as many
 # tokens as this come within that of the best one is below 1e-20.
 _CANDIDATES = 32
 # Tokens that are put in order at first where top_p alone limits them; all of them if that does not suffice.
 _ORDERED = 1024
+UNSURE = -2  # in place of a token: see `draw`
 _LOW16, _LOW17, _LOW32 = 0xFFFF, 0x1FFFF, 0xFFFFFFFF
 
 
@@ -112,8 +115,8 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
     counts = [len(request.positions) for request in requests]
     params = [request.params for request in requests]
 
-    def column(values: Sequence[float], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
+    def column(values: Sequence[float], dtype: type) -> NDArray[np.generic]:
+        return np.repeat(np.array(values, dtype=dtype), counts)
 
     keys = [noise.position_keys(r.params.seed, np.array(r.positions)) for r in requests if not r.params.greedy]
     all_keys = np.zeros((sum(counts), 2), dtype=np.int64)
@@ -123,15 +126,18 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
     banned = [tokens for request in requests for tokens in request.banned]
     pairs = np.array([(row, token) for row, tokens in enumerate(banned) for token in tokens], np.int64).reshape(-1, 2)
     drawn = [p for p in params if not p.greedy]
+    columns = [
+        column([1.0 if p.greedy else p.temperature for p in params], np.float64),
+        column([p.greedy for p in params], np.bool_),
+        column([p.top_k for p in params], np.int64),
+        column([p.top_p for p in params], np.float64),
+        column([p.min_p for p in params], np.float64),
+        all_keys,
+        pairs[:, 0].copy(),
+        pairs[:, 1].copy(),
+    ]
     return Rows(
-        temperature=column([1.0 if p.greedy else p.temperature for p in params], np.float64),
-        greedy=column([p.greedy for p in params], np.bool_),
-        top_k=column([p.top_k for p in params], np.int64),
-        top_p=column([p.top_p for p in params], np.float64),
-        min_p=column([p.min_p for p in params], np.float64),
-        keys=torch.from_numpy(all_keys).to(device),
-        banned_rows=torch.from_numpy(pairs[:, 0].copy()).to(device),
-        banned_tokens=torch.from_numpy(pairs[:, 1].copy()).to(device),
+        *upload(columns, device),
         all_greedy=not drawn,
         any_filter=any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in drawn),
         any_top_p_alone=any((p.top_p < 1.0 or p.min_p > 0.0) and not p.top_k for p in drawn),
@@ -152,16 +158,20 @@ def adjusted(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None,
             penalties.apply(logits, adjustments)
         if mask is not None:
             masks.apply(logits, mask)
-        logits.index_put_((rows.banned_rows, rows.banned_tokens), logits.new_tensor(-torch.inf))
+        logits.index_put_((rows.banned_rows, rows.banned_tokens), logits.new_full((), -torch.inf))
     return logits.float()
 
 
-def pick(logits: Tensor, rows: Rows) -> Tensor:
-    """The token after each row, given adjusted logits. Returns [R] int64; -1 where they are not finite."""
+def pick(logits: Tensor, rows: Rows, *, hurry: bool = False) -> Tensor:
+    """The token after each row, given adjusted logits. Returns [R] int64; -1 where they are not finite.
+
+    hurry: do not wait for the device to find out whether the likeliest tokens were enough; rows for which they were not
+    get UNSURE, and want to be drawn again without hurry.
+    """
     best, argmax = logits.max(dim=-1)
     tokens = argmax
     if not rows.all_greedy:
-        tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows))
+        tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows, hurry))
     return torch.where(best.isfinite(), tokens, -1)
 
 
@@ -171,15 +181,17 @@ def probabilities(logits: Tensor, rows: Rows, parents: Tensor, tokens: Tensor) -
     parents, tokens: [n] int64, rows and token ids. Returns [n] float32.
     """
     if rows.any_filter:
-        logits = logits.masked_fill(~_kept(logits, logits.max(dim=-1).values, rows), -torch.inf)
+        logits = logits.masked_fill(~_kept(logits, logits.max(dim=-1).values, rows)[0], -torch.inf)
     scaled = logits / rows.temperature.float()[:, None]
     return (scaled[parents, tokens] - scaled.logsumexp(dim=-1)[parents]).exp()
 
 
-def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows) -> Tensor:
+def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows, hurry: bool) -> Tensor:
     """argmax(log p + noise); as log p is used up to a constant a row, nothing is normalised. Returns [R] int64."""
+    unsure = None
     if rows.any_filter:
-        logits = logits.masked_fill(~_kept(logits, best, rows), -torch.inf)
+        kept, unsure = _kept(logits, best, rows, hurry)
+        logits = logits.masked_fill(~kept, -torch.inf)
     tokens = torch.arange(logits.shape[1], device=logits.device)
     rough = (logits - best[:, None]) / rows.temperature.float()[:, None]
     rough += _rough_gumbel(_bits32(rows.keys[:, None, :], tokens))
@@ -187,22 +199,31 @@ def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows) -> Tensor:
     candidates, _ = candidates.sort(dim=-1)  # so that the first of equals is the lowest id
     scores = logits.gather(1, candidates).double() / rows.temperature[:, None]
     scores += _gumbel(_bits32(rows.keys[:, None, :], candidates))
-    return candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    drawn = candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
+    return drawn if unsure is None else torch.where(unsure, UNSURE, drawn)
 
 
-def _kept(logits: Tensor, best: Tensor, rows: Rows) -> Tensor:
-    """Which tokens the filters leave. logits: [R, V] float32. Returns [R, V] bool."""
+def _kept(logits: Tensor, best: Tensor, rows: Rows, hurry: bool = False) -> tuple[Tensor, Tensor | None]:
+    """Which tokens the filters leave, [R, V] bool, and in a hurry, in which rows this is not sure, [R] bool.
+
+    logits: [R, V] float32.
+    """
     vocab = logits.shape[1]
     width = min(vocab, max(rows.max_top_k, _ORDERED if rows.any_top_p_alone else 1))
     ordered, counts = _count_kept(logits, best, rows, width)
-    if rows.any_top_p_alone and width < vocab and bool(((rows.top_k == 0) & (counts == width)).any()):
-        ordered, counts = _count_kept(logits, best, rows, vocab)
+    unsure = None
+    if rows.any_top_p_alone and width < vocab:
+        unsure = (rows.top_k == 0) & (counts == width)
+        if not hurry:
+            if bool(unsure.any()):
+                ordered, counts = _count_kept(logits, best, rows, vocab)
+            unsure = None
     # The first `count` tokens in stable descending order: all above the last one's value, and of its equals the
     # lowest ids.
     last = ordered.gather(1, (counts - 1).clamp(max=ordered.shape[1] - 1)[:, None])
     above, equal = logits > last, logits == last
     room = counts[:, None] - above.sum(-1, keepdim=True)
-    return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None]
+    return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None], unsure
 
 
 def _count_kept(logits: Tensor, best: Tensor, rows: Rows, width: int) -> tuple[Tensor, Tensor]:

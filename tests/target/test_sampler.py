@@ -9,7 +9,7 @@ from scipy import stats
 
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
-from services.target.sampler import RowRequest, _gumbel, _rough_gumbel, draw, gather, token_bits
+from services.target.sampler import UNSURE, RowRequest, _gumbel, _rough_gumbel, draw, gather, pick, token_bits
 
 CPU = torch.device("cpu")
 PARAMS = [
@@ -84,6 +84,15 @@ def test_any_parameters_with_ties(seed, temperature, top_k, top_p, min_p):
 def test_a_flat_distribution_needs_more_than_the_first_thousand():
     logits = np.random.default_rng(0).standard_normal((3, 5000)).astype(np.float32) * 0.1
     check(logits, [SamplingParams(1.0, top_p=0.95, seed=s) for s in range(3)], [7, 8, 9])
+
+
+def test_in_a_hurry_a_row_says_that_it_is_not_sure():
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(np.stack([rng.standard_normal(5000) * spread for spread in (0.01, 6.0, 0.01)])).float()
+    params = [SamplingParams(1.0, top_p=0.9, seed=3), SamplingParams(1.0, top_p=0.9, seed=3), SamplingParams(0.0)]
+    rows = gather([RowRequest(one, [7], [[]]) for one in params], CPU)
+    sure = draw(logits, rows).tolist()
+    assert pick(logits, rows, hurry=True).tolist() == [UNSURE, *sure[1:]]
 
 
 def test_greedy_takes_the_lowest_of_equals():
