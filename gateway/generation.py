@@ -73,6 +73,7 @@ class Part(NamedTuple):
     spoken: int
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
+    weight_version: str
 
 
 class Generator:
@@ -207,6 +208,7 @@ class Generation:
             spoken,
             told.until(used) if told is not None else None,
             prompt_told,
+            session.weight_version,
         )
 
     def close(self) -> None:

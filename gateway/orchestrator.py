@@ -110,6 +110,14 @@ class Orchestrator:
             session.draft.close(session.id)
         self._move(session, None, None)
 
+    def abort_all(self) -> int:
+        """End all sessions; their clients keep what they have got. Returns how many there were."""
+        sessions = list(self.sessions.values())
+        for session in sessions:
+            session.commit([], 0, 0, FinishReason.ABORT)
+            self.close(session)
+        return len(sessions)
+
     def _open_on_target(self, session: Session) -> bool:
         """Open a session on the least loaded target. False if none is up."""
         target = min((link for link in self.targets if link.up), key=lambda link: link.session_count, default=None)
@@ -160,6 +168,7 @@ class Orchestrator:
             for place, (session_id, base, tokens, verified, accepted, finish, cached) in rows:
                 session = self.sessions.get(session_id)
                 if session is not None and session.target is target:
+                    session.weight_version = frame.load.weight_version
                     if cached and not session.steps:
                         session.cached_tokens = cached
                         self.metrics.tally.cached += cached
@@ -195,6 +204,13 @@ class Orchestrator:
         new = tokens[known:] if known else tokens
         if not new and finish is FinishReason.RUNNING:
             return
+        if new:
+            self._count(session, new, verified, accepted, now)
+        session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
+        if finish is not FinishReason.RUNNING:
+            self._end(session)
+
+    def _count(self, session: Session, new: list[int], verified: int, accepted: int, now: float) -> None:
         tally = self.metrics.tally
         if session.steps:
             self.metrics.inter_token.observe((now - session.committed_at) / max(1, len(new)))
@@ -209,9 +225,6 @@ class Orchestrator:
         tally.verified += verified
         tally.accepted += accepted
         session.committed_at = now
-        session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
-        if finish is not FinishReason.RUNNING:
-            self._end(session)
 
     def _target_failed(self, target: TargetLink, failure: SessionFailure) -> None:
         session = self.sessions.get(failure.session_id)

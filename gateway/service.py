@@ -147,6 +147,7 @@ def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
             steps=part.steps, proposed_tokens=part.verified, accepted_tokens=part.accepted
         ),
         seed=part.seed,
+        weight_version=part.weight_version,
         cached_tokens=part.cached_tokens,
         logprobs=_logprobs(part.logprobs),
         prompt_logprobs=_logprobs(part.prompt_logprobs),

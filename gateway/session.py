@@ -66,6 +66,7 @@ class Session:
         self.finish = FinishReason.RUNNING
         self.opened_at = self.committed_at = time.perf_counter()
         self.features_until = 0  # positions before it have been sent to the draft
+        self.weight_version = ""  # of the last commit
         self.lingers = False  # the target may go on with it after its end, for it was opened there twice
         self._fresh: list[int] = []
         self._told: list[Logprobs] = []  # of the fresh tokens
@@ -99,7 +100,7 @@ class Session:
     ) -> None:
         """Append what a step committed, and wake who waits for it."""
         self.tokens += tokens
-        self.steps += 1
+        self.steps += bool(tokens)
         self.verified += verified
         self.accepted += accepted
         self.finish = finish

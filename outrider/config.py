@@ -181,6 +181,8 @@ class GatewayOptions:
     """Name of the model in requests and answers; by default the model path."""
     max_body_bytes: int = 4 << 20
     """Largest request body."""
+    admin_api_key: str | None = None
+    """Key that routes which control the targets ask for; without one, they are open to every client."""
     connect_timeout: float = 600.0
     """Seconds to wait for the services at start-up."""
 

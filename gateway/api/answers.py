@@ -19,7 +19,7 @@ from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import FinishReason
 
 DONE = b"data: [DONE]\n\n"
-_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "stop"}
+_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
 class Kind(ABC):
@@ -146,7 +146,8 @@ class Answer:
             }
             for index, pieces in enumerate(texts)
         ]
-        return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage()})
+        ending = {"usage": self.usage(), **self._metadata()}
+        return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, **ending})
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
         """The answer as server-sent events, up to [DONE]. Raises the error that ends it."""
@@ -162,7 +163,7 @@ class Answer:
                 choice = self._choice(index, self.kind.delta(text), logprobs, part)
                 yield before + orjson.dumps(choice | extra) + after
         if include_usage:
-            yield b"data: " + orjson.dumps({**head, "choices": [], "usage": self.usage()}) + b"\n\n"
+            yield b"data: " + orjson.dumps({**head, "choices": [], "usage": self.usage(), **self._metadata()}) + b"\n\n"
         yield DONE
 
     def _choice(
@@ -191,6 +192,11 @@ class Answer:
         if part.logprobs is not None and part.spoken:
             parts.append(teller.part(part.tokens[: part.spoken], part.logprobs))
         return text, joined(parts) if parts else None, extra
+
+    def _metadata(self) -> dict[str, Any]:
+        """Which weights spoke last, under SGLang's names."""
+        version = next(reversed([part.weight_version for part in self._last.values()]), "")
+        return {"metadata": {"weight_version": version}} if version else {}
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all choices; a prompt counts once, however many choices it has."""

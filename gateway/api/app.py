@@ -10,11 +10,12 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from gateway.api import errors
+from gateway.api import control, errors
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.middleware import REQUEST_ID
 from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.streaming import ClientGone, EventStream, unless_gone
+from gateway.control import Control
 from gateway.facts import Facts
 from gateway.generation import Generator
 from outrider.errors import InvalidRequest, ModelNotFound
@@ -76,6 +77,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
     async def version() -> Response:
         return _json({"version": facts.version})
 
+    control.install(app, Control(generator.orchestrator, facts), generator.orchestrator, facts)
     return app
 
 

@@ -14,6 +14,8 @@ REQUEST_ID = "outrider.request_id"  # where the scope has it
 
 _HEADER = b"x-request-id"
 _LONGEST_ID = 128
+# Weights come as a body. The targets bound it themselves, by what their model can take.
+_WEIGHTS, _WEIGHTS_BYTES = "/update_weights_from_tensor", 1 << 50
 
 
 class Edge:
@@ -32,7 +34,8 @@ class Edge:
         request_id = headers.get(_HEADER, b"")[:_LONGEST_ID] or secrets.token_hex(12).encode()
         scope[REQUEST_ID] = request_id.decode("latin-1")
         scope["path"] = _SLASHES.sub("/", scope["path"])
-        body = _Bounded(receive, self._limit)
+        limit = _WEIGHTS_BYTES if scope["path"] == _WEIGHTS else self._limit
+        body = _Bounded(receive, limit)
         refused = False
 
         async def sending(message: Message) -> None:
@@ -40,14 +43,14 @@ class Edge:
             if message["type"] == "http.response.start":
                 if body.too_large:  # whatever the app made of it
                     refused = True
-                    await _refuse(send, request_id, self._limit)
+                    await _refuse(send, request_id, limit)
                 message["headers"] = [*message["headers"], (_HEADER, request_id)]
             if not refused:
                 await send(message)
 
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._limit:
-            await _refuse(send, request_id, self._limit)
+        if length.isdigit() and int(length) > limit:
+            await _refuse(send, request_id, limit)
             return
         await self.app(scope, body, sending)
 

@@ -39,16 +39,21 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     def expect(self, model: common_pb2.ModelInfo) -> None:
         """Refuse every other model from now on. Raises ConfigError if it serves another one already."""
-        self._expected = model
+        self._expected = common_pb2.ModelInfo.FromString(model.SerializeToString())
         if self.info is not None:
             self._check_model(self.info.model)
+
+    def weights_changed(self, weights: common_pb2.WeightFacts) -> None:
+        """It has these weights now, or must get them before it is used again."""
+        assert self._expected is not None, "weights change only once a target has been met"
+        self._expected.fingerprint = weights.fingerprint
 
     def _check_model(self, model: common_pb2.ModelInfo) -> None:
         if self._expected is not None and model.fingerprint != self._expected.fingerprint:
             raise ConfigError(
                 f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
                 f"that this gateway serves is {self._expected.model_path}, fingerprint {self._expected.fingerprint}; "
-                "restart the gateway to change the model"
+                "restart the gateway to change the model, or update the target's weights"
             )
 
     def open(self, request: common_pb2.OpenSession) -> None:

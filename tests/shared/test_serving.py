@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from outrider.errors import EngineFault, InvalidRequest, Unavailable
+from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import Message, OpenSession, StepOutput
-from outrider.serving.stream import StreamHub
-from outrider.speculation.proposal import FinishReason, Proposal
+from outrider.serving.messages import EngineLoad, Message, OpenSession, StepOutput
+from outrider.serving.stream import StreamHub, _Outbox
+from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from tests.shared.counting import CountingEngine
 
@@ -140,6 +141,38 @@ def test_work_that_breaks_the_engine_ends_it_and_what_waits_behind_it():
 
 
 # --- streams ---
+
+
+def block(session_id, first, rows, size=1000):
+    return FeatureBlock(session_id, first, np.zeros((rows, size), np.uint8))
+
+
+async def test_features_go_in_frames_of_bounded_size_behind_the_commits():
+    published = []
+    hub = StreamHub(lambda message: None, lambda frame: (frame, []), lambda output: output)
+    hub._owners = dict.fromkeys((1, 2), outbox := _Outbox())
+    commit = Commit(2, 3, np.array([7], np.uint32), 5)
+    hub._route(StepOutput(features=[block(1, 0, 6000), block(9, 0, 5)], load=EngineLoad(weight_version="a")))
+    hub._route(StepOutput(commits=[commit], features=[block(2, 2, 1)], load=EngineLoad(weight_version="a")))
+    hub._route(StepOutput(commits=[commit], load=EngineLoad(weight_version="b")))
+    while outbox._ready.is_set():
+        published.append(await outbox.take())
+    # A frame has the commits of one version of the weights; features follow the last of them.
+    assert [(len(f.commits), f.load.weight_version) for f in published] == [(1, "a"), (1, "b"), (0, "b")]
+    assert [sum(b.rows.nbytes for b in f.features) <= FRAME_BYTES for f in published] == [True] * 3
+    rows = [(b.session_id, b.first, len(b.rows)) for f in published for b in f.features]
+    assert rows == [(1, 0, 4194), (1, 4194, 1806), (2, 2, 1)]
+
+
+async def test_features_that_nobody_reads_are_dropped():
+    outbox = _Outbox()
+    big = np.zeros((1, BACKLOG_BYTES // 2), np.uint8)
+    outbox.add(StepOutput(features=[FeatureBlock(1, i, big) for i in range(3)]))
+    assert len(outbox._features) == 2
+    frame = await outbox.take()
+    assert [b.first for b in frame.features] == [0]
+    outbox.add(StepOutput(features=[FeatureBlock(1, 3, big)]))
+    assert [b.first for b in outbox._features] == [1, 3]
 
 
 async def frames(queue):

@@ -1,9 +1,6 @@
 """Features from a real target through a real gateway to a draft service whose drafter notes what it is fed."""
 
-import asyncio
 import concurrent.futures
-import threading
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -11,21 +8,10 @@ import torch
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
-from outrider.config import TargetConfig
 from outrider.serving.features import FeatureFormat, FeatureSpec
-from outrider.serving.loop import EngineLoop
-from outrider.serving.rpc import GrpcServer
-from outrider.serving.stream import StreamHub
-from outrider.wire import codec
-from services.draft.app import describe as describe_draft
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from services.draft.engine import DraftEngine
-from services.draft.service import DraftServicer
-from services.draft.session import TreeLimits
-from services.target.app import build_engine
-from services.target.control import Control
-from services.target.service import TargetServicer, describe
 from tests.gateway.services import Gateway, until
+from tests.system.services import draft_service, target_service
 from tests.tiny import write_model, write_tokenizer
 
 WIDTH, LAYERS = 48, 6
@@ -45,65 +31,6 @@ class FedDrafter(NgramDrafter):
     def open(self, session):
         self.fed[session.id] = session
         super().open(session)
-
-
-@dataclass
-class Service:
-    """An engine behind its real servicer, in a thread."""
-
-    build: object  # returns (engine, servicer of hub and loop, coders)
-    address: str
-    ready: threading.Event = field(default_factory=threading.Event)
-
-    def start(self):
-        self.ready.clear()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self.thread.start()
-        assert self.ready.wait(60)
-        return self
-
-    def stop(self):
-        if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.end.set)
-            self.thread.join(20)
-
-    async def _serve(self):
-        self.loop, self.end = asyncio.get_running_loop(), asyncio.Event()
-        engine_loop = EngineLoop(lambda _: None)
-        self.engine, coders, register = self.build()
-        hub = StreamHub(engine_loop.submit, *coders)
-        server = GrpcServer()
-        await server.start(self.address, register(server, hub, engine_loop, self.engine))
-        engine_loop.start(self.engine, hub.publish)
-        await server.set_serving(True)
-        self.ready.set()
-        await self.end.wait()
-        hub.close()
-        await server.stop(0)
-        await asyncio.to_thread(engine_loop.stop)
-        assert engine_loop.fault is None
-
-
-def target_service(folder, address, **flags):
-    config = TargetConfig(**({"device": "cpu", "max_total_tokens": 4096} | flags))
-
-    def register(server, hub, loop, engine):
-        servicer = TargetServicer(hub, loop)
-        servicer.serve(describe(folder, engine, config), engine, Control(engine, folder))
-        return servicer.register(server)
-
-    coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)
-    return Service(lambda: (build_engine(folder, config), coders, register), address)
-
-
-def draft_service(address, drafter):
-    def register(server, hub, loop, engine):
-        servicer = DraftServicer(hub)
-        servicer.info, servicer.fusion = describe_draft(engine, None), drafter.fusion
-        return servicer.register(server)
-
-    coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
-    return Service(lambda: (DraftEngine(drafter, TreeLimits(), 16), coders, register), address)
 
 
 @pytest.fixture(scope="module")

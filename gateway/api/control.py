@@ -1,0 +1,148 @@
+"""REST routes that control the targets, under SGLang's names. With --admin-api-key they ask for it.
+
+Unlike there, tensors come as the body of the request itself, a safetensors file, and what qualifies them as the query:
+pickled tensors would run whatever they contain.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Depends, FastAPI, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from gateway.control import Control, PauseMode
+from gateway.facts import Facts
+from gateway.orchestrator import Orchestrator
+from outrider.errors import InvalidRequest
+from outrider.wire.v1 import common_pb2
+
+_FORMATS = (None, "auto", "safetensors")
+
+
+class UpdateBody(BaseModel):
+    """What update_weights_* have in common."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    load_format: str | None = None
+
+    def update(self) -> common_pb2.WeightUpdate:
+        """How the weights are taken over. Raises InvalidRequest."""
+        if self.load_format not in _FORMATS:
+            raise InvalidRequest(
+                f"`load_format` {self.load_format} is not supported; leave it out", param="load_format"
+            )
+        update = common_pb2.WeightUpdate(keep_cache=not self.flush_cache, abort_all_requests=self.abort_all_requests)
+        if self.weight_version is not None:
+            update.weight_version = self.weight_version
+        return update
+
+
+class DiskBody(UpdateBody):
+    """POST /update_weights_from_disk."""
+
+    model_path: str = Field(min_length=1)
+
+
+class PauseBody(BaseModel):
+    """POST /pause_generation."""
+
+    mode: PauseMode = "abort"
+
+
+class AbortBody(BaseModel):
+    """POST /abort_request."""
+
+    abort_all: bool = False
+
+
+def install(app: FastAPI, control: Control, orchestrator: Orchestrator, facts: Facts) -> None:
+    """Give an app these routes."""
+    admin = [Depends(_key_check(facts.config.admin_api_key))]
+
+    @app.post("/update_weights_from_disk", dependencies=admin)
+    async def update_weights_from_disk(body: DiskBody) -> Response:
+        return _updated(await control.update_from_disk(body.model_path, body.update()))
+
+    @app.post("/update_weights_from_tensor", dependencies=admin)
+    async def update_weights_from_tensor(request: Request, options: Annotated[UpdateBody, Query()]) -> Response:
+        if request.headers.get("content-type", "").startswith("application/json"):
+            raise InvalidRequest(
+                "send the tensors as a safetensors file, of content-type application/octet-stream, and the options as "
+                "the query"
+            )
+        return _updated(await control.update_from_tensors(request.stream(), options.update()))
+
+    @app.get("/flush_cache", dependencies=admin)
+    @app.post("/flush_cache", dependencies=admin)
+    async def flush_cache() -> Response:
+        await control.flush_cache()
+        return _json({"success": True, "message": "Cache flushed."})
+
+    @app.post("/pause_generation", dependencies=admin)
+    async def pause_generation(body: PauseBody | None = None) -> Response:
+        mode = body.mode if body is not None else "abort"
+        await control.pause(mode)
+        return _json({"status": "ok", "message": f"Generation is paused, mode {mode}."})
+
+    @app.post("/continue_generation", dependencies=admin)
+    async def continue_generation() -> Response:
+        await control.proceed()
+        return _json({"status": "ok", "message": "Generation goes on."})
+
+    @app.post("/abort_request", dependencies=admin)
+    async def abort_request(body: AbortBody) -> Response:
+        if not body.abort_all:
+            raise InvalidRequest(
+                "only `abort_all` is supported; a client that closes its connection aborts its request"
+            )
+        return _json({"success": True, "aborted_requests": orchestrator.abort_all()})
+
+    @app.get("/get_weight_version")
+    @app.get("/weight_version")
+    async def weight_version() -> Response:
+        return _json({"weight_version": control.weight_version})
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        model = facts.target.model
+        return _json({
+            "model_path": model.model_path,
+            "tokenizer_path": model.model_path,
+            "is_generation": True,
+            "weight_version": control.weight_version,
+            "architecture": model.architecture,
+            "fingerprint": model.fingerprint,
+        })  # fmt: skip
+
+
+def _key_check(key: str | None) -> Any:
+    async def check(request: Request) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
+            raise HTTPException(401, "this route needs the key of --admin-api-key, as `Authorization: Bearer KEY`")
+
+    return check
+
+
+def _updated(weights: common_pb2.WeightFacts) -> Response:
+    return _json({
+        "success": True,
+        "message": f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}.",
+        "num_paused_requests": weights.retracted_sessions,
+        "num_aborted_requests": weights.aborted_sessions,
+        "weight_version": weights.weight_version,
+    })  # fmt: skip
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

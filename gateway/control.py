@@ -1,0 +1,162 @@
+"""Control of the targets from the gateway: new weights, a flush, a pause. Every call goes to all of them at once.
+
+What a target refuses as a bad update is the caller's mistake. A target that was away has missed the update; once it is
+back, it is refused for its old weights until it gets the new ones too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+import grpc
+
+from gateway.facts import Facts
+from gateway.orchestrator import Orchestrator
+from gateway.streams.target import TargetLink
+from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
+from outrider.serving.rpc import CHANNEL_OPTIONS
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+_MODES: dict[PauseMode, common_pb2.PauseMode] = {
+    "abort": common_pb2.PAUSE_MODE_ABORT,
+    "retract": common_pb2.PAUSE_MODE_RETRACT,
+    "in_place": common_pb2.PAUSE_MODE_IN_PLACE,
+}
+_CALL_TIMEOUT = 60.0  # seconds; a step may be under way
+_UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
+_PARTS = 4  # of a stream that a slow target may lag behind the others
+_PART_BYTES = 1 << 20
+
+
+class Control:
+    """All targets as one."""
+
+    def __init__(self, orchestrator: Orchestrator, facts: Facts) -> None:
+        """facts: what the gateway tells of its model; follows the weights."""
+        self._orchestrator = orchestrator
+        self._facts = facts
+
+    @property
+    def weight_version(self) -> str:
+        """Label of the weights."""
+        return self._facts.target.weight_version
+
+    # --- weights ---
+
+    async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
+        """Take the weights of a folder that every target can read. Raises InvalidRequest for one that does not fit."""
+        request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
+        calls = [
+            self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
+            for target in self._targets
+        ]
+        return self._changed(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def update_from_tensors(
+        self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate
+    ) -> common_pb2.WeightFacts:
+        """Take tensors that come as one safetensors file. Raises InvalidRequest for those that do not fit."""
+        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_PARTS) for _ in self._targets]
+
+        async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
+            yield target_pb2.UpdateWeightsFromTensorRequest(update=update)
+            while (part := await queue.get()) is not None:
+                yield target_pb2.UpdateWeightsFromTensorRequest(content=part)
+
+        def send(queue: asyncio.Queue[bytes | None]) -> Callable[[Any], Awaitable[Any]]:
+            return lambda stub: stub.UpdateWeightsFromTensor(requests(queue), timeout=_UPDATE_TIMEOUT)
+
+        tasks = [
+            asyncio.create_task(self._call(target, send(queue)))
+            for target, queue in zip(self._targets, queues, strict=True)
+        ]
+        try:
+            async for part in _cut(parts):
+                await _put(queues, tasks, part)
+            await _put(queues, tasks, None)
+            return self._changed(await asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _changed(self, results: Sequence[Any]) -> common_pb2.WeightFacts:
+        """Note what each target has now. Raises the first error."""
+        changed: list[common_pb2.WeightFacts] = [r.weights for r in results if not isinstance(r, BaseException)]
+        if changed:
+            model, first = self._facts.target.model, changed[0]
+            model.fingerprint, self._facts.target.weight_version = first.fingerprint, first.weight_version
+            for target, result in zip(self._targets, results, strict=True):
+                target.weights_changed(first if isinstance(result, BaseException) else result.weights)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return changed[0]
+
+    # --- cache and pauses ---
+
+    async def flush_cache(self) -> None:
+        """Drop cached prefixes. Raises InvalidRequest while requests are under way."""
+        await self._all(lambda stub: stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=_CALL_TIMEOUT))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating."""
+        request = target_pb2.PauseGenerationRequest(mode=common_pb2.PauseMode.Name(_MODES[mode]))
+        await self._all(lambda stub: stub.PauseGeneration(request, timeout=_CALL_TIMEOUT))
+
+    async def proceed(self) -> None:
+        """Generate again."""
+        request = target_pb2.ContinueGenerationRequest()
+        await self._all(lambda stub: stub.ContinueGeneration(request, timeout=_CALL_TIMEOUT))
+
+    # --- calls ---
+
+    @property
+    def _targets(self) -> list[TargetLink]:
+        return self._orchestrator.targets
+
+    async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> None:
+        results = await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _call(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Over a channel of its own: a target that is refused for its old weights can be called, too."""
+        try:
+            async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
+                return await call(target_pb2_grpc.TargetServiceStub(channel))
+        except grpc.aio.AioRpcError as error:
+            raise _error_of(target, error) from None
+
+
+def _error_of(target: TargetLink, error: grpc.aio.AioRpcError) -> OutriderError:
+    found = from_grpc_code(int(error.code().value[0]), error.details() or "")
+    if isinstance(found, ConfigError):
+        return InvalidRequest(found.message)
+    if isinstance(found, Unavailable):
+        return Unavailable(f"the target at {target.address} cannot be reached: {found.message}")
+    return found
+
+
+async def _cut(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Parts no longer than a frame may be."""
+    async for part in parts:
+        for start in range(0, len(part), _PART_BYTES):
+            yield part[start : start + _PART_BYTES]
+
+
+async def _put(
+    queues: Sequence[asyncio.Queue[bytes | None]], tasks: Sequence[asyncio.Task[Any]], part: bytes | None
+) -> None:
+    """Give a part to every call that still goes on."""
+    for queue, task in zip(queues, tasks, strict=True):
+        put = asyncio.create_task(queue.put(part))
+        await asyncio.wait({put, task}, return_when=asyncio.FIRST_COMPLETED)
+        put.cancel()

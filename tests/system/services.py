@@ -1,0 +1,81 @@
+"""Real engines behind their real servicers, in threads of the test, so that it can look at them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.config import TargetConfig
+from outrider.serving.loop import EngineLoop
+from outrider.serving.rpc import GrpcServer
+from outrider.serving.stream import StreamHub
+from outrider.wire import codec
+from services.draft.app import describe as describe_draft
+from services.draft.engine import DraftEngine
+from services.draft.service import DraftServicer
+from services.draft.session import TreeLimits
+from services.target.app import build_engine
+from services.target.control import Control
+from services.target.service import TargetServicer, describe
+
+
+@dataclass
+class Service:
+    """An engine behind its real servicer, in a thread."""
+
+    build: Callable[[], Any]  # returns the engine, its coders, and what registers its servicer
+    address: str
+    ready: threading.Event = field(default_factory=threading.Event)
+
+    def start(self):
+        self.ready.clear()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self.thread.start()
+        assert self.ready.wait(60)
+        return self
+
+    def stop(self):
+        if self.thread.is_alive():
+            self.loop.call_soon_threadsafe(self.end.set)
+            self.thread.join(20)
+
+    async def _serve(self):
+        self.loop, self.end = asyncio.get_running_loop(), asyncio.Event()
+        engine_loop = EngineLoop(lambda _: None)
+        self.engine, coders, register = self.build()
+        hub = StreamHub(engine_loop.submit, *coders)
+        server = GrpcServer()
+        await server.start(self.address, register(server, hub, engine_loop, self.engine))
+        engine_loop.start(self.engine, hub.publish)
+        await server.set_serving(True)
+        self.ready.set()
+        await self.end.wait()
+        hub.close()
+        await server.stop(0)
+        await asyncio.to_thread(engine_loop.stop)
+        assert engine_loop.fault is None
+
+
+def target_service(folder, address, **flags):
+    config = TargetConfig(**({"device": "cpu", "max_total_tokens": 4096} | flags))
+
+    def register(server, hub, loop, engine):
+        servicer = TargetServicer(hub, loop)
+        servicer.serve(describe(folder, engine, config), engine, Control(engine, folder))
+        return servicer.register(server)
+
+    coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)
+    return Service(lambda: (build_engine(folder, config), coders, register), address)
+
+
+def draft_service(address, drafter):
+    def register(server, hub, loop, engine):
+        servicer = DraftServicer(hub)
+        servicer.info, servicer.fusion = describe_draft(engine, None), drafter.fusion
+        return servicer.register(server)
+
+    coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
+    return Service(lambda: (DraftEngine(drafter, TreeLimits(), 16), coders, register), address)

@@ -1,0 +1,223 @@
+"""Control of running targets over the gateway's REST, as trainers use it."""
+
+import concurrent.futures
+import json
+
+import pytest
+from safetensors.torch import load_file, save
+
+from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from tests.gateway.services import Gateway, until
+from tests.system.services import draft_service, target_service
+from tests.tiny import write_model, write_tokenizer
+
+KEY = "for trainers"
+PROMPTS = ["hello there", "a b a b a b a b a b", "the quick brown fox jumps", "12 12 12"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one architecture."""
+    base = tmp_path_factory.mktemp("weights")
+    return [write_tokenizer(write_model(base / str(seed), seed=seed, num_hidden_layers=3)) for seed in (1, 2)]
+
+
+class System:
+    """Two targets, a draft, and a gateway whose bodies are small and whose control has a key."""
+
+    def __init__(self, folder, base, targets=1):
+        self.folder = folder
+        self.targets = [target_service(folder, f"unix:{base}/target{i}").start() for i in range(targets)]
+        self.draft = draft_service(f"unix:{base}/draft", NgramDrafter(NgramOptions())).start()
+        addresses = [target.address for target in self.targets]
+        flags = {"max_body_bytes": 10_000, "admin_api_key": KEY}
+        self.gateway = Gateway(base, addresses, [self.draft.address], **flags).wait()
+        self.admin = {"authorization": f"Bearer {KEY}"}
+
+    def post(self, route, status=200, **options):
+        answer = self.gateway.client.post(route, headers=self.admin | options.pop("headers", {}), **options)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def ask(self, prompt, **options):
+        return self.gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **({"max_tokens": 40} | options))
+
+    def texts(self, **options):
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda prompt: self.ask(prompt, **options), PROMPTS))
+        return [answer["choices"][0]["token_ids"] for answer in answers]
+
+    def version(self):
+        return self.gateway.client.get("/get_weight_version").json()["weight_version"]
+
+    def stop(self):
+        for service in (self.gateway, self.draft, *self.targets):
+            service.stop()
+
+
+@pytest.fixture
+def system(folders, tmp_path):
+    running = []
+
+    def start(folder, **options):
+        running.append(System(folder, tmp_path, **options))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.stop()
+
+
+@pytest.fixture(scope="module")
+def shared(folders, tmp_path_factory):
+    """A system whose weights no test changes."""
+    running = System(folders[0], tmp_path_factory.mktemp("shared"))
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(folders, tmp_path_factory):
+    """What freshly started systems say, by checkpoint."""
+    texts = []
+    for folder in folders:
+        system = System(folder, tmp_path_factory.mktemp("fresh"))
+        texts.append(system.texts(temperature=1, seed=3))
+        system.stop()
+    return texts
+
+
+def test_weights_from_disk_and_from_tensors(system, folders, expected):
+    running = system(folders[0])
+    assert running.texts(temperature=1, seed=3) == expected[0]
+    before = running.ask("x")
+    assert before["metadata"] == {"weight_version": "default"}
+    said = running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": "7"})
+    assert said["success"]
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    assert running.version() == "7"
+    after = running.ask("x")
+    assert after["metadata"] == {"weight_version": "7"}
+    assert after["system_fingerprint"] != before["system_fingerprint"]
+
+    content = save(load_file(folders[0] / "model.safetensors"))
+    assert len(content) > 20 * 10_000, "far beyond what other bodies may have"
+    kind = {"content-type": "application/octet-stream"}
+    said = running.post("/update_weights_from_tensor?weight_version=8", content=content, headers=kind)
+    assert (said["weight_version"], said["num_paused_requests"]) == ("8", 0)
+    assert running.texts(temperature=1, seed=3) == expected[0]
+    info = running.gateway.client.get("/get_model_info").json()
+    assert (info["weight_version"], info["is_generation"]) == ("8", True)
+    assert running.gateway.metric("outrider_accepted_draft_tokens_total") > 0
+
+
+def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, tmp_path):
+    running = shared
+    other = write_model(tmp_path / "other", seed=2, num_hidden_layers=2)
+    error = running.post("/update_weights_from_disk", 400, json={"model_path": str(other)})["error"]
+    assert "num_hidden_layers" in error["message"]
+    part = save({"model.norm.weight": load_file(folders[1] / "model.safetensors")["model.norm.weight"][:7]})
+    error = running.post("/update_weights_from_tensor", 400, content=part)["error"]
+    assert "[7]" in error["message"]
+    running.post("/update_weights_from_tensor", 400, json={"serialized_named_tensors": []})
+    running.post("/update_weights_from_disk", 400, json={"model_path": str(folders[1]), "load_format": "flattened"})
+    running.post("/update_weights_from_disk", 400, json={})
+    assert running.version() == "default"
+    assert running.texts(temperature=1, seed=3) == expected[0]
+
+
+def test_only_who_has_the_key_controls(shared):
+    running = shared
+    for route in (
+        "update_weights_from_disk",
+        "pause_generation",
+        "flush_cache",
+        "abort_request",
+        "continue_generation",
+    ):
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            assert running.gateway.client.post(f"/{route}", headers=headers, json={}).status_code == 401
+    assert KEY not in running.gateway.client.get("/server_info").text
+    assert running.version() == "default"
+
+
+def stream(running, pool, **options):
+    """A long generation under way: a future of its token ids and how it ended, once its first tokens have come."""
+    begun = []
+
+    def read():
+        body = {"prompt": PROMPTS[1], "max_tokens": 450, "ignore_eos": True, "stream": True, "return_token_ids": True}
+        tokens, reason = [], None
+        with running.gateway.client.stream("POST", "/v1/completions", json=body | options) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        tokens += choice["token_ids"]
+                        reason = choice["finish_reason"] or reason
+                        begun.append(True)
+        return tokens, reason
+
+    future = pool.submit(read)
+    until(lambda: begun)
+    return future, begun
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
+    running = shared
+    whole = running.ask(PROMPTS[1], max_tokens=450, temperature=1, seed=3)["choices"][0]["token_ids"]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        future, begun = stream(running, pool, temperature=1, seed=3)
+        running.post("/pause_generation", json={"mode": mode})
+        held = len(begun)
+        waiting = pool.submit(running.ask, "x", max_tokens=3)
+        assert not concurrent.futures.wait([future, waiting], timeout=0.5).done
+        assert len(begun) <= held + 2  # what was under way still arrived
+        if mode == "retract":
+            assert running.post("/flush_cache")["success"]
+        else:
+            assert "under way" in running.post("/flush_cache", 400)["error"]["message"]
+        running.post("/continue_generation")
+        assert future.result(30) == (whole, "length")
+        assert len(waiting.result(30)["choices"][0]["token_ids"]) == 3
+
+
+@pytest.mark.parametrize("route", ["/pause_generation", "/abort_request", "/update_weights_from_disk"])
+def test_requests_can_be_aborted(shared, folders, route):
+    running = shared
+    body = {"abort_all": True, "model_path": str(folders[0]), "abort_all_requests": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future, _ = stream(running, pool, temperature=0)
+        running.post(route, json=body)
+        tokens, reason = future.result(10)
+        assert reason == "abort"
+        assert 0 < len(tokens) < 450
+    running.post("/continue_generation")
+    assert len(running.ask("x", max_tokens=3)["choices"][0]["token_ids"]) == 3
+    until(lambda: running.draft.engine.load().running_sessions == 0)
+
+
+def test_requests_go_on_with_new_weights(system, folders):
+    running = system(folders[0])
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future, _ = stream(running, pool, temperature=0)
+        said = running.post("/update_weights_from_disk", json={"model_path": str(folders[1])})
+        assert said["num_paused_requests"] == 1
+        tokens, reason = future.result(30)
+        assert (len(tokens), reason) == (450, "length")
+
+
+def test_a_target_with_old_weights_is_not_used(system, folders, expected):
+    """One of two targets starts anew after an update, with the weights that it was started with at first."""
+    running = system(folders[0], targets=2)
+    body = {"model_path": str(folders[1]), "weight_version": "2"}
+    running.post("/update_weights_from_disk", json=body)
+    assert running.texts(temperature=1, seed=3) == expected[1]
+    running.targets[1].stop()
+    running.targets[1].start()
+    until(lambda: "fingerprint" in running.gateway.log.read_text())
+    for _ in range(3):
+        assert running.texts(temperature=1, seed=3) == expected[1]
+    running.post("/update_weights_from_disk", json=body)
+    running.targets[0].stop()
+    assert running.texts(temperature=1, seed=3) == expected[1]
