@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from gateway import feeding
 from gateway.metrics import Metrics
 from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
-from gateway.streams.features import split_features
 from gateway.streams.target import TargetLink
 from outrider.errors import InvalidRequest, OutriderError, Unavailable
 from outrider.serving.messages import SessionFailure
@@ -180,7 +180,7 @@ class Orchestrator:
                             logprobs = group
                     self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now, logprobs)
         if frame.features.session_ids:
-            self._relay_features(frame.features)
+            feeding.relay(frame.features, self.sessions, self.drafts, self.metrics)
         for error in frame.errors:
             self._target_failed(target, codec.failure_from_pb(error))
         target.load = frame.load
@@ -245,26 +245,6 @@ class Orchestrator:
         assert draft.features is not None, "a draft that feeds on nothing asks for nothing"
         for target in self.targets:
             await target.configure(draft.features)
-
-    def _relay_features(self, batch: common_pb2.FeatureBatch) -> None:
-        for session_id, end in codec.feature_ends(batch):
-            if (session := self.sessions.get(session_id)) is not None:
-                session.features_until = end
-        feeding = [draft for draft in self.drafts if draft.up and draft.feature_spec]
-        if len(feeding) > 1:
-
-            def draft_of(session_id: int) -> DraftLink | None:
-                session = self.sessions.get(session_id)
-                return session.draft if session is not None and session.draft in feeding else None
-
-            batches = split_features(batch, draft_of)
-        else:
-            batches = dict.fromkeys(feeding, batch)
-        for draft, part in batches.items():
-            if draft.feed(part):
-                self.metrics.feature_bytes.inc(len(part.rows))
-            else:
-                log.warning("the draft at %s is too slow for its features; some are dropped", draft.address)
 
     def _feed_again(self, session: Session) -> None:
         """Ask the target for all of a session's features: it opens the session once more, and computes it anew."""
