@@ -31,6 +31,7 @@ from services.target.masks import Guided, Mask, Masks
 from services.target.model.base import Model
 from services.target.penalties import Tally
 from services.target.relaxing import relax
+from services.target.upload import use_device
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Drawing:
         works: those of the batch. entries: of their sessions, by id.
         """
         device = self._model.device
+        use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
         requests = [_request(work, entry) for work, entry in zip(drawing, drawn, strict=True)]

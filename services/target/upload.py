@@ -27,6 +27,12 @@ def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[
     return [view(buffer, start, array) for start, array in zip(starts, arrays, strict=False)]
 
 
+def use_device(device: torch.device) -> None:
+    """Make a device the one of this thread, as kernels are launched where the thread is."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+
+
 def offsets(arrays: Sequence[NDArray[np.generic]]) -> list[int]:
     """Where each array begins in a buffer of bytes, and at last the buffer's size."""
     starts = [0]

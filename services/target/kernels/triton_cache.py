@@ -80,6 +80,8 @@ class Mover:
         self._pools = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=device)
         self._row_bytes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self._grid = (len(pools), -(-max(sizes) // _PART))
+        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        self.move(nowhere, nowhere)  # so that the program is there before the first step that needs it
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy rows one after the other. Both [n] int64. No destination may be a later source."""

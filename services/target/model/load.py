@@ -23,6 +23,7 @@ from services.target.model.base import Model
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
 from services.target.model.narrow import narrowed
+from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"device {name} is not supported; choose cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"there is no device {name}; PyTorch sees {torch.cuda.device_count()} CUDA devices")
+    use_device(device)
     return device
 
 
