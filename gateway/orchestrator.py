@@ -27,7 +27,7 @@ from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
-from outrider.errors import InvalidRequest, OutriderError, Unavailable
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -119,8 +119,9 @@ class Orchestrator:
         return len(sessions)
 
     def _open_on_target(self, session: Session) -> bool:
-        """Open a session on the least loaded target. False if none is up."""
-        target = min((link for link in self.targets if link.up), key=lambda link: link.session_count, default=None)
+        """Open a session on the least loaded target, rather on one that has not refused it. False if none is up."""
+        up = (link for link in self.targets if link.up)
+        target = min(up, key=lambda link: (link in session.refused_by, link.session_count), default=None)
         self._move(session, target, session.draft)
         if target is not None:
             target.open(_request_of(session, target))
@@ -232,11 +233,18 @@ class Orchestrator:
             return
         self._move(session, None, session.draft)  # the target has forgotten it
         session.target_failures += 1
-        # Unavailable asks for the session's tokens anew; other errors would come again.
+        # Unavailable asks for the tokens anew; a full target sends them to others; other errors would come again.
         if isinstance(failure.error, Unavailable) and session.target_failures < _ATTEMPTS:
             self._reopen_on_target(session)
+        elif isinstance(failure.error, Overloaded) and self._others(session, target):
+            self._open_on_target(session)
         else:
             self._fail(session, failure.error)
+
+    def _others(self, session: Session, target: TargetLink) -> bool:
+        """Note that a target has no room for a session. True if there is another one to ask."""
+        session.refused_by.add(target)
+        return any(link.up and link not in session.refused_by for link in self.targets)
 
     # --- features ---
 

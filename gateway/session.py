@@ -59,6 +59,7 @@ class Session:
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
         self.target_failures = 0
+        self.refused_by: set[TargetLink] = set()  # targets whose queue was full
         self.draft_failures = 0
         self.steps = 0
         self.verified = 0

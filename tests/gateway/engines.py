@@ -131,7 +131,9 @@ class FakeEngine(Engine):
 
 
 class FakeTarget(FakeEngine):
-    """Verifies what it is given, as the real one does, with a model that counts."""
+    """Verifies what it is given, as the real one does, with a model that counts. full: it takes nobody more."""
+
+    full = False
 
     def open(self, request: OpenSession) -> None:
         request.validate(VOCAB, CONTEXT)
@@ -139,7 +141,7 @@ class FakeTarget(FakeEngine):
             raise InvalidRequest("the grammar cannot be compiled", param=request.grammar.kind.param)
         if int(request.tokens[-1]) == REFUSED:
             raise InvalidRequest("the target does not like this prompt", param="prompt")
-        if int(request.tokens[-1]) == BUSY:
+        if self.full or int(request.tokens[-1]) == BUSY:
             raise Overloaded("3 requests wait already; retry later")
         cached = max((common(request, other) for other in self.seen), default=0)
         super().open(request)

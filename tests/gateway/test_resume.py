@@ -130,6 +130,18 @@ def test_a_target_that_dies_midway_changes_no_token(folder, temperature):
         assert all(len(request.tokens) > 10 for request in target.engine.seen)
 
 
+def test_a_full_target_sends_new_sessions_to_others(folder):
+    with system(folder, targets=2, delay=0.002) as (gateway, targets, _):
+        targets[0].engine.full = True
+        streams = [Stream(gateway) for _ in range(4)]
+        assert all(stream.whole() for stream in streams)
+        assert targets[0].engine.opened == 0
+        assert targets[1].engine.opened == 4
+        targets[1].engine.full = True
+        body = {"prompt": PROMPT, "max_tokens": 5}
+        assert gateway.client.post("/v1/completions", json=body).status_code == 503
+
+
 def test_requests_wait_for_a_target_that_is_restarting(folder):
     with system(folder) as (gateway, [target], _):
         target.stop()
