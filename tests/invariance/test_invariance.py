@@ -4,14 +4,17 @@ The same prompts and seeds, at temperature 0, 0.7 and 1.0, give identical tokens
 and malicious ones, messages lost, doubled, delayed and reordered, a draft killed midway, alone and in a batch.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.serving.messages import Grammar, GrammarKind
 from tests.invariance.engines import draft_engine, target_engine
 from tests.invariance.pair import Faults, GarbageDraft, Pair, request
-from tests.tiny import VOCAB, write_model
+from tests.tiny import EOS, VOCAB, write_model, write_tokenizer
 
 TEMPERATURES = [0.0, 0.7, 1.0]
 PROMPTS = [
@@ -24,7 +27,8 @@ LENGTH = 48
 def models(tmp_path_factory):
     """Folders of a target and of an unrelated draft of the same vocabulary."""
     base = tmp_path_factory.mktemp("models")
-    return write_model(base / "target", "llama", seed=1), write_model(base / "other", "qwen3", seed=2)
+    target = write_tokenizer(write_model(base / "target", "llama", seed=1))
+    return target, write_model(base / "other", "qwen3", seed=2)
 
 
 @pytest.fixture(scope="session")
@@ -173,3 +177,55 @@ def test_filters_are_coupled_too(target, models, filters):
     run = Pair(target, DRAFTERS["self, chain"](models)).run(todo)
     assert run.tokens == alone.tokens
     assert run.acceptance > 0.97
+
+
+PENALTIES = {
+    "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": ((7, 6.0), (9, -100.0), (200, 5.0)), "frequency_penalty": 2.0, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_count_along_every_path(target, models, plain, name, temperature):
+    todo = requests(temperature, **PENALTIES[name])
+    alone = {i: Pair(target).run([one]).tokens[i] for i, one in enumerate(todo)}
+    assert all(alone[i] != plain[temperature][i] for i in alone)
+    for drafter in ("self", "garbage", "ngram"):
+        for batch in (1, 8):
+            for first in range(0, len(todo) if batch > 1 else 2, batch):
+                run = Pair(target, DRAFTERS[drafter](models), FAULTS["all at once"]).run(todo[first : first + batch])
+                assert run.tokens == {i: alone[i] for i in run.tokens}
+                assert run.accepted > 0 or drafter != "self"
+
+
+GRAMMARS = [
+    Grammar(GrammarKind.REGEX, "([a-d]{2,5}-)*[xyz]{1,3}!"),
+    Grammar(GrammarKind.EBNF, 'start: "(" (start | /[0-9]{1,2}/)* ")"'),
+    Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "items": {"enum": [10, 12, 125, true, null]}, "maxItems": 9}'),
+    None,
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammars_hold_on_every_path(target, models, temperature):
+    """Sessions with grammars, some of them with penalties, beside others without."""
+    todo = [
+        replace(one, grammar=GRAMMARS[i % 4], sampling=replace(one.sampling, frequency_penalty=0.5 * (i // 4)))
+        for i, one in enumerate(requests(temperature))
+    ]
+    alone = {i: Pair(target).run([one]).tokens[i] for i, one in enumerate(todo)}
+    assert any(tokens[-1] == EOS for tokens in alone.values())
+    for drafter in ("self", "garbage", "ngram"):
+        for batch in (1, 8):
+            for first in range(0, len(todo) if batch > 1 else 3, batch):
+                run = Pair(target, DRAFTERS[drafter](models), FAULTS["delayed and reordered"]).run(
+                    todo[first : first + batch]
+                )
+                assert run.tokens == {i: alone[i] for i in run.tokens}
+    cut = {i: tokens[: len(tokens) // 2] for i, tokens in alone.items() if len(tokens) > 1}
+    again = [
+        replace(todo[i], tokens=np.concatenate([todo[i].tokens, np.array(tokens, np.uint32)]))
+        for i, tokens in cut.items()
+    ]
+    assert Pair(target, DRAFTERS["self"](models)).run(again).tokens == {i: alone[i] for i in cut}
