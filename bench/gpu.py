@@ -4,7 +4,8 @@ The model has the dimensions of Llama-3-8B and random weights, made on the devic
 which its weights and the keys and values of its sessions can be read. Timed are whole steps on the host's clock: tables
 made and sent, the forward pass, the tokens drawn and brought back.
 
-    step      plain decoding and verification by sessions and context, captured or not, compiled or not
+    step      plain decoding and verification by sessions and context, captured or not
+    compiled  the same with compiled layers
     engine    steps of the whole engine, whose planning and settling come on top
     attention the kernel alone, against its own floor, by tile
 """
@@ -75,7 +76,9 @@ TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/gpu.*."""
     parser = argparse.ArgumentParser(prog="python -m bench gpu", description=__doc__)
-    parser.add_argument("--parts", nargs="+", default=["step", "engine", "attention"], help="what to measure")
+    parser.add_argument(
+        "--parts", nargs="+", default=["step", "engine", "compiled", "attention"], help="what to measure"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that this program works")
     flags = parser.parse_args(argv)
     if not flags.tiny and not torch.cuda.is_available():
@@ -100,12 +103,14 @@ class Bench:
     def run(self, parts: Sequence[str]) -> None:
         """Measure parts by name."""
         with torch.inference_mode():
-            if "step" in parts or "engine" in parts:
+            if {"step", "engine", "compiled"} & set(parts):
                 with self.failing("model"):
                     module = self.module()
-                    for part in ("step", "engine"):
+                    for part in ("step", "engine", "compiled"):
                         if part in parts:
-                            getattr(self, part)(module)
+                            with self.failing(part):
+                                getattr(self, part)(module)
+                            gc.collect()
                     del module
                 gc.collect()
             if "attention" in parts:
@@ -137,39 +142,44 @@ class Bench:
 
     def step(self, module: Any) -> None:
         """Plain steps and verification."""
-        size = self.size
-        tokens = max(count * (context + 2 * VERIFIED) for count, context in size.cells)
-        pages = -(-tokens // PAGE) + 2 * max(count for count, _ in size.cells)
-        cache = KVCache([self.shape] * size.layers, pages, PAGE, self.dtype, self.device)
+        cells = self.size.cells
+        cache, runner = self.cache(cells), ModuleRunner(module, choose("auto", self.device))
+        for how, run, chosen in (("eager", runner, cells[:1]), ("graph", self.captured(runner, cells, cache), cells)):
+            for count, context in chosen:
+                with self.failing(f"{how}, {count} sessions, {context} tokens"):
+                    self.cell(how, run, cache, self.weights(module), count, context)
+
+    def compiled(self, module: Any) -> None:
+        """The same with compiled layers. Comes last, as they stay so."""
+        from services.target.compiled import compiled
+
+        cells = self.size.compiled
+        most = max(count for count, _ in cells) * VERIFIED
+        cache, runner = self.cache(cells), compiled(ModuleRunner(module, choose("auto", self.device)), most)
+        graphs = self.captured(runner, cells, cache)
+        for count, context in cells:
+            self.cell("graph, compiled", graphs, cache, self.weights(module), count, context)
+
+    def cache(self, cells: Sequence[tuple[int, int]]) -> KVCache:
+        """A cache with room for each of the cells, all zeros."""
+        tokens = max(count * (context + 2 * VERIFIED) for count, context in cells)
+        pages = -(-tokens // PAGE) + 2 * max(count for count, _ in cells)
+        cache = KVCache([self.shape] * self.size.layers, pages, PAGE, self.dtype, self.device)
         for pool in (*cache.keys, *cache.values):
             pool.zero_()
+        return cache
+
+    def weights(self, module: Any) -> int:
+        """Bytes of weights that every step reads: all but the embedding's, of which it takes a few rows."""
         read = sum(p.numel() * p.element_size() for p in module.parameters())
-        read -= module.get_input_embeddings().weight.numel() * self.dtype.itemsize
-        runner = ModuleRunner(module, choose("auto", self.device))
-        rows = {count for count, _ in size.cells}
-        rows |= {count * VERIFIED for count in rows if count <= size.verify_up_to}
-        captured = self.captured(runner, sorted(rows), cache)
-        hows: list[tuple[str, Runner, tuple[tuple[int, int], ...]]] = [
-            ("eager", runner, size.cells[:1]), ("graph", captured, size.cells)
-        ]  # fmt: skip
-        for how, run, cells in hows:
-            for count, context in cells:
-                with self.failing(f"{how}, {count} sessions, {context} tokens"):
-                    self.cell(how, run, cache, read, count, context)
-        if not size.compiled:
-            return
-        with self.failing("torch.compile"):
-            from services.target.compiled import compiled
+        return read - module.get_input_embeddings().weight.numel() * self.dtype.itemsize
 
-            rows = {count for count, _ in size.compiled} | {count * VERIFIED for count, _ in size.compiled}
-            fast = self.captured(compiled(runner, max(rows)), sorted(rows), cache)
-            for count, context in size.compiled:
-                self.cell("graph, compiled", fast, cache, read, count, context)
-
-    def captured(self, runner: ModuleRunner, rows: Sequence[int], cache: KVCache) -> GraphRunner:
-        """The runner with captured steps."""
+    def captured(self, runner: ModuleRunner, cells: Sequence[tuple[int, int]], cache: KVCache) -> GraphRunner:
+        """The runner with captured steps, plain ones and those of verification."""
+        rows = {count for count, _ in cells}
+        rows |= {count * VERIFIED for count in rows if count <= self.size.verify_up_to}
         capturer = CudaCapturer() if self.device.type == "cuda" else direct
-        graphs = GraphRunner(runner, rows, capturer)
+        graphs = GraphRunner(runner, sorted(rows), capturer)
         start = time.perf_counter()
         graphs.capture(cache, self.device)
         self.report.notes.append(f"{len(rows)} steps were captured in {time.perf_counter() - start:.1f} s.")
