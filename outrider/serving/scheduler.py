@@ -181,10 +181,15 @@ class Scheduler:
             promised += pages_for(session.length + 1) - len(session.table.pages)
 
     def retract(self) -> int:
-        """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did."""
+        """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did.
+
+        Whatever sessions have found in the prefix cache is forgotten; after a flush, they share pages again.
+        """
         running = list(self._running.values())
         for session in reversed(running):
             self._preempt(session)
+        for session in self._waiting:
+            session.table.release()
         return len(running)
 
     def _preempt(self, session: Session) -> None:

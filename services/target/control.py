@@ -86,15 +86,16 @@ class Control:
     def _update(self, shards: Iterable[Mapping[str, Tensor]], fingerprint: str, update: Update) -> Weights:
         engine, start, replaced = self._engine, time.perf_counter(), 0
         aborted = engine.abort() if update.abort_all_requests else 0
-        retracted = 0 if update.keep_cache else engine.scheduler.retract()
+        retracted = 0
+        if not update.keep_cache:
+            engine.flush()  # first, so that sessions share nothing of before, but what they compute anew
+            retracted = engine.scheduler.retract()
         try:
             for tensors in shards:
                 engine.model.runner.update(tensors)
                 replaced += len(tensors)
         except Exception as error:
             raise EngineFault(f"the weights are changed in part, so the target starts anew: {error}") from error
-        if not update.keep_cache:
-            engine.flush()
         if update.weight_version is not None:
             engine.weight_version = update.weight_version
         self.weights = Weights(engine.weight_version, fingerprint, replaced, aborted, retracted)
@@ -115,6 +116,7 @@ class Control:
                 "pause with mode abort or retract, or try again later"
             )
         self._engine.flush()
+        scheduler.retract()  # sessions that wait share what comes from now on
 
     def pause(self, mode: str) -> int:
         """Stop taking steps. mode: abort, retract or in_place. Returns how many sessions were ended."""

@@ -159,6 +159,31 @@ def test_features_after_an_update_are_those_of_the_new_weights(folders):
     assert not np.allclose(new[:44], old[:44], atol=1e-1)
 
 
+def test_pages_computed_anew_have_their_features(folders):
+    """A session that was under way is not told twice, but who shares its pages later is told all."""
+    spec = FeatureSpec((1, 2), format=FeatureFormat.FLOAT32)
+    engine, control = started(folders[0], page_size=4)
+    engine.features.configure(1, spec, b"")
+    engine.open(replace(opening(1, PROMPTS[1], max_tokens=20), feature_spec=1))
+    for _ in range(3):
+        engine.step()
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    blocks = []
+    while not engine.idle:
+        blocks += engine.step().features
+    assert blocks[0].first == 45 + 3 - 1
+    engine.open(replace(opening(2, PROMPTS[1], max_tokens=4), feature_spec=1))
+    first = engine.step().features[0]
+    assert first.first == 0
+    fresh = engine_of(load_model(folders[1]))
+    fresh.features.configure(1, spec, b"")
+    fresh.open(replace(opening(1, PROMPTS[1], max_tokens=4), feature_spec=1))
+    truth = decode(fresh.step().features[0].rows, spec.format)
+    rows = decode(first.rows, spec.format)
+    assert len(rows) < len(truth), "a page's rows came from the cache"
+    assert np.allclose(rows, truth[: len(rows)], atol=1e-3)
+
+
 def test_a_sharded_folder_in_half_width_is_taken_as_well(folders, tmp_path):
     from transformers import AutoModelForCausalLM
 

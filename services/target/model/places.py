@@ -21,6 +21,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 Write = Callable[[Tensor], object]
 Place = tuple[str, tuple[int, ...], Write]
 
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EVERY = ".*."  # in a converter's pattern: the number of an expert
 
 
@@ -32,7 +33,7 @@ class Places:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._writes: dict[str, list[Write]] = {}
         fused = _fused(module)
-        if fused is None:
+        if fused is None or not all(_plain(parameter) for parameter in module.parameters()):
             return
         tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", None) or {}
         for name, shape, write in _own_places(module, fused):
@@ -47,6 +48,11 @@ class Places:
             assert tuple(tensor.shape) == self.shapes[name], "names and shapes are checked before anything is written"
             for write in self._writes[name]:
                 write(tensor)
+
+
+def _plain(parameter: nn.Parameter) -> bool:
+    """False for weights in a format of their own, quantized or shared by devices."""
+    return type(parameter.data) is Tensor and parameter.dtype in _DTYPES
 
 
 def _fused(module: Any) -> Mapping[str, tuple[str, str, tuple[str, ...]]] | None:
