@@ -164,3 +164,17 @@ def test_a_node_before_its_parent_is_refused(parent):
     node = np.zeros(1, np.uint32), np.full(1, parent, np.int32), np.zeros(1, np.float32)
     with pytest.raises(InvalidRequest):
         codec.proposals_from_pb(codec.proposals_to_pb([Proposal(1, 1, 1, *node)]))
+
+
+def test_logprobs_that_do_not_fit_are_refused():
+    told = Logprobs(5, np.zeros(2, np.float32), np.zeros((2, 1), np.uint32), np.zeros((2, 1), np.float32))
+    frame = codec.verify_response_to_pb(StepOutput([Commit(1, 5, np.array([7, 8], np.uint32), 9, logprobs=told)]))
+    assert codec.verify_response_from_pb(frame).commits[0].logprobs.first == 5
+    for name, value in (
+        ("commits", [1]), ("commits", [0, 0]), ("token_counts", [1]), ("top_counts", [2]), ("logprobs", [0]),
+        ("top_logprobs", []),
+    ):  # fmt: skip
+        wrong = type(frame).FromString(frame.SerializeToString())
+        setattr(wrong.logprobs, name, codec.pack(value, codec.U32))
+        with pytest.raises(InvalidRequest):
+            codec.verify_response_from_pb(wrong)
