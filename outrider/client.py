@@ -109,6 +109,7 @@ class Part:
     logprobs: of token_ids, and prompt_logprobs, in the first part alone, of the prompt but its first token; as asked
     cached_tokens: prompt tokens that came from the prefix cache
     seed: of the noise that was used; sending it again gives the same text
+    weight_version: label of the weights that it was computed with
     """
 
     request_id: str
@@ -122,6 +123,7 @@ class Part:
     cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    weight_version: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Answer:
     cached_tokens: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    weight_version: str = ""
 
     @property
     def accept_length(self) -> float:
@@ -287,6 +290,7 @@ def _part(message: gateway_pb2.GenerateResponse) -> Part:
         message.cached_tokens,
         _logprobs(message.logprobs) if message.HasField("logprobs") else None,
         _logprobs(message.prompt_logprobs) if message.HasField("prompt_logprobs") else None,
+        message.weight_version,
     )
 
 
@@ -316,6 +320,7 @@ def _answer(parts: Sequence[Part]) -> Answer:
         if told
         else None,
         parts[0].prompt_logprobs,
+        last.weight_version,
     )
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from safetensors.torch import load_file, save
 
+from outrider.client import Client
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from tests.gateway.services import Gateway, until
 from tests.system.services import draft_service, target_service
@@ -96,6 +97,8 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert said["success"]
     assert running.texts(temperature=1, seed=3) == expected[1]
     assert running.version() == "7"
+    with Client(f"127.0.0.1:{running.gateway.grpc_port}") as client:
+        assert client.complete("x", max_tokens=2).weight_version == "7"
     after = running.ask("x")
     assert after["metadata"] == {"weight_version": "7"}
     assert after["system_fingerprint"] != before["system_fingerprint"]
