@@ -1,0 +1,160 @@
+// The library's face: plain C functions for ctypes. Errors in arguments are the caller's to prevent.
+#include <cstdint>
+
+#include "program.h"
+
+using namespace outrider;
+
+extern "C" {
+
+// --- weights ---
+
+Weight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) {
+  return new Weight(Format(format), outputs, inputs);
+}
+void outrider_weight_free(Weight* weight) { delete weight; }
+int64_t outrider_weight_bytes(const Weight* weight) { return int64_t(weight->data.bytes() + weight->scales.bytes()); }
+
+// source: [outputs, inputs], float32 or bfloat16 as the weight's format says
+void outrider_weight_pack(Weight* weight, const void* source) {
+  if (weight->format == Format::kFloat32) pack_plain(*weight, static_cast<const float*>(source));
+  else pack_plain(*weight, static_cast<const uint16_t*>(source));
+}
+// values: [outputs, inputs]; scales: [outputs] (int8) or [outputs, groups of 64] (int4)
+void outrider_weight_pack_quantized(Weight* weight, const int8_t* values, const float* scales) {
+  if (weight->format == Format::kInt8) pack_int8(*weight, values, scales);
+  else pack_int4(*weight, values, scales);
+}
+
+// --- single operators ---
+
+Pool* outrider_pool_new(int32_t threads) { return new Pool(threads); }
+void outrider_pool_free(Pool* pool) { delete pool; }
+
+// y = x W^T (+ bias). x: [rows, inputs], y: [rows, outputs], float32 (wide = 0) or bfloat16 (wide = 1).
+void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const void* x, void* y, int64_t rows,
+                     int32_t bfloat16) {
+  Buffer memory(operand_bytes(*weight, rows));
+  const Operand operand = operand_in(memory.as<char>(), *weight, rows);
+  std::atomic<int64_t> next_row{0}, next_panel{0};
+  pool->run([&](int) {
+    Buffer line(weight->inputs * sizeof(float));
+    for (int64_t row; (row = next_row.fetch_add(1)) < rows;) {
+      const float* from = static_cast<const float*>(x) + row * weight->inputs;
+      if (bfloat16) {
+        const BF16* narrow = static_cast<const BF16*>(x) + row * weight->inputs;
+        for (int64_t i = 0; i < weight->inputs; i += kLanes) {
+          const __mmask16 mask = lanes(weight->inputs - i);
+          store(line.as<float>() + i, load(narrow + i, mask), mask);
+        }
+        from = line.as<float>();
+      }
+      fill_operand(operand, *weight, row, from);
+    }
+    pool->barrier().wait();
+    for (int64_t panel; (panel = next_panel.fetch_add(1)) < weight->panels;) {
+      multiply_panel(*weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+        for (int64_t m = 0; m < count; ++m) {
+          for (int z = 0; z < 2; ++z) {
+            const int64_t n = panel * kPanel + z * kLanes;
+            const __mmask16 mask = lanes(weight->outputs - n);
+            __m512 value = load(tile + m * kPanel + z * kLanes);
+            if (bias) value = _mm512_add_ps(value, load(bias + n, mask));
+            const int64_t at = (first + m) * weight->outputs + n;
+            if (bfloat16) store(static_cast<BF16*>(y) + at, value, mask);
+            else store(static_cast<float*>(y) + at, value, mask);
+          }
+        }
+      });
+    }
+  });
+}
+
+// q: [rows, heads, key_dim] float32, out: [rows, heads, value_dim] float32; pools float32 or bfloat16.
+void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape* shape, const float* q, float* out,
+                        const void* keys, const void* values, int32_t bfloat16) {
+  const Batch batch(*view);
+  const AttentionPlan plan(batch, *shape);
+  Buffer partials(plan.partials * (2 + shape->value_dim) * sizeof(float));
+  std::atomic<int64_t> next{0}, next_join{0};
+  auto work = [&](auto zero) {
+    using T = decltype(zero);
+    const AttentionCall<T> call{*shape, q, shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
+                                static_cast<const T*>(keys), static_cast<const T*>(values)};
+    pool->run([&](int) {
+      auto worker = std::make_unique<AttentionWorker<T>>(batch, call);
+      for (int64_t i; (i = next.fetch_add(1)) < int64_t(plan.tasks.size());) {
+        worker->run(plan.tasks[i], partials.as<float>());
+      }
+      if (plan.joined.empty()) return;
+      pool->barrier().wait();
+      for (int64_t i; (i = next_join.fetch_add(1)) < int64_t(plan.joined.size());) {
+        join_splits(batch, call, plan.joined[i], partials.as<float>());
+      }
+    });
+  };
+  if (bfloat16) work(BF16{});
+  else work(float{});
+}
+
+// --- programs ---
+
+Program* outrider_program_new(int32_t threads, int32_t pools_bfloat16) {
+  return new Program(threads, pools_bfloat16 != 0);
+}
+void outrider_program_free(Program* program) { delete program; }
+void outrider_program_width(Program* program, int32_t buffer, int64_t width) {
+  program->set_width(BufferId(buffer), width);
+}
+
+void outrider_program_embed(Program* program, const void* table, int32_t bfloat16, int64_t width, float scale) {
+  program->add(Embed{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
+                     bfloat16 ? nullptr : static_cast<const float*>(table), width, scale});
+}
+void outrider_program_linear(Program* program, const Weight* weight, const float* bias, const float* norm,
+                             float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
+                             int32_t activation, int32_t head, float softcap) {
+  program->add(Linear{weight, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
+                      output_width, add != 0, Activation(activation), head != 0, softcap});
+}
+void outrider_program_add_norm(Program* program, const float* norm, float epsilon, int32_t input, int32_t output,
+                               int64_t width) {
+  program->add(AddNorm{Norm{norm, epsilon}, BufferId(input), BufferId(output), width});
+}
+void outrider_program_rotate(Program* program, int32_t layer, const AttentionShape* shape, int64_t turned,
+                             const float* cosines, const float* sines, const float* query_norm, const float* key_norm,
+                             float epsilon) {
+  program->add(Rotate{layer, shape->heads, shape->kv_heads, shape->key_dim, shape->value_dim, turned, cosines, sines,
+                      Norm{query_norm, epsilon}, Norm{key_norm, epsilon}});
+}
+void outrider_program_attend(Program* program, int32_t layer, const AttentionShape* shape) {
+  program->add(Attend{layer, *shape, program->plan_of(*shape)});
+}
+void outrider_program_capture(Program* program, int64_t width, int64_t column, const float* norm, float epsilon) {
+  program->add(Capture{width, column, Norm{norm, epsilon}});
+}
+void outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
+                          float* logits, float* features, int64_t feature_width) {
+  program->run(Call{Batch(*batch), keys, values, logits, features, feature_width});
+}
+
+// Bytes read per second by all threads together, in one pass over memory larger than the caches: the floor of a step.
+double outrider_read_bandwidth(Pool* pool, const char* memory, int64_t bytes, double (*now)()) {
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> sink{0};
+  constexpr int64_t kPiece = 1 << 18;
+  const double start = now();
+  pool->run([&](int) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t piece; (piece = next.fetch_add(1)) < bytes / kPiece;) {
+      for (int64_t i = 0; i < kPiece; i += 64) {
+        sum = _mm512_xor_si512(sum, _mm512_loadu_si512(memory + piece * kPiece + i));
+        _mm_prefetch(memory + piece * kPiece + i + kPrefetch, _MM_HINT_T0);
+      }
+    }
+    sink += _mm512_reduce_add_epi64(sum);
+  });
+  return double(bytes) / (now() - start);
+}
+
+}  // extern "C"

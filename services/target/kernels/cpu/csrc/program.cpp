@@ -1,0 +1,264 @@
+#include "program.h"
+
+namespace outrider {
+
+namespace {
+
+// From so many rows on, threads share the work of laying out an operand; below, each does it for itself, which costs
+// less than waiting for one another.
+constexpr int64_t kSharedRows = 24;
+
+constexpr int64_t kNormWidth = 16384;
+
+// from normalised by its root mean square, times the weight. to may be from.
+void normalise(const Norm& norm, const float* from, float* to, int64_t width) {
+  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __m512 part = load(from + i, lanes(width - i));
+    sum[i / kLanes % 2] = _mm512_fmadd_ps(part, part, sum[i / kLanes % 2]);
+  }
+  const float square = _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1])) / float(width);
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(square + norm.epsilon));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const __mmask16 mask = lanes(width - i);
+    store(to + i, _mm512_mul_ps(_mm512_mul_ps(load(from + i, mask), scale), load(norm.weight + i, mask)), mask);
+  }
+}
+
+template <class Function>
+void portions(std::atomic<int64_t>& next, int64_t count, Function&& function) {
+  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) function(i);
+}
+
+}  // namespace
+
+Program::Program(int threads, bool pools_bfloat16) : pool_(threads), pools_bfloat16_(pools_bfloat16) {
+  scratch_.resize(threads);
+}
+
+int32_t Program::plan_of(const AttentionShape& shape) {
+  for (size_t i = 0; i < shapes_.size(); ++i) {
+    if (shapes_[i].heads == shape.heads && shapes_[i].kv_heads == shape.kv_heads) return int32_t(i);
+  }
+  shapes_.push_back(shape);
+  return int32_t(shapes_.size() - 1);
+}
+
+void Program::prepare(const Call& call) {
+  const Batch& batch = call.batch;
+  if (batch.rows > capacity_) {
+    capacity_ = round_up(batch.rows, 64);
+    for (int i = 0; i < kBuffers; ++i) buffers_[i] = Buffer(capacity_ * widths_[i] * sizeof(float));
+    size_t bytes = 0, shared = 0;
+    for (const auto& operation : operations_) {
+      if (const auto* linear = std::get_if<Linear>(&operation)) {
+        bytes = std::max(bytes, operand_bytes(*linear->weight, kSharedRows));
+        shared = std::max(shared, operand_bytes(*linear->weight, capacity_));
+      }
+    }
+    shared_ = Buffer(shared);
+    for (auto& scratch : scratch_) scratch = Buffer(bytes);
+  }
+  slots_.resize(batch.rows);
+  spans_.resize(batch.rows);
+  for (int64_t span = 0; span < batch.spans; ++span) {
+    for (int64_t row = batch.first[span]; row < batch.first[span + 1]; ++row) {
+      slots_[row] = batch.slot(span, batch.start[span] + row - batch.first[span]);
+      spans_[row] = int32_t(span);
+    }
+  }
+  plans_.clear();
+  size_t bytes = 0;
+  for (const auto& shape : shapes_) {
+    plans_.emplace_back(batch, shape);
+    bytes = std::max<size_t>(bytes, plans_.back().partials * (2 + shape.value_dim) * sizeof(float));
+  }
+  if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
+  if (counters_.size() != 2 * operations_.size()) counters_ = std::vector<Counter>(2 * operations_.size());
+  for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+}
+
+void Program::run(const Call& call) {
+  prepare(call);
+  pool_.run([this, &call](int thread) { work(thread, call); });
+}
+
+void Program::work(int thread, const Call& call) {
+  for (size_t i = 0; i < operations_.size(); ++i) {
+    std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
+    pool_.barrier().wait();
+  }
+}
+
+void Program::execute(const Embed& op, int, const Call& call, Counter* next) {
+  const __m512 scale = _mm512_set1_ps(op.scale);
+  portions(next->next, call.batch.rows, [&](int64_t index) {
+    float* to = row(kResidual, index);
+    const int64_t from = call.batch.ids[index] * op.width;
+    for (int64_t i = 0; i < op.width; i += kLanes) {
+      const __mmask16 mask = lanes(op.width - i);
+      const __m512 value = op.table16 ? load(op.table16 + from + i, mask) : load(op.table32 + from + i, mask);
+      store(to + i, _mm512_mul_ps(value, scale), mask);
+    }
+  });
+}
+
+void Program::fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t index, float* scratch) {
+  const float* from = row(op.input, op.head ? call.batch.sampled[index] : index);
+  if (op.norm.weight) {
+    normalise(op.norm, from, scratch, op.input_width);
+    from = scratch;
+  }
+  fill_operand(operand, *op.weight, index, from);
+}
+
+Operand Program::operand_of(const Linear& op, int thread, const Call& call, Counter* next, int64_t rows) {
+  alignas(64) float scratch[kNormWidth];
+  if (rows <= kSharedRows) {
+    const Operand operand = operand_in(scratch_[thread].as<char>(), *op.weight, rows);
+    for (int64_t i = 0; i < rows; ++i) fill_row(op, call, operand, i, scratch);
+    return operand;
+  }
+  const Operand operand = operand_in(shared_.as<char>(), *op.weight, rows);
+  portions(next->next, (rows + 7) / 8, [&](int64_t part) {
+    for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill_row(op, call, operand, i, scratch);
+  });
+  pool_.barrier().wait();
+  return operand;
+}
+
+void Program::execute(const Linear& op, int thread, const Call& call, Counter* next) {
+  const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
+  if (rows == 0) return;
+  const Operand operand = operand_of(op, thread, call, next + 1, rows);
+  const Weight& weight = *op.weight;
+  const bool gated = op.activation != Activation::kNone;
+  const int64_t per_panel = gated ? kLanes : kPanel;
+  float* base = op.head ? call.logits : row(op.output, 0);
+  const int64_t stride = op.head ? weight.outputs : widths_[op.output];
+  portions(next->next, weight.panels, [&](int64_t panel) {
+    const __m512 zero = _mm512_setzero_ps();
+    __m512 bias[2] = {zero, zero};
+    for (int z = 0; z < 2 && op.bias; ++z) {
+      const int64_t n = panel * kPanel + z * kLanes;
+      bias[z] = load(op.bias + n, lanes(weight.outputs - n));
+    }
+    multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+      for (int64_t m = 0; m < count; ++m, tile += kPanel) {
+        float* to = base + (first + m) * stride + panel * per_panel;
+        __m512 y[2] = {_mm512_add_ps(load(tile), bias[0]), _mm512_add_ps(load(tile + kLanes), bias[1])};
+        if (gated) {
+          const __m512 gate = op.activation == Activation::kSilu ? silu512(y[0]) : gelu_tanh512(y[0]);
+          store(to, _mm512_mul_ps(gate, y[1]), lanes(op.output_width - panel * per_panel));
+          continue;
+        }
+        for (int z = 0; z < 2; ++z) {
+          const __mmask16 mask = lanes(weight.outputs - panel * kPanel - z * kLanes);
+          if (op.add) y[z] = _mm512_add_ps(load(to + z * kLanes, mask), y[z]);
+          if (op.softcap > 0.0f) {
+            const __m512 cap = _mm512_set1_ps(op.softcap);
+            y[z] = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(y[z], cap)));
+          }
+          store(to + z * kLanes, y[z], mask);
+        }
+      }
+    });
+  });
+}
+
+void Program::execute(const AddNorm& op, int, const Call& call, Counter* next) {
+  portions(next->next, call.batch.rows, [&](int64_t index) {
+    alignas(64) float branch[kNormWidth];
+    normalise(op.norm, row(op.input, index), branch, op.width);
+    float* to = row(op.output, index);
+    for (int64_t i = 0; i < op.width; i += kLanes) {
+      const __mmask16 mask = lanes(op.width - i);
+      store(to + i, _mm512_add_ps(load(to + i, mask), load(branch + i, mask)), mask);
+    }
+  });
+}
+
+void Program::execute(const Capture& op, int, const Call& call, Counter* next) {
+  if (call.features == nullptr) return;
+  portions(next->next, call.batch.rows, [&](int64_t index) {
+    float* to = call.features + index * call.feature_width + op.column;
+    if (op.norm.weight) normalise(op.norm, row(kResidual, index), to, op.width);
+    else std::memcpy(to, row(kResidual, index), op.width * sizeof(float));
+  });
+}
+
+namespace {
+
+// Rotary embedding of the halves of a head's first `turned` numbers.
+void turn(float* head, const float* cosines, const float* sines, int64_t turned) {
+  const int64_t half = turned / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const __mmask16 mask = lanes(half - i);
+    const __m512 c = load(cosines + i, mask), s = load(sines + i, mask);
+    const __m512 a = load(head + i, mask), b = load(head + half + i, mask);
+    store(head + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), mask);
+    store(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), mask);
+  }
+}
+
+template <class T>
+void copy_as(T* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
+}
+
+}  // namespace
+
+template <class T>
+void Program::store_heads(const Rotate& op, const Call& call, int64_t index, int64_t head, int64_t slot) {
+  float* key = row(kWide, index) + (op.heads + head) * op.key_dim;
+  float* value = row(kWide, index) + (op.heads + op.kv_heads) * op.key_dim + head * op.value_dim;
+  T* keys = static_cast<T*>(const_cast<void*>(call.keys[op.layer]));
+  T* values = static_cast<T*>(const_cast<void*>(call.values[op.layer]));
+  copy_as(keys + (slot * op.kv_heads + head) * op.key_dim, key, op.key_dim);
+  copy_as(values + (slot * op.kv_heads + head) * op.value_dim, value, op.value_dim);
+}
+
+void Program::execute(const Rotate& op, int, const Call& call, Counter* next) {
+  portions(next->next, call.batch.rows, [&](int64_t index) {
+    const int64_t position = call.batch.positions[index];
+    const float* cosines = op.cosines + position * (op.turned / 2);
+    const float* sines = op.sines + position * (op.turned / 2);
+    for (int64_t head = 0; head < op.heads + op.kv_heads; ++head) {
+      float* numbers = row(kWide, index) + head * op.key_dim;
+      const Norm& norm = head < op.heads ? op.query_norm : op.key_norm;
+      if (norm.weight) normalise(norm, numbers, numbers, op.key_dim);
+      turn(numbers, cosines, sines, op.turned);
+    }
+    for (int64_t head = 0; head < op.kv_heads; ++head) {
+      if (pools_bfloat16_) store_heads<BF16>(op, call, index, head, slots_[index]);
+      else store_heads<float>(op, call, index, head, slots_[index]);
+    }
+  });
+}
+
+template <class T>
+void Program::attend(const Attend& op, int, const Call& call, Counter* next) {
+  const AttentionCall<T> attention{op.shape,
+                                   row(kWide, 0),
+                                   widths_[kWide],
+                                   row(kAttended, 0),
+                                   widths_[kAttended],
+                                   static_cast<const T*>(call.keys[op.layer]),
+                                   static_cast<const T*>(call.values[op.layer])};
+  const AttentionPlan& plan = plans_[op.plan];
+  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<float>) + 64]);
+  void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
+  auto* worker = new (place) AttentionWorker<T>(call.batch, attention);
+  portions(next->next, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
+  if (plan.joined.empty()) return;
+  pool_.barrier().wait();
+  portions(next[1].next, int64_t(plan.joined.size()),
+           [&](int64_t i) { join_splits(call.batch, attention, plan.joined[i], partials_.as<float>()); });
+}
+
+void Program::execute(const Attend& op, int thread, const Call& call, Counter* next) {
+  if (pools_bfloat16_) attend<BF16>(op, thread, call, next);
+  else attend<float>(op, thread, call, next);
+}
+
+}  // namespace outrider

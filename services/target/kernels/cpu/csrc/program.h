@@ -1,0 +1,132 @@
+// A decoder as a list of operations over float32 rows, run by all threads in step with one another.
+//
+// Between two operations that depend on one another stands a barrier. Within one, threads take portions from a counter,
+// so that a thread that is held up holds up little; who computes a portion does not change its bits.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+
+namespace outrider {
+
+// Rows of float32 of one width; grown as batches need.
+enum BufferId : int32_t { kResidual = 0, kWide = 1, kAttended = 2, kHidden = 3, kBranch = 4, kBuffers = 5 };
+
+struct Norm {
+  const float* weight = nullptr;  // [width]; null is no norm
+  float epsilon = 0.0f;
+};
+
+enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
+
+struct Embed {
+  const BF16* table16;  // one of the two is null
+  const float* table32;
+  int64_t width;
+  float scale;
+};
+
+struct Linear {
+  const Weight* weight;
+  const float* bias;  // [outputs] or null
+  Norm norm;          // of the input
+  BufferId input, output;
+  int64_t input_width, output_width;
+  bool add;               // to what the output holds
+  Activation activation;  // of gated pairs: outputs come as 16 gates, 16 values, ...
+  bool head;              // of sampled rows alone, into the caller's logits
+  float softcap;          // of the head; 0 is off
+};
+
+// output += norm(input), for models that normalise what a branch adds.
+struct AddNorm {
+  Norm norm;
+  BufferId input, output;
+  int64_t width;
+};
+
+// Queries, keys and values of a row stand side by side in kWide; they are turned in place, and keys and values stored.
+struct Rotate {
+  int32_t layer;
+  int64_t heads, kv_heads, key_dim, value_dim, turned;  // `turned`: leading numbers of a head that are turned
+  const float* cosines;                                 // [positions, turned / 2]
+  const float* sines;
+  Norm query_norm, key_norm;  // of each head
+};
+
+struct Attend {
+  int32_t layer;
+  AttentionShape shape;
+  int32_t plan;  // which of the program's plans; layers of like heads share one
+};
+
+// A copy of the residual stream into columns of the caller's features.
+struct Capture {
+  int64_t width, column;
+  Norm norm;
+};
+
+using Operation = std::variant<Embed, Linear, AddNorm, Rotate, Attend, Capture>;
+
+struct Call {
+  Batch batch;  // of one step
+  const void* const* keys;  // [layers], pools
+  const void* const* values;
+  float* logits;  // [sampled_rows, vocab]
+  float* features;  // [rows, feature_width] or null
+  int64_t feature_width;
+};
+
+class Program {
+ public:
+  Program(int threads, bool pools_bfloat16);
+  void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  int32_t plan_of(const AttentionShape& shape);
+  void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
+  void run(const Call& call);
+
+ private:
+  struct alignas(64) Counter {
+    std::atomic<int64_t> next{0};
+  };
+
+  void prepare(const Call& call);
+  void work(int thread, const Call& call);
+  void execute(const Embed& op, int thread, const Call& call, Counter* next);
+  void execute(const Linear& op, int thread, const Call& call, Counter* next);
+  void execute(const AddNorm& op, int thread, const Call& call, Counter* next);
+  void execute(const Rotate& op, int thread, const Call& call, Counter* next);
+  void execute(const Attend& op, int thread, const Call& call, Counter* next);
+  void execute(const Capture& op, int thread, const Call& call, Counter* next);
+  template <class T>
+  void store_heads(const Rotate& op, const Call& call, int64_t row, int64_t head, int64_t slot);
+  template <class T>
+  void attend(const Attend& op, int thread, const Call& call, Counter* next);
+  Operand operand_of(const Linear& op, int thread, const Call& call, Counter* next, int64_t rows);
+  void fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t row, float* scratch);
+
+  float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
+
+  Pool pool_;
+  const bool pools_bfloat16_;
+  std::vector<Operation> operations_;
+  std::vector<AttentionShape> shapes_;
+  std::vector<AttentionPlan> plans_;
+  std::vector<Counter> counters_;  // two an operation
+  std::vector<int64_t> slots_;     // of the batch's rows
+  std::vector<int32_t> spans_;     // of the batch's rows
+  int64_t widths_[kBuffers] = {};
+  Buffer buffers_[kBuffers];
+  int64_t capacity_ = 0;  // rows that the buffers hold
+  std::vector<Buffer> scratch_;  // a thread's own operand
+  Buffer shared_;                // an operand that all threads fill
+  Buffer partials_;
+};
+
+}  // namespace outrider

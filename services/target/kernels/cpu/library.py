@@ -1,0 +1,87 @@
+"""The compiled kernels, bound with ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+
+from services.target.kernels.cpu import build
+
+Unavailable = build.Unavailable
+
+
+class AttentionShape(ctypes.Structure):
+    """How a layer attends; window and softcap are 0 where there is none."""
+
+    _fields_ = (
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("scaling", c_float),
+        ("window", c_int64),
+        ("softcap", c_float),
+        ("sinks", c_void_p),
+    )
+
+
+class BatchView(ctypes.Structure):
+    """A step's rows; see csrc/batch.h."""
+
+    _fields_ = (
+        ("rows", c_int64),
+        ("spans", c_int64),
+        ("sampled_rows", c_int64),
+        ("page_size", c_int64),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("sampled", c_void_p),
+        ("first", c_void_p),
+        ("start", c_void_p),
+        ("committed", c_void_p),
+        ("parents", c_void_p),
+        ("pages", c_void_p),
+        ("table", c_void_p),
+    )
+
+
+Clock = ctypes.CFUNCTYPE(c_double)
+_SHAPE, _BATCH = POINTER(AttentionShape), POINTER(BatchView)
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "weight_new": (c_void_p, (c_int32, c_int64, c_int64)),
+    "weight_free": (None, (c_void_p,)),
+    "weight_bytes": (c_int64, (c_void_p,)),
+    "weight_pack": (None, (c_void_p, c_void_p)),
+    "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p)),
+    "pool_new": (c_void_p, (c_int32,)),
+    "pool_free": (None, (c_void_p,)),
+    "linear": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),
+    "attention": (None, (c_void_p, _BATCH, _SHAPE, c_void_p, c_void_p, c_void_p, c_void_p, c_int32)),
+    "program_new": (c_void_p, (c_int32, c_int32)),
+    "program_free": (None, (c_void_p,)),
+    "program_width": (None, (c_void_p, c_int32, c_int64)),
+    "program_embed": (None, (c_void_p, c_void_p, c_int32, c_int64, c_float)),
+    "program_linear": (
+        None,
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64, c_int32, c_int32, c_int32, c_float),
+    ),
+    "program_add_norm": (None, (c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64)),
+    "program_rotate": (
+        None, (c_void_p, c_int32, _SHAPE, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_float),
+    ),
+    "program_attend": (None, (c_void_p, c_int32, _SHAPE)),
+    "program_capture": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float)),
+    "program_run": (None, (c_void_p, _BATCH, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
+    "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
+}  # fmt: skip
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library, compiled at the first call. Raises Unavailable."""
+    library = ctypes.CDLL(str(build.library()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, "outrider_" + name)
+        function.restype, function.argtypes = result, arguments
+    return library
