@@ -69,7 +69,7 @@ class PageAllocator:
         if count > len(self._free):
             self.reclaim(count - len(self._free))
             assert count <= len(self._free), "every cached page can be reclaimed"
-        pages = self._free[-count:]
+        pages = self._free[: -count - 1 : -1]  # ascending, so that neighbours in a text are neighbours in memory
         del self._free[-count:]
         for page in pages:
             self._holders[page] = 1

@@ -78,6 +78,7 @@ class Probe:
     """Notes what each layer stores and how it attends, while one token passes through the model."""
 
     def __init__(self) -> None:
+        self.calls: dict[int, Call] = {}
         self.shapes: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
         self.dtype: torch.dtype | None = None
@@ -85,6 +86,7 @@ class Probe:
     def attend(self, call: Call) -> Tensor:
         if call.layer in self.shapes:
             raise ConfigError(f"layer {call.layer} of the model attends twice, which the paged cache cannot serve")
+        self.calls[call.layer] = call
         shared = call.v.data_ptr() == call.k.data_ptr() and call.v.stride() == call.k.stride()
         self.shapes[call.layer] = LayerShape(call.k.shape[1], call.k.shape[2], call.v.shape[2], shared)
         self.windows[call.layer] = call.window

@@ -20,7 +20,8 @@ _SOURCES = Path(__file__).parent / "csrc"
 # What the kernels are written in, by the names of /proc/cpuinfo.
 _INSTRUCTIONS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
 _FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-mtune=native", "-mavx2", "-mfma", "-mf16c",
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno",
+    "-fno-tree-slp-vectorize", "-mtune=native", "-mavx2", "-mfma", "-mf16c",
     *("-m" + name.replace("_", "") for name in _INSTRUCTIONS),
 )  # fmt: skip
 _COMPILERS = ("g++", "clang++", "c++")

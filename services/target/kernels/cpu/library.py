@@ -52,8 +52,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "weight_new": (c_void_p, (c_int32, c_int64, c_int64)),
     "weight_free": (None, (c_void_p,)),
     "weight_bytes": (c_int64, (c_void_p,)),
-    "weight_pack": (None, (c_void_p, c_void_p)),
-    "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p)),
+    "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
+    "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
     "linear": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),
@@ -71,8 +71,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None, (c_void_p, c_int32, _SHAPE, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_float),
     ),
     "program_attend": (None, (c_void_p, c_int32, _SHAPE)),
-    "program_capture": (None, (c_void_p, c_int64, c_int64, c_void_p, c_float)),
-    "program_run": (None, (c_void_p, _BATCH, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
+    "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
+    "program_run": (
+        None,
+        (c_void_p, _BATCH, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+    ),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
 }  # fmt: skip
 

@@ -30,32 +30,38 @@ class Format(enum.IntEnum):
 class PackedWeight:
     """A weight in the kernels' memory. handle: its address."""
 
-    def __init__(self, weight: Tensor, number_format: Format) -> None:
-        """weight: [outputs, inputs], floating point."""
+    def __init__(self, outputs: int, inputs: int, number_format: Format) -> None:
         functions = library.load()
-        self.outputs, self.inputs = weight.shape
-        self.format = number_format
-        self.handle: int = functions.outrider_weight_new(number_format, self.outputs, self.inputs)
+        self.outputs, self.inputs, self.format = outputs, inputs, number_format
+        self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs)
         weakref.finalize(self, functions.outrider_weight_free, self.handle)
-        self.fill(weight)
 
     @property
     def bytes(self) -> int:
         """What a step reads of it."""
         return int(library.load().outrider_weight_bytes(self.handle))
 
-    def fill(self, weight: Tensor) -> None:
-        """Lay out new numbers. weight: [outputs, inputs]."""
+    def fill(self, outputs: Tensor, weight: Tensor) -> None:
+        """Lay out some of the outputs. outputs: [n] int64, which; weight: [n, inputs], floating point."""
         functions = library.load()
-        assert tuple(weight.shape) == (self.outputs, self.inputs), "a weight keeps its shape"
+        assert weight.shape == (len(outputs), self.inputs), "a weight keeps its shape"
+        outputs = outputs.contiguous()
+        where = outputs.data_ptr(), len(outputs)
         if self.format in (Format.FLOAT32, Format.BFLOAT16):
             dtype = torch.float32 if self.format == Format.FLOAT32 else torch.bfloat16
             plain = weight.detach().to("cpu", dtype).contiguous()
-            functions.outrider_weight_pack(self.handle, plain.data_ptr())
+            functions.outrider_weight_pack(self.handle, plain.data_ptr(), *where)
             return
         quantize = quantize_int8 if self.format == Format.INT8 else quantize_int4
         values, scales = quantize(weight.detach().to("cpu", torch.float32))
-        functions.outrider_weight_pack_quantized(self.handle, values.data_ptr(), scales.data_ptr())
+        functions.outrider_weight_pack_quantized(self.handle, values.data_ptr(), scales.data_ptr(), *where)
+
+
+def packed(weight: Tensor, number_format: Format) -> PackedWeight:
+    """A whole weight, [outputs, inputs], laid out."""
+    made = PackedWeight(*weight.shape, number_format)
+    made.fill(torch.arange(len(weight)), weight)
+    return made
 
 
 def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,15 +15,22 @@ Weight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) {
 void outrider_weight_free(Weight* weight) { delete weight; }
 int64_t outrider_weight_bytes(const Weight* weight) { return int64_t(weight->data.bytes() + weight->scales.bytes()); }
 
-// source: [outputs, inputs], float32 or bfloat16 as the weight's format says
-void outrider_weight_pack(Weight* weight, const void* source) {
-  if (weight->format == Format::kFloat32) pack_plain(*weight, static_cast<const float*>(source));
-  else pack_plain(*weight, static_cast<const uint16_t*>(source));
+// source: [count, inputs], float32 or bfloat16 as the weight's format says; outputs: [count], which each of them is
+void outrider_weight_pack(Weight* weight, const void* source, const int64_t* outputs, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t from = i * weight->inputs;
+    if (weight->format == Format::kFloat32) pack_plain(*weight, outputs[i], static_cast<const float*>(source) + from);
+    else pack_plain(*weight, outputs[i], static_cast<const uint16_t*>(source) + from);
+  }
 }
-// values: [outputs, inputs]; scales: [outputs] (int8) or [outputs, groups of 64] (int4)
-void outrider_weight_pack_quantized(Weight* weight, const int8_t* values, const float* scales) {
-  if (weight->format == Format::kInt8) pack_int8(*weight, values, scales);
-  else pack_int4(*weight, values, scales);
+// values: [count, inputs]; scales: [count] (int8) or [count, groups of 64] (int4); outputs as above
+void outrider_weight_pack_quantized(Weight* weight, const int8_t* values, const float* scales, const int64_t* outputs,
+                                    int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const int8_t* from = values + i * weight->inputs;
+    if (weight->format == Format::kInt8) pack_int8(*weight, outputs[i], from, scales[i]);
+    else pack_int4(*weight, outputs[i], from, scales + i * (weight->k / kGroup));
+  }
 }
 
 // --- single operators ---
@@ -89,7 +96,7 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
       if (plan.joined.empty()) return;
       pool->barrier().wait();
       for (int64_t i; (i = next_join.fetch_add(1)) < int64_t(plan.joined.size());) {
-        join_splits(batch, call, plan.joined[i], partials.as<float>());
+        join_splits(call, plan.joined[i], partials.as<float>());
       }
     });
   };
@@ -130,12 +137,14 @@ void outrider_program_rotate(Program* program, int32_t layer, const AttentionSha
 void outrider_program_attend(Program* program, int32_t layer, const AttentionShape* shape) {
   program->add(Attend{layer, *shape, program->plan_of(*shape)});
 }
-void outrider_program_capture(Program* program, int64_t width, int64_t column, const float* norm, float epsilon) {
-  program->add(Capture{width, column, Norm{norm, epsilon}});
+void outrider_program_capture(Program* program, int32_t mark, int64_t width, const float* norm, float epsilon) {
+  program->add(Capture{mark, width, Norm{norm, epsilon}});
 }
+// columns: [marks], where each captured state goes in a row of features, or -1; null if none is wanted
 void outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
-                          float* logits, float* features, int64_t feature_width) {
-  program->run(Call{Batch(*batch), keys, values, logits, features, feature_width});
+                          float* logits, const int64_t* columns, const int64_t* rows, int64_t count, float* features,
+                          int64_t width) {
+  program->run(Call{Batch(*batch), keys, values, logits, columns, rows, count, features, width});
 }
 
 // Bytes read per second by all threads together, in one pass over memory larger than the caches: the floor of a step.

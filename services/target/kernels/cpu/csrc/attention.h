@@ -1,13 +1,15 @@
 // Ragged paged attention with a tree mask, reading pages in place.
 //
 // A row sees `positions[row] + 1` keys: the committed ones, then its path through the draft tree. They are visited in
-// that order in blocks of 32, and in splits of 1024 that are combined at the end, both counted from the first key; so a
-// row's result is the same bits whether its keys lie in the cache or in this step, and whatever stands beside it.
+// that order in blocks of 32, and in splits of 128 that are merged in order, both counted from the first key; so a row's
+// result is the same bits whether its keys lie in the cache or in this step, and whatever stands beside it. One thread
+// may do all splits of a row, or several one each.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "batch.h"
@@ -16,8 +18,9 @@
 namespace outrider {
 
 constexpr int kBlock = 32;        // keys
-constexpr int64_t kSplit = 1024;  // keys
-constexpr int kMaxQueries = 16;   // query vectors that share a block of keys
+constexpr int64_t kSplit = 128;   // keys
+constexpr int kMaxQueries = 32;   // query vectors that share a block of keys
+constexpr int kMaxColumns = 96;   // keys that are laid out at a time: a block of the cache, or one and 64 nodes
 constexpr int kMaxDim = 576;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -41,297 +44,486 @@ struct AttentionCall {
   const T* values;
 };
 
-// A block of rows of one span, some query heads of one key head, one split of the keys.
+// A block of rows of one span, some query heads, some splits of the keys. It is done key head by key head, or a part of
+// the query heads of one, `width` at a time.
 struct AttentionTask {
-  int32_t span, rows, kv_head, split;
-  int32_t head, heads;  // first query head, and how many
+  int32_t span, rows, width;
+  int32_t head, heads;    // first query head, and how many
+  int32_t split, splits;  // first split, and how many
   int64_t row;
-  int64_t partial;  // where its unfinished results go; -1 if the row block has one split only
+  int64_t partial;  // where its unfinished results go, [splits][heads / width][rows][width]; -1 if it does all splits
 };
 
-inline void transpose16(__m512* r) {
-  __m512 t[16];
+// 16 x 16 numbers of 32 bits.
+inline void transpose16(__m512i* r) {
+  __m512i t[16];
   for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
   }
   for (int i = 0; i < 4; ++i) {
-    const __m512d a = _mm512_castps_pd(t[4 * i]), b = _mm512_castps_pd(t[4 * i + 1]);
-    const __m512d c = _mm512_castps_pd(t[4 * i + 2]), d = _mm512_castps_pd(t[4 * i + 3]);
-    r[4 * i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
-    r[4 * i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-    r[4 * i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
-    r[4 * i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
   }
   for (int i = 0; i < 4; ++i) {  // r[i], r[4+i], r[8+i], r[12+i]: 128-bit lanes hold columns i, 4+i, 8+i, 12+i
-    t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xDD);
-    t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xDD);
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
   }
   for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88);
-    r[8 + i] = _mm512_shuffle_f32x4(t[i], t[8 + i], 0xDD);
-    r[4 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88);
-    r[12 + i] = _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xDD);
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
   }
 }
+
+// How keys are multiplied: float32 number by number, bfloat16 in pairs with queries rounded to bfloat16, too.
+template <class T>
+struct Dot {
+  static constexpr int kStep = 4 / int(sizeof(T));  // numbers of a key in 32 bits
+  static __m512 add(__m512 sum, __m512i keys, int32_t query) {
+    if constexpr (std::is_same_v<T, float>) {
+      return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(query)), _mm512_castsi512_ps(keys), sum);
+    } else {
+      return _mm512_dpbf16_ps(sum, __m512bh(keys), __m512bh(_mm512_set1_epi32(query)));
+    }
+  }
+  static __m512i load_words(const T* from, int64_t count) {
+    if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_epi32(lanes(count), from);
+    else if (count >= 32) return _mm512_loadu_si512(from);
+    else return _mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from);
+  }
+};
 
 // What a query vector has gathered so far.
 struct Softmax {
   float largest, sum;
 };
 
+// Take a split's result into that of the splits before it. width: numbers of a value.
+inline void merge(Softmax& total, float* totals, const Softmax& part, const float* sums, int64_t width) {
+  if (part.sum == 0.0f) return;
+  if (total.sum == 0.0f) {
+    total = part;
+    std::memcpy(totals, sums, width * sizeof(float));
+    return;
+  }
+  const float largest = std::max(total.largest, part.largest);
+  const float old = std::exp(total.largest - largest), fresh = std::exp(part.largest - largest);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const __mmask16 mask = lanes(width - d);
+    const __m512 scaled = _mm512_mul_ps(load(totals + d, mask), _mm512_set1_ps(old));
+    store(totals + d, _mm512_fmadd_ps(load(sums + d, mask), _mm512_set1_ps(fresh), scaled), mask);
+  }
+  total = {largest, total.sum * old + part.sum * fresh};
+}
+
+inline void divide(float* to, const float* sums, float sum, int64_t width) {
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const __mmask16 mask = lanes(width - d);
+    store(to + d, _mm512_div_ps(load(sums + d, mask), _mm512_set1_ps(sum)), mask);
+  }
+}
+
 template <class T>
 class AttentionWorker {
  public:
-  AttentionWorker(const Batch& batch, const AttentionCall<T>& call) : batch_(batch), call_(call) {}
+  AttentionWorker(const Batch& batch, const AttentionCall<T>& call)
+      : batch_(batch),
+        call_(call),
+        words_((call.shape.key_dim + Dot<T>::kStep - 1) / Dot<T>::kStep),
+        wide_((call.shape.value_dim + kLanes - 1) / kLanes * kLanes) {}
 
   // partials: [..][2 + value_dim] floats, a query vector each.
   void run(const AttentionTask& task, float* partials) {
-    const auto& shape = call_.shape;
-    span_ = task.span;
-    kv_head_ = task.kv_head;
-    heads_ = task.heads;
-    own_ = batch_.start[span_] + batch_.committed[span_];  // from this key on, rows see their own paths
-    queries_ = 0;
-    for (int64_t row = task.row; row < task.row + task.rows; ++row) {
-      for (int64_t head = task.head; head < task.head + task.heads; ++head) {
-        const int64_t seen = batch_.positions[row] + 1;
-        row_[queries_] = row;
-        query_[queries_] = call_.q + row * call_.q_stride + head * shape.key_dim;
-        last_[queries_] = seen;
-        first_[queries_] = shape.window > 0 ? std::max<int64_t>(0, seen - shape.window) : 0;
-        const bool sink = shape.sinks != nullptr && task.split == 0;
-        state_[queries_] = sink ? Softmax{shape.sinks[head], 1.0f} : Softmax{kMinusInfinity, 0.0f};
-        std::memset(sum_[queries_], 0, round_up16(shape.value_dim) * sizeof(float));
-        ++queries_;
+    if (task.partial >= 0) fetch(task);
+    for (int head = task.head; head < task.head + task.heads; head += task.width) {
+      begin(task, head, std::min(task.width, task.head + task.heads - head));
+      const int64_t last = *std::max_element(last_, last_ + queries_);
+      for (int64_t split = task.split; split < task.split + task.splits; ++split) {
+        clear(split == 0);
+        visit(split * kSplit, std::min((split + 1) * kSplit, last));
+        if (task.partial >= 0) {
+          const int64_t before = int64_t{head - task.head} * task.rows;
+          save(partials + (task.partial + before) * (2 + call_.shape.value_dim));
+          continue;
+        }
+        for (int query = 0; query < queries_; ++query) {
+          merge(total_[query], totals_ + query * wide_, state_[query], sum_ + query * wide_, wide_);
+        }
       }
+      if (task.partial < 0) finish();
     }
-    const int64_t from = task.split * kSplit;
-    const int64_t to = std::min(from + kSplit, *std::max_element(last_, last_ + queries_));
-    const int64_t begin = std::max(from, *std::min_element(first_, first_ + queries_) / kBlock * kBlock);
-    for (int64_t key = begin; key < to; key += kBlock) block(key, std::min(key + kBlock, to));
-    finish(task, partials);
   }
 
  private:
-  static int64_t round_up16(int64_t n) { return (n + 15) / 16 * 16; }
-
-  void block(int64_t from, int64_t to) {
-    if (to <= own_) {
-      for (int64_t key = from; key < to; ++key) slot_[key - from] = batch_.slot(span_, key);
-      gather(to - from);
-      return attend(0, queries_, from, to - from);
-    }
-    for (int query = 0; query < queries_; query += heads_) {  // a row has a block of its own
-      const int64_t row = row_[query];
-      const int64_t count = std::min(to, last_[query]) - from;
-      if (count <= 0) continue;
-      const int32_t* path = batch_.path.data() + batch_.path_begin[row] - own_;
-      for (int64_t key = from; key < from + count; ++key) {
-        slot_[key - from] = batch_.slot(span_, key < own_ ? key : batch_.start[span_] + path[key]);
+  void begin(const AttentionTask& task, int head_begin, int heads) {
+    const auto& shape = call_.shape;
+    span_ = task.span;
+    head_ = head_begin;
+    heads_ = heads;
+    kv_head_ = head_begin / (shape.heads / shape.kv_heads);
+    own_ = batch_.start[span_] + batch_.committed[span_];  // from this key on, rows see their own paths
+    queries_ = 0;
+    for (int64_t row = task.row; row < task.row + task.rows; ++row) {
+      for (int64_t head = head_; head < head_ + heads_; ++head) {
+        const int64_t seen = batch_.positions[row] + 1;
+        row_[queries_] = row;
+        last_[queries_] = seen;
+        first_[queries_] = shape.window > 0 ? std::max<int64_t>(0, seen - shape.window) : 0;
+        total_[queries_] = Softmax{kMinusInfinity, 0.0f};
+        take_query(call_.q + row * call_.q_stride + head * shape.key_dim);
+        ++queries_;
       }
-      gather(count);
-      attend(query, query + heads_, from, count);
     }
   }
 
-  // Keys of slot_[0 .. count) turned to [dim][32], values to [32][dim], as float32.
-  void gather(int64_t count) {
+  // Before a split: nothing gathered, but in the first one the sinks.
+  void clear(bool first) {
+    const float* sinks = first ? call_.shape.sinks : nullptr;
+    for (int query = 0; query < queries_; ++query) {
+      state_[query] = sinks ? Softmax{sinks[head_ + query % heads_], 1.0f} : Softmax{kMinusInfinity, 0.0f};
+    }
+    std::memset(sum_, 0, queries_ * wide_ * sizeof(float));
+  }
+
+  // The keys of a split, in blocks.
+  void visit(int64_t from, int64_t to) {
+    int64_t key = std::max(from, *std::min_element(first_, first_ + queries_) / kBlock * kBlock);
+    for (; key < to && std::min(key + kBlock, to) <= own_; key += kBlock) {
+      cached_block(key, std::min(key + kBlock, to));
+    }
+    if (key < to) own_blocks(key, to);
+  }
+
+  // Bring the keys and values of a task's split near. They lie scattered, and waiting for one after the other would cost
+  // most of the time. By loads, because processors drop prefetches when many are under way.
+  void fetch(const AttentionTask& task) {
     const auto& shape = call_.shape;
-    for (int64_t start = 0; start < kBlock; start += kLanes) {
-      for (int64_t d = 0; d < shape.key_dim; d += kLanes) {
-        __m512 part[kLanes];
-        const __mmask16 mask = lanes(shape.key_dim - d);
+    const int64_t group = shape.heads / shape.kv_heads;
+    const int64_t first = task.head / group, count = (task.head + task.heads - 1) / group + 1 - first;
+    const int64_t from = task.split * kSplit, end = batch_.start[task.span] + batch_.first[task.span + 1] - batch_.first[task.span];
+    const int64_t to = std::min(from + kSplit, end);
+    int64_t slots[kSplit];
+    batch_.slots(task.span, from, to, slots);
+    for (int64_t i = 0; i < to - from; ++i) {
+      const int64_t at = slots[i] * shape.kv_heads + first;
+      touch(call_.keys + at * shape.key_dim, count * shape.key_dim);
+      touch(call_.values + at * shape.value_dim, count * shape.value_dim);
+    }
+  }
+
+  static void touch(const T* from, int64_t count) {
+    const volatile char* at = reinterpret_cast<const volatile char*>(from);
+    for (int64_t i = 0; i < count * int64_t(sizeof(T)); i += 64) (void)at[i];
+  }
+
+  void take_query(const float* from) {
+    T* to = reinterpret_cast<T*>(query_ + queries_ * words_);
+    const int64_t dim = call_.shape.key_dim;
+    query_[queries_ * words_ + words_ - 1] = 0;
+    for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(from + d, lanes(dim - d)), lanes(dim - d));
+  }
+
+  // Keys from .. to - 1, which all rows see in one order, as far as they see them.
+  void cached_block(int64_t from, int64_t to) {
+    batch_.slots(span_, from, to, slot_);
+    lay_out(int(to - from));
+    for (int query = 0; query < queries_; query += 4) {
+      const int count = std::min(4, queries_ - query);
+      scores(query, count, int(to - from));
+      for (int i = 0; i < count; ++i) weigh(query + i, score_[i], from, to - from, weight_[i]);
+      accumulate(query, count, nullptr, int(to - from));
+    }
+  }
+
+  // Blocks in which paths stand: keys and nodes are laid out once, and each row takes them in its own order.
+  void own_blocks(int64_t from, int64_t to) {
+    const int64_t base = std::min(from, own_), cached = own_ - base;
+    const int64_t node = batch_.first[span_] + batch_.committed[span_], nodes = batch_.first[span_ + 1] - node;
+    const bool together = cached + nodes <= kMaxColumns;
+    if (together) {
+      batch_.slots(span_, base, own_ + nodes, slot_);
+      lay_out(int(cached + nodes));
+    }
+    for (int query = 0; query < queries_; query += heads_) {
+      const int64_t row = row_[query];
+      const int32_t* path = batch_.path.data() + batch_.path_begin[row] - own_;
+      const int64_t behind = batch_.start[span_] - own_;  // of a path's entries: row in the span -> node
+      for (int64_t key = from; key < std::min(to, last_[query]); key += kBlock) {
+        const int count = int(std::min({key + kBlock, to, last_[query]}) - key);
+        int columns[kBlock];
+        for (int i = 0; i < count; ++i) {
+          const int64_t k = key + i;
+          if (together) {
+            columns[i] = int(k < own_ ? k - base : cached + path[k] + behind);
+          } else {
+            slot_[i] = batch_.slot(span_, k < own_ ? k : batch_.start[span_] + path[k]);
+            columns[i] = i;
+          }
+        }
+        if (!together) lay_out(count);
+        for (int first = query; first < query + heads_; first += 4) {
+          const int some = std::min(4, query + heads_ - first);
+          scores(first, some, together ? int(cached + nodes) : count);
+          for (int i = 0; i < some; ++i) {
+            alignas(64) float ordered[kBlock];
+            for (int j = 0; j < count; ++j) ordered[j] = score_[i][columns[j]];
+            weigh(first + i, ordered, key, count, weight_[i]);
+          }
+          accumulate(first, some, columns, count);
+        }
+      }
+    }
+  }
+
+  // The keys and values of slot_[0 .. count) into the worker's own memory.
+  void lay_out(int count) {
+    const auto& shape = call_.shape;
+    for (int column = 0; column < count; ++column) {
+      const T* value = call_.values + (slot_[column] * shape.kv_heads + kv_head_) * shape.value_dim;
+      for (int64_t d = 0; d < wide_; d += kLanes) {
+        _mm512_store_ps(values_ + column * wide_ + d, load(value + d, lanes(shape.value_dim - d)));
+      }
+    }
+    turn(count);
+  }
+
+  // The keys of columns 0 .. count - 1, turned to [32-bit words][columns].
+  void turn(int count) {
+    const auto& shape = call_.shape;
+    for (int column = 0; column < count; column += kLanes) {
+      for (int64_t word = 0; word < words_; word += kLanes) {
+        __m512i part[kLanes];
+        const int64_t d = word * Dot<T>::kStep;
         for (int i = 0; i < kLanes; ++i) {
-          const T* key = call_.keys + (slot_[start + i] * shape.kv_heads + kv_head_) * shape.key_dim + d;
-          part[i] = start + i < count ? load(key, mask) : _mm512_setzero_ps();
+          const T* key = call_.keys + (slot_[column + i] * shape.kv_heads + kv_head_) * shape.key_dim + d;
+          part[i] = column + i < count ? Dot<T>::load_words(key, shape.key_dim - d) : _mm512_setzero_si512();
         }
         transpose16(part);
-        const int64_t width = std::min<int64_t>(kLanes, shape.key_dim - d);
-        for (int64_t i = 0; i < width; ++i) _mm512_storeu_ps(keys_ + (d + i) * kBlock + start, part[i]);
-      }
-    }
-    const int64_t wide = round_up16(shape.value_dim);
-    for (int64_t i = 0; i < count; ++i) {
-      const T* value = call_.values + (slot_[i] * shape.kv_heads + kv_head_) * shape.value_dim;
-      for (int64_t d = 0; d < wide; d += kLanes) {
-        _mm512_storeu_ps(values_ + i * wide + d, load(value + d, lanes(shape.value_dim - d)));
+        const int64_t some = std::min<int64_t>(kLanes, words_ - word);
+        for (int64_t i = 0; i < some; ++i) _mm512_store_si512(keys_ + (word + i) * kMaxColumns + column, part[i]);
       }
     }
   }
 
-  void attend(int begin, int end, int64_t from, int64_t count) {
-    int query = begin;
-    for (; query + 4 <= end; query += 4) scores<4>(query);
-    for (; query < end; ++query) scores<1>(query);
-    for (query = begin; query < end; ++query) weigh(query, from, count);
+  // score_[i]: of queries query + i with all columns.
+  void scores(int query, int count, int columns) {
+    for (int column = 0; column < columns; column += 2 * kLanes) {
+      switch (count) {
+        case 4: scores_of<4>(query, column); break;
+        case 3: scores_of<3>(query, column); break;
+        case 2: scores_of<2>(query, column); break;
+        default: scores_of<1>(query, column);
+      }
+    }
   }
 
   template <int N>
-  void scores(int query) {
+  void scores_of(int query, int column) {
     __m512 sum[N][2];
-    for (auto& line : sum) line[0] = line[1] = _mm512_setzero_ps();
-    for (int64_t d = 0; d < call_.shape.key_dim; ++d) {
-      const __m512 low = _mm512_loadu_ps(keys_ + d * kBlock), high = _mm512_loadu_ps(keys_ + d * kBlock + kLanes);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
+    const int32_t* q = query_ + query * words_;
+    for (int64_t word = 0; word < words_; ++word) {
+      const __m512i low = _mm512_load_si512(keys_ + word * kMaxColumns + column);
+      const __m512i high = _mm512_load_si512(keys_ + word * kMaxColumns + column + kLanes);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        const __m512 q = _mm512_set1_ps(query_[query + n][d]);
-        sum[n][0] = _mm512_fmadd_ps(q, low, sum[n][0]);
-        sum[n][1] = _mm512_fmadd_ps(q, high, sum[n][1]);
+        sum[n][0] = Dot<T>::add(sum[n][0], low, q[n * words_ + word]);
+        sum[n][1] = Dot<T>::add(sum[n][1], high, q[n * words_ + word]);
       }
     }
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      _mm512_storeu_ps(score_[query + n], sum[n][0]);
-      _mm512_storeu_ps(score_[query + n] + kLanes, sum[n][1]);
+      _mm512_storeu_ps(score_[n] + column, sum[n][0]);
+      _mm512_storeu_ps(score_[n] + column + kLanes, sum[n][1]);
     }
   }
 
-  // Take a block's scores and values into a query's softmax.
-  void weigh(int query, int64_t from, int64_t count) {
+  // Take a block's scores into a query's softmax: its weights, zero where it sees nothing, and what it held, rescaled.
+  void weigh(int query, const float* score, int64_t from, int64_t count, float* weight) {
     const auto& shape = call_.shape;
-    const int64_t stop = std::min(count, last_[query] - from), begin = std::max<int64_t>(0, first_[query] - from);
-    if (stop <= begin) return;
+    const int64_t stop = std::min(count, last_[query] - from), start = std::max<int64_t>(0, first_[query] - from);
+    Softmax& state = state_[query];
     __m512 part[2];
     __m512 top = _mm512_set1_ps(kMinusInfinity);
     for (int i = 0; i < 2; ++i) {
-      __m512 score = _mm512_mul_ps(_mm512_loadu_ps(score_[query] + i * kLanes), _mm512_set1_ps(shape.scaling));
+      __m512 value = _mm512_mul_ps(_mm512_loadu_ps(score + i * kLanes), _mm512_set1_ps(shape.scaling));
       if (shape.softcap > 0.0f) {
         const __m512 cap = _mm512_set1_ps(shape.softcap);
-        score = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(score, cap)));
+        value = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(value, cap)));
       }
-      const __mmask16 seen = lanes(stop - i * kLanes) & ~lanes(begin - i * kLanes);
-      part[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), seen, score);
+      const __mmask16 seen = lanes(stop - i * kLanes) & ~lanes(start - i * kLanes);
+      part[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), seen, value);
       top = _mm512_max_ps(top, part[i]);
     }
-    Softmax& state = state_[query];
     const float largest = std::max(state.largest, _mm512_reduce_max_ps(top));
-    if (largest == kMinusInfinity) return;
-    alignas(64) float weight[kBlock];
+    if (stop <= start || largest == kMinusInfinity) {
+      std::memset(weight, 0, kBlock * sizeof(float));
+      scale_[query] = 1.0f;
+      return;
+    }
     for (int i = 0; i < 2; ++i) {
       part[i] = exp512(_mm512_sub_ps(part[i], _mm512_set1_ps(largest)));
       _mm512_store_ps(weight + i * kLanes, part[i]);
     }
-    alignas(64) float old[kLanes];
-    _mm512_store_ps(old, exp512(_mm512_set1_ps(state.largest - largest)));
-    state.sum = state.sum * old[0] + _mm512_reduce_add_ps(_mm512_add_ps(part[0], part[1]));
+    const float scale = _mm512_cvtss_f32(exp512(_mm512_set1_ps(state.largest - largest)));
+    state.sum = state.sum * scale + _mm512_reduce_add_ps(_mm512_add_ps(part[0], part[1]));
     state.largest = largest;
-    const int64_t wide = round_up16(shape.value_dim);
-    for (int64_t d = 0; d < wide; d += 4 * kLanes) {
-      const int columns = int(std::min<int64_t>(4, (wide - d) / kLanes));
-      switch (columns) {
-        case 4: accumulate<4>(query, d, wide, begin, stop, weight, old[0]); break;
-        case 3: accumulate<3>(query, d, wide, begin, stop, weight, old[0]); break;
-        case 2: accumulate<2>(query, d, wide, begin, stop, weight, old[0]); break;
-        default: accumulate<1>(query, d, wide, begin, stop, weight, old[0]);
-      }
-    }
+    scale_[query] = scale;
   }
 
-  template <int N>
-  void accumulate(int query, int64_t d, int64_t wide, int64_t begin, int64_t stop, const float* weight, float old) {
-    __m512 sum[N];
-    for (int n = 0; n < N; ++n) {
-      sum[n] = _mm512_mul_ps(_mm512_loadu_ps(sum_[query] + d + n * kLanes), _mm512_set1_ps(old));
-    }
-    for (int64_t key = begin; key < stop; ++key) {
-      const __m512 w = _mm512_set1_ps(weight[key]);
-      for (int n = 0; n < N; ++n) {
-        sum[n] = _mm512_fmadd_ps(w, _mm512_loadu_ps(values_ + key * wide + d + n * kLanes), sum[n]);
-      }
-    }
-    for (int n = 0; n < N; ++n) _mm512_storeu_ps(sum_[query] + d + n * kLanes, sum[n]);
-  }
-
-  void finish(const AttentionTask& task, float* partials) {
-    const auto& shape = call_.shape;
-    for (int query = 0; query < queries_; ++query) {
-      if (task.partial >= 0) {
-        float* to = partials + (task.partial + query) * (2 + shape.value_dim);
-        to[0] = state_[query].largest;
-        to[1] = state_[query].sum;
-        std::memcpy(to + 2, sum_[query], shape.value_dim * sizeof(float));
+  // sum_ = sum_ * scale_ + weights times values. columns: where the values lie; null if in order.
+  void accumulate(int query, int count, const int* columns, int keys) {
+    for (int64_t d = 0; d < wide_; d += 4 * kLanes) {
+      const int vectors = int(std::min<int64_t>(4, (wide_ - d) / kLanes));
+      if (count == 4 && vectors == 4) {
+        accumulate_of<4, 4>(query, d, columns, keys);
         continue;
       }
-      float* to = call_.out + row_[query] * call_.out_stride + (task.head + query % heads_) * shape.value_dim;
-      for (int64_t d = 0; d < shape.value_dim; ++d) to[d] = sum_[query][d] / state_[query].sum;
+      for (int i = 0; i < count; ++i) {
+        switch (vectors) {
+          case 4: accumulate_of<1, 4>(query + i, d, columns, keys, i); break;
+          case 3: accumulate_of<1, 3>(query + i, d, columns, keys, i); break;
+          case 2: accumulate_of<1, 2>(query + i, d, columns, keys, i); break;
+          default: accumulate_of<1, 1>(query + i, d, columns, keys, i);
+        }
+      }
+    }
+  }
+
+  template <int Q, int N>
+  void accumulate_of(int query, int64_t d, const int* columns, int keys, int weights = 0) {
+    __m512 sum[Q][N];
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; ++q) {
+      const __m512 scale = _mm512_set1_ps(scale_[query + q]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        sum[q][n] = _mm512_mul_ps(_mm512_load_ps(sum_ + (query + q) * wide_ + d + n * kLanes), scale);
+      }
+    }
+    for (int key = 0; key < keys; ++key) {
+      const float* value = values_ + (columns ? columns[key] : key) * wide_ + d;
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const __m512 v = _mm512_load_ps(value + n * kLanes);
+#pragma GCC unroll 4
+        for (int q = 0; q < Q; ++q) {
+          sum[q][n] = _mm512_fmadd_ps(_mm512_set1_ps(weight_[weights + q][key]), v, sum[q][n]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < Q; ++q) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) _mm512_store_ps(sum_ + (query + q) * wide_ + d + n * kLanes, sum[q][n]);
+    }
+  }
+
+  void save(float* to) {
+    const int64_t dim = call_.shape.value_dim;
+    for (int query = 0; query < queries_; ++query, to += 2 + dim) {
+      to[0] = state_[query].largest;
+      to[1] = state_[query].sum;
+      std::memcpy(to + 2, sum_ + query * wide_, dim * sizeof(float));
+    }
+  }
+
+  void finish() {
+    const int64_t dim = call_.shape.value_dim;
+    for (int query = 0; query < queries_; ++query) {
+      float* to = call_.out + row_[query] * call_.out_stride + (head_ + query % heads_) * dim;
+      divide(to, totals_ + query * wide_, total_[query].sum, dim);
     }
   }
 
   const Batch& batch_;
   const AttentionCall<T>& call_;
+  const int64_t words_, wide_;  // of a key, in 32 bits; of a value, in whole vectors
   int64_t span_ = 0, kv_head_ = 0, own_ = 0;
-  int queries_ = 0, heads_ = 1;
-  int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries], slot_[kBlock] = {};
-  const float* query_[kMaxQueries];
-  Softmax state_[kMaxQueries];
-  alignas(64) float score_[kMaxQueries][kBlock];
-  alignas(64) float keys_[kMaxDim * kBlock];
-  alignas(64) float values_[kBlock * kMaxDim];
-  alignas(64) float sum_[kMaxQueries][kMaxDim];
+  int queries_ = 0, head_ = 0, heads_ = 1;
+  int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries], slot_[kMaxColumns + kLanes] = {};
+  float scale_[kMaxQueries];
+  Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the split at hand; of those before it
+  alignas(64) float score_[4][kMaxColumns];
+  alignas(64) float weight_[4][kBlock];
+  alignas(64) int32_t query_[kMaxQueries * kMaxDim + kLanes];
+  alignas(64) int32_t keys_[kMaxDim * kMaxColumns];
+  alignas(64) float values_[kMaxColumns * kMaxDim];
+  alignas(64) float sum_[kMaxQueries * kMaxDim];
+  alignas(64) float totals_[kMaxQueries * kMaxDim];
 };
 
-// The tasks of a batch; the same for every layer of like shape and window.
+// The tasks of a batch; the same for every layer of like heads.
+//
+// Few rows wait for memory: their splits are tasks of their own, each of several key heads, because these lie side by
+// side. Many rows, those of a prompt, are kept busy by arithmetic: a task is all splits of a key head.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
-  std::vector<AttentionTask> joined;  // the first of each run of splits
+  std::vector<AttentionTask> joined;  // those whose splits were taken apart
   int64_t partials = 0;               // query vectors with unfinished results
 
   AttentionPlan() = default;
   AttentionPlan(const Batch& batch, const AttentionShape& shape) {
     const int64_t group = shape.heads / shape.kv_heads;
-    const int64_t width = std::min<int64_t>(group, kMaxQueries);
+    width_ = int32_t(std::min<int64_t>(group, kMaxQueries));
+    const int64_t bytes = kSplit * (shape.key_dim + shape.value_dim) * 2;
+    const int64_t together = std::max<int64_t>(1, kNear / bytes) * group;
     for (int64_t span = 0; span < batch.spans; ++span) {
-      for (int64_t row = batch.first[span]; row < batch.first[span + 1]; row += kMaxQueries / width) {
-        const int64_t rows = std::min(kMaxQueries / width, batch.first[span + 1] - row);
-        int64_t seen = 0;
-        for (int64_t r = row; r < row + rows; ++r) seen = std::max(seen, batch.positions[r] + 1);
-        for (int64_t head = 0; head < shape.heads; head += std::min(width, group - head % group)) {
-          add({int32_t(span), int32_t(rows), int32_t(head / group), 0, int32_t(head),
-               int32_t(std::min(width, group - head % group)), row, -1},
-              (seen + kSplit - 1) / kSplit);
+      const int64_t rows = batch.first[span + 1] - batch.first[span];
+      const int64_t keys = batch.start[span] + rows;
+      const bool apart = rows <= kFewRows && keys > kSplit;
+      for (int64_t row = batch.first[span]; row < batch.first[span + 1]; row += kMaxQueries / width_) {
+        for (int64_t head = 0; head < shape.heads; head += apart ? together : group) {
+          add(batch, span, row, int32_t(head), int32_t(std::min(apart ? together : group, shape.heads - head)), apart);
         }
       }
     }
   }
 
  private:
-  void add(AttentionTask task, int64_t splits) {
-    if (splits == 1) return tasks.push_back(task);
+  static constexpr int64_t kFewRows = 16;
+  static constexpr int64_t kNear = 256 << 10;  // bytes of a split that stay near while its heads are done
+
+  void add(const Batch& batch, int64_t span, int64_t row, int32_t head, int32_t heads, bool apart) {
+    const int64_t rows = std::min<int64_t>(kMaxQueries / width_, batch.first[span + 1] - row);
+    int64_t seen = 0;
+    for (int64_t r = row; r < row + rows; ++r) seen = std::max(seen, batch.positions[r] + 1);
+    AttentionTask task{int32_t(span), int32_t(rows), width_, head, heads, 0, int32_t((seen + kSplit - 1) / kSplit), row, -1};
+    if (!apart) return tasks.push_back(task);
     task.partial = partials;
     joined.push_back(task);
-    for (int64_t split = 0; split < splits; ++split) {
-      task.split = int32_t(split);
-      task.partial = partials;
-      tasks.push_back(task);
-      partials += int64_t{task.rows} * task.heads;
+    partials += int64_t{task.splits} * rows * heads;
+    for (AttentionTask part = task; part.split < task.splits; ++part.split, part.partial += rows * heads) {
+      part.splits = 1;
+      tasks.push_back(part);
     }
   }
+
+  int32_t width_ = 1;
 };
 
-// Combine the splits of one row block and key head, in order.
+// Merge the splits of a task that were taken apart, in order.
 template <class T>
-void join_splits(const Batch& batch, const AttentionCall<T>& call, const AttentionTask& first, const float* partials) {
-  const auto& shape = call.shape;
-  const int64_t width = 2 + shape.value_dim;
-  for (int64_t query = 0; query < first.rows * first.heads; ++query) {
-    const int64_t row = first.row + query / first.heads, head = first.head + query % first.heads;
-    const int64_t splits = (batch.positions[row] + kSplit) / kSplit;  // those of the row itself
-    const float* part = partials + (first.partial + query) * width;
-    const int64_t step = first.rows * first.heads * width;
-    float largest = kMinusInfinity, sum = 0.0f;
-    for (int64_t split = 0; split < splits; ++split) largest = std::max(largest, part[split * step]);
-    float* to = call.out + row * call.out_stride + head * shape.value_dim;
-    std::fill(to, to + shape.value_dim, 0.0f);
-    for (int64_t split = 0; split < splits; ++split) {
-      const float* from = part + split * step;
-      if (from[1] == 0.0f) continue;
-      const float scale = std::exp(from[0] - largest);
-      sum += from[1] * scale;
-      for (int64_t d = 0; d < shape.value_dim; ++d) to[d] += from[2 + d] * scale;
+void join_splits(const AttentionCall<T>& call, const AttentionTask& task, const float* partials) {
+  const int64_t dim = call.shape.value_dim, queries = int64_t{task.rows} * task.heads;
+  for (int64_t query = 0; query < queries; ++query) {  // [heads / width][rows][width]
+    const int64_t block = query / (task.rows * task.width), inside = query % (task.rows * task.width);
+    const int64_t wide = std::min<int64_t>(task.width, task.heads - block * task.width);
+    const int64_t row = task.row + inside / wide, head = task.head + block * task.width + inside % wide;
+    float* to = call.out + row * call.out_stride + head * dim;
+    Softmax total{kMinusInfinity, 0.0f};
+    for (int64_t split = 0; split < task.splits; ++split) {
+      const float* part = partials + (task.partial + split * queries + query) * (2 + dim);
+      merge(total, to, Softmax{part[0], part[1]}, part + 2, dim);
     }
-    for (int64_t d = 0; d < shape.value_dim; ++d) to[d] /= sum;
+    divide(to, to, total.sum, dim);
   }
 }
 

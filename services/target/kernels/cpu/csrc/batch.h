@@ -47,6 +47,15 @@ struct Batch : BatchView {
   int64_t slot(int64_t span, int64_t key) const {
     return int64_t{pages[table[span] + key / page_size]} * page_size + key % page_size;
   }
+
+  // The slots of keys from .. to - 1; divisions are dear, so pages are walked through.
+  void slots(int64_t span, int64_t from, int64_t to, int64_t* slots) const {
+    if (from >= to) return;
+    const int32_t* page = pages + table[span] + from / page_size;
+    for (int64_t offset = from % page_size; from < to; offset = 0, ++page) {
+      for (; offset < page_size && from < to; ++offset, ++from) *slots++ = int64_t{*page} * page_size + offset;
+    }
+  }
 };
 
 }  // namespace outrider

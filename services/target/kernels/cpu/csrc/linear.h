@@ -77,187 +77,177 @@ inline void fill_operand(const Operand& operand, const Weight& weight, int64_t r
   }
 }
 
-// Addresses of up to 12 rows as four base registers and one stride.
-template <int M>
+// Addresses of up to 12 rows as four base registers and one stride. Not an array: compilers leave those in memory.
 struct RowPointers {
-  const char* base[(M + 2) / 3];
+  const char *a, *b, *c, *d;
   int64_t stride;
-  RowPointers(const char* first, int64_t stride) : stride(stride) {
-    for (int i = 0; i < (M + 2) / 3; ++i) base[i] = first + 3 * i * stride;
-  }
-  const char* at(int m) const { return base[m / 3] + (m % 3) * stride; }
+  RowPointers(const char* first, int64_t stride)
+      : a(first), b(first + 3 * stride), c(first + 6 * stride), d(first + 9 * stride), stride(stride) {}
+  const char* at(int m) const { return (m < 3 ? a : m < 6 ? b : m < 9 ? c : d) + (m % 3) * stride; }
   void advance(int64_t bytes) {
-    for (auto& pointer : base) pointer += bytes;
+    a += bytes;
+    b += bytes;
+    c += bytes;
+    d += bytes;
   }
 };
 
-constexpr int kPrefetch = 2048;  // bytes ahead of the stream of weights
+// sum += dot products of pairs (fours) of each 32 bits of w and x. Written out because compilers copy the sums about.
+inline void dot_pairs(__m512& sum, __m512i w, __m512i x) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
+inline void dot_fours(__m512i& sum, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
 
-// tile: [M][Z * 16] float32. weight: the panel, or its upper half's first byte if Z is 1 (a step is always 128 bytes).
-template <int M, int Z>
+constexpr int kPrefetch = 4096;  // bytes ahead of the stream of weights
+
+// tile: [M][32] float32; the rows are row .. row + M - 1 of x.
+template <int M>
 void tile_float32(const char* weight, int64_t k, const Operand& x, int64_t row, float* tile) {
-  __m512 sum[M][Z];
-  for (auto& line : sum) for (auto& part : line) part = _mm512_setzero_ps();
-  RowPointers<M> rows(x.data + row * x.stride, x.stride);
-  for (int64_t i = 0; i < k; ++i, weight += 128, rows.advance(4)) {
-    __m512 w[Z];
-#pragma GCC unroll 2
-    for (int z = 0; z < Z; ++z) {
-      w[z] = _mm512_loadu_ps(weight + 64 * z);
-      _mm_prefetch(weight + kPrefetch + 64 * z, _MM_HINT_T0);
-    }
+  __m512 sum[M][2];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+  RowPointers rows(x.data + row * x.stride, x.stride);
+  for (int64_t i = 0; i < k; i += 1, weight += 128, rows.advance(4)) {
+    const __m512 w0 = __m512(_mm512_loadu_ps(weight)), w1 = __m512(_mm512_loadu_ps(weight + 64));
+    _mm_prefetch(weight + kPrefetch, _MM_HINT_T0);
+    _mm_prefetch(weight + kPrefetch + 64, _MM_HINT_T0);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       float value;
       std::memcpy(&value, rows.at(m), 4);
       const __m512 b = _mm512_set1_ps(value);
-#pragma GCC unroll 2
-      for (int z = 0; z < Z; ++z) sum[m][z] = _mm512_fmadd_ps(b, w[z], sum[m][z]);
+      sum[m][0] = _mm512_fmadd_ps(b, w0, sum[m][0]);
+      sum[m][1] = _mm512_fmadd_ps(b, w1, sum[m][1]);
     }
   }
-  for (int m = 0; m < M; ++m) for (int z = 0; z < Z; ++z) _mm512_storeu_ps(tile + (m * Z + z) * kLanes, sum[m][z]);
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    _mm512_storeu_ps(tile + m * kPanel, sum[m][0]);
+    _mm512_storeu_ps(tile + m * kPanel + kLanes, sum[m][1]);
+  }
 }
 
-template <int M, int Z>
+template <int M>
 void tile_bfloat16(const char* weight, int64_t k, const Operand& x, int64_t row, float* tile) {
-  __m512 sum[M][Z];
-  for (auto& line : sum) for (auto& part : line) part = _mm512_setzero_ps();
-  RowPointers<M> rows(x.data + row * x.stride, x.stride);
+  __m512 sum[M][2];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+  RowPointers rows(x.data + row * x.stride, x.stride);
   for (int64_t i = 0; i < k; i += 2, weight += 128, rows.advance(4)) {
-    __m512bh w[Z];
-#pragma GCC unroll 2
-    for (int z = 0; z < Z; ++z) {
-      w[z] = __m512bh(_mm512_loadu_ps(weight + 64 * z));
-      _mm_prefetch(weight + kPrefetch + 64 * z, _MM_HINT_T0);
-    }
+    const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
+    _mm_prefetch(weight + kPrefetch, _MM_HINT_T0);
+    _mm_prefetch(weight + kPrefetch + 64, _MM_HINT_T0);
 #pragma GCC unroll 12
     for (int m = 0; m < M; ++m) {
       int32_t pair;
       std::memcpy(&pair, rows.at(m), 4);
-      const __m512bh b = __m512bh(_mm512_set1_epi32(pair));
-#pragma GCC unroll 2
-      for (int z = 0; z < Z; ++z) sum[m][z] = _mm512_dpbf16_ps(sum[m][z], w[z], b);
+      const __m512i b = _mm512_set1_epi32(pair);
+      dot_pairs(sum[m][0], w0, b);
+      dot_pairs(sum[m][1], w1, b);
     }
   }
-  for (int m = 0; m < M; ++m) for (int z = 0; z < Z; ++z) _mm512_storeu_ps(tile + (m * Z + z) * kLanes, sum[m][z]);
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    _mm512_storeu_ps(tile + m * kPanel, sum[m][0]);
+    _mm512_storeu_ps(tile + m * kPanel + kLanes, sum[m][1]);
+  }
 }
 
-// scales: [Z * 16], of the outputs.
-template <int M, int Z>
-void tile_int8(const char* weight, int64_t k, const Operand& x, int64_t row, const float* scales, float* tile) {
-  __m512 sum[M][Z];
-  for (auto& line : sum) for (auto& part : line) part = _mm512_setzero_ps();
-  RowPointers<M> rows(x.data + row * x.stride, x.stride);
-  const float* row_scales = x.scales + row * x.groups;
-  const int32_t* offsets = x.offsets + row * x.groups;
-  for (int64_t group = 0; group < k / kGroup; ++group) {
-    __m512i part[M][Z];
+// The sums of a group of 64 k, as integers in registers, are added to the tile as float32.
+template <int M>
+void add_group(const __m512i part[M][2], const Operand& x, int64_t row, int64_t group, const __m512* columns, float* tile) {
+  const float* scales = x.scales + row * x.groups + group;
 #pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      for (int z = 0; z < Z; ++z) part[m][z] = _mm512_set1_epi32(offsets[m * x.groups + group]);
-    }
-    for (int i = 0; i < kGroup / 4; ++i, weight += 128, rows.advance(4)) {
-      __m512i w[Z];
+  for (int m = 0; m < M; ++m) {
+    const __m512 scale = _mm512_set1_ps(scales[m * x.groups]);
 #pragma GCC unroll 2
-      for (int z = 0; z < Z; ++z) {
-        w[z] = _mm512_loadu_si512(weight + 64 * z);
-        _mm_prefetch(weight + kPrefetch + 64 * z, _MM_HINT_T0);
-      }
+    for (int z = 0; z < 2; ++z) {
+      float* to = tile + m * kPanel + z * kLanes;
+      const __m512 factor = columns ? _mm512_mul_ps(scale, columns[z]) : scale;
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[m][z]), factor, _mm512_loadu_ps(to)));
+    }
+  }
+}
+
+template <int M>
+void begin_group(const Operand& x, int64_t row, int64_t group, __m512i part[M][2]) {
+  const int32_t* offsets = x.offsets + row * x.groups + group;
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) part[m][0] = part[m][1] = _mm512_set1_epi32(offsets[m * x.groups]);
+}
+
+// scales: [32], of the outputs.
+template <int M>
+void tile_int8(const char* weight, int64_t k, const Operand& x, int64_t row, const float* scales, float* tile) {
+  std::memset(tile, 0, M * kPanel * sizeof(float));
+  RowPointers rows(x.data + row * x.stride, x.stride);
+  for (int64_t group = 0; group < k / kGroup; ++group) {
+    __m512i part[M][2];
+    begin_group<M>(x, row, group, part);
+    for (int i = 0; i < kGroup / 4; ++i, weight += 128, rows.advance(4)) {
+      const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
+      _mm_prefetch(weight + kPrefetch, _MM_HINT_T0);
+      _mm_prefetch(weight + kPrefetch + 64, _MM_HINT_T0);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) {
         int32_t quad;
         std::memcpy(&quad, rows.at(m), 4);
         const __m512i b = _mm512_set1_epi32(quad);
-#pragma GCC unroll 2
-        for (int z = 0; z < Z; ++z) part[m][z] = _mm512_dpbusd_epi32(part[m][z], w[z], b);
+        dot_fours(part[m][0], w0, b);
+        dot_fours(part[m][1], w1, b);
       }
     }
-#pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      const __m512 scale = _mm512_set1_ps(row_scales[m * x.groups + group]);
-      for (int z = 0; z < Z; ++z) sum[m][z] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[m][z]), scale, sum[m][z]);
-    }
+    add_group<M>(part, x, row, group, nullptr, tile);
   }
-  for (int m = 0; m < M; ++m) {
-    for (int z = 0; z < Z; ++z) {
-      _mm512_storeu_ps(tile + (m * Z + z) * kLanes, _mm512_mul_ps(sum[m][z], _mm512_loadu_ps(scales + z * kLanes)));
-    }
+  const __m512 column[2] = {_mm512_loadu_ps(scales), _mm512_loadu_ps(scales + kLanes)};
+  for (int i = 0; i < 2 * M; ++i) {
+    _mm512_storeu_ps(tile + i * kLanes, _mm512_mul_ps(_mm512_loadu_ps(tile + i * kLanes), column[i % 2]));
   }
 }
 
-// half: 1 if `weight` is the upper half of the panel (Z is 1 then).
-template <int M, int Z>
-void tile_int4(const char* weight, int64_t k, const Operand& x, int64_t row, int half, float* tile) {
-  __m512 sum[M][Z];
-  for (auto& line : sum) for (auto& part : line) part = _mm512_setzero_ps();
-  RowPointers<M> rows(x.data + row * x.stride, x.stride);
-  const float* row_scales = x.scales + row * x.groups;
-  const int32_t* offsets = x.offsets + row * x.groups;
+template <int M>
+void tile_int4(const char* weight, int64_t k, const Operand& x, int64_t row, float* tile) {
+  std::memset(tile, 0, M * kPanel * sizeof(float));
+  RowPointers rows(x.data + row * x.stride, x.stride);
   const __m512i nibble = _mm512_set1_epi8(15);
   for (int64_t group = 0; group < k / kGroup; ++group) {
-    __m512i part[M][Z];
-#pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      for (int z = 0; z < Z; ++z) part[m][z] = _mm512_set1_epi32(offsets[m * x.groups + group]);
-    }
-    for (int i = 0; i < kGroup / 8; ++i, weight += 128, rows.advance(8)) {
-      __m512i low[Z], high[Z];
+    __m512i part[M][2];
+    begin_group<M>(x, row, group, part);
+    for (int i = 0; i < kGroup / 8; ++i, weight += 128) {
+      const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
+      _mm_prefetch(weight + kPrefetch, _MM_HINT_T0);
+      _mm_prefetch(weight + kPrefetch + 64, _MM_HINT_T0);
+      const __m512i low[2] = {_mm512_and_si512(w0, nibble), _mm512_and_si512(w1, nibble)};
+      const __m512i high[2] = {_mm512_and_si512(_mm512_srli_epi16(w0, 4), nibble),
+                               _mm512_and_si512(_mm512_srli_epi16(w1, 4), nibble)};
 #pragma GCC unroll 2
-      for (int z = 0; z < Z; ++z) {
-        const __m512i both = _mm512_loadu_si512(weight + 64 * z);
-        low[z] = _mm512_and_si512(both, nibble);
-        high[z] = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-        _mm_prefetch(weight + kPrefetch + 64 * z, _MM_HINT_T0);
-      }
+      for (const auto* w : {low, high}) {
 #pragma GCC unroll 12
-      for (int m = 0; m < M; ++m) {
-        int32_t quads[2];
-        std::memcpy(quads, rows.at(m), 8);
-        const __m512i b0 = _mm512_set1_epi32(quads[0]), b1 = _mm512_set1_epi32(quads[1]);
-#pragma GCC unroll 2
-        for (int z = 0; z < Z; ++z) {
-          part[m][z] = _mm512_dpbusd_epi32(part[m][z], low[z], b0);
-          part[m][z] = _mm512_dpbusd_epi32(part[m][z], high[z], b1);
+        for (int m = 0; m < M; ++m) {
+          int32_t quad;
+          std::memcpy(&quad, rows.at(m), 4);
+          const __m512i b = _mm512_set1_epi32(quad);
+          dot_fours(part[m][0], w[0], b);
+          dot_fours(part[m][1], w[1], b);
         }
+        rows.advance(4);
       }
     }
-    const __m256i* scales = reinterpret_cast<const __m256i*>(weight - 64 * half) + half;
-    __m512 column[Z];
-    for (int z = 0; z < Z; ++z) column[z] = _mm512_cvtph_ps(_mm256_loadu_si256(scales + z));
-#pragma GCC unroll 12
-    for (int m = 0; m < M; ++m) {
-      const __m512 scale = _mm512_set1_ps(row_scales[m * x.groups + group]);
-      for (int z = 0; z < Z; ++z) {
-        sum[m][z] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[m][z]), _mm512_mul_ps(scale, column[z]), sum[m][z]);
-      }
-    }
+    const __m256i* scales = reinterpret_cast<const __m256i*>(weight);
+    const __m512 columns[2] = {_mm512_cvtph_ps(_mm256_loadu_si256(scales)),
+                               _mm512_cvtph_ps(_mm256_loadu_si256(scales + 1))};
+    add_group<M>(part, x, row, group, columns, tile);
     weight += 64;
   }
-  for (int m = 0; m < M; ++m) for (int z = 0; z < Z; ++z) _mm512_storeu_ps(tile + (m * Z + z) * kLanes, sum[m][z]);
 }
 
-// Both halves of a panel for M rows. tile: [M][32]
+// A panel for M rows. tile: [M][32]
 template <int M>
 void panel_rows(const Weight& weight, int64_t index, const Operand& x, int64_t row, float* tile) {
   const char* panel = weight.panel(index);
-  if (weight.format == Format::kFloat32) return tile_float32<M, 2>(panel, weight.k, x, row, tile);
-  if (weight.format == Format::kBFloat16) return tile_bfloat16<M, 2>(panel, weight.k, x, row, tile);
-  const bool int8 = weight.format == Format::kInt8;
-  const float* scales = weight.scales.as<float>() + index * kPanel;
-  if constexpr (M <= 6) {  // two sums a row and output: registers for six rows
-    if (int8) return tile_int8<M, 2>(panel, weight.k, x, row, scales, tile);
-    return tile_int4<M, 2>(panel, weight.k, x, row, 0, tile);
-  } else {
-    float part[2][M * kLanes];
-    for (int half = 0; half < 2; ++half) {
-      if (int8) tile_int8<M, 1>(panel + 64 * half, weight.k, x, row, scales + half * kLanes, part[half]);
-      else tile_int4<M, 1>(panel + 64 * half, weight.k, x, row, half, part[half]);
-    }
-    for (int m = 0; m < M; ++m) {
-      for (int half = 0; half < 2; ++half) {
-        _mm512_storeu_ps(tile + m * kPanel + half * kLanes, _mm512_loadu_ps(part[half] + m * kLanes));
-      }
-    }
+  switch (weight.format) {
+    case Format::kFloat32: return tile_float32<M>(panel, weight.k, x, row, tile);
+    case Format::kBFloat16: return tile_bfloat16<M>(panel, weight.k, x, row, tile);
+    case Format::kInt8: return tile_int8<M>(panel, weight.k, x, row, weight.scales.as<float>() + index * kPanel, tile);
+    case Format::kInt4: return tile_int4<M>(panel, weight.k, x, row, tile);
   }
 }
 

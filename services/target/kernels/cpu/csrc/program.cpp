@@ -10,6 +10,9 @@ constexpr int64_t kSharedRows = 24;
 
 constexpr int64_t kNormWidth = 16384;
 
+// Panels that a thread takes at once, at most.
+constexpr int64_t kTogether = 16;
+
 // from normalised by its root mean square, times the weight. to may be from.
 void normalise(const Norm& norm, const float* from, float* to, int64_t width) {
   __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
@@ -85,6 +88,7 @@ void Program::run(const Call& call) {
 
 void Program::work(int thread, const Call& call) {
   for (size_t i = 0; i < operations_.size(); ++i) {
+    if (std::holds_alternative<Capture>(operations_[i]) && call.columns == nullptr) continue;
     std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
     pool_.barrier().wait();
   }
@@ -131,39 +135,47 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
   if (rows == 0) return;
   const Operand operand = operand_of(op, thread, call, next + 1, rows);
-  const Weight& weight = *op.weight;
-  const bool gated = op.activation != Activation::kNone;
-  const int64_t per_panel = gated ? kLanes : kPanel;
-  float* base = op.head ? call.logits : row(op.output, 0);
-  const int64_t stride = op.head ? weight.outputs : widths_[op.output];
-  portions(next->next, weight.panels, [&](int64_t panel) {
-    const __m512 zero = _mm512_setzero_ps();
-    __m512 bias[2] = {zero, zero};
-    for (int z = 0; z < 2 && op.bias; ++z) {
-      const int64_t n = panel * kPanel + z * kLanes;
-      bias[z] = load(op.bias + n, lanes(weight.outputs - n));
+  // Neighbouring panels go to one thread, as far as there are enough: memory is fastest when read on and on.
+  const int64_t panels = op.weight->panels;
+  const int64_t together = std::max<int64_t>(1, std::min<int64_t>(kTogether, panels / (8 * pool_.threads())));
+  portions(next->next, (panels + together - 1) / together, [&](int64_t portion) {
+    const int64_t end = std::min(panels, (portion + 1) * together);
+    for (int64_t panel = portion * together; panel < end; ++panel) {
+      multiply_panel(*op.weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+        if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
+        else store_plain(op, call, panel, first, count, tile);
+      });
     }
-    multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
-      for (int64_t m = 0; m < count; ++m, tile += kPanel) {
-        float* to = base + (first + m) * stride + panel * per_panel;
-        __m512 y[2] = {_mm512_add_ps(load(tile), bias[0]), _mm512_add_ps(load(tile + kLanes), bias[1])};
-        if (gated) {
-          const __m512 gate = op.activation == Activation::kSilu ? silu512(y[0]) : gelu_tanh512(y[0]);
-          store(to, _mm512_mul_ps(gate, y[1]), lanes(op.output_width - panel * per_panel));
-          continue;
-        }
-        for (int z = 0; z < 2; ++z) {
-          const __mmask16 mask = lanes(weight.outputs - panel * kPanel - z * kLanes);
-          if (op.add) y[z] = _mm512_add_ps(load(to + z * kLanes, mask), y[z]);
-          if (op.softcap > 0.0f) {
-            const __m512 cap = _mm512_set1_ps(op.softcap);
-            y[z] = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(y[z], cap)));
-          }
-          store(to + z * kLanes, y[z], mask);
-        }
-      }
-    });
   });
+}
+
+// The panel's 16 gates and their 16 values as 16 numbers.
+void Program::store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile) {
+  const __mmask16 mask = lanes(op.output_width - panel * kLanes);
+  for (int64_t m = 0; m < count; ++m, tile += kPanel) {
+    const __m512 gate = op.activation == Activation::kSilu ? silu512(load(tile)) : gelu_tanh512(load(tile));
+    store(row(op.output, first + m) + panel * kLanes, _mm512_mul_ps(gate, load(tile + kLanes)), mask);
+  }
+}
+
+void Program::store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count,
+                          const float* tile) {
+  const int64_t outputs = op.weight->outputs;
+  float* base = op.head ? call.logits : row(op.output, 0);
+  const int64_t stride = op.head ? outputs : widths_[op.output];
+  const __m512 cap = _mm512_set1_ps(op.softcap);
+  for (int z = 0; z < 2; ++z) {
+    const int64_t n = panel * kPanel + z * kLanes;
+    const __mmask16 mask = lanes(outputs - n);
+    const __m512 bias = op.bias ? load(op.bias + n, mask) : _mm512_setzero_ps();
+    for (int64_t m = 0; m < count; ++m) {
+      float* to = base + (first + m) * stride + n;
+      __m512 y = _mm512_add_ps(load(tile + m * kPanel + z * kLanes), bias);
+      if (op.add) y = _mm512_add_ps(load(to, mask), y);
+      if (op.softcap > 0.0f) y = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(y, cap)));
+      store(to, y, mask);
+    }
+  }
 }
 
 void Program::execute(const AddNorm& op, int, const Call& call, Counter* next) {
@@ -179,11 +191,12 @@ void Program::execute(const AddNorm& op, int, const Call& call, Counter* next) {
 }
 
 void Program::execute(const Capture& op, int, const Call& call, Counter* next) {
-  if (call.features == nullptr) return;
-  portions(next->next, call.batch.rows, [&](int64_t index) {
-    float* to = call.features + index * call.feature_width + op.column;
-    if (op.norm.weight) normalise(op.norm, row(kResidual, index), to, op.width);
-    else std::memcpy(to, row(kResidual, index), op.width * sizeof(float));
+  if (call.columns == nullptr || call.columns[op.mark] < 0) return;
+  portions(next->next, call.captured_rows, [&](int64_t index) {
+    float* to = call.features + index * call.feature_width + call.columns[op.mark];
+    const float* from = row(kResidual, call.captured[index]);
+    if (op.norm.weight) normalise(op.norm, from, to, op.width);
+    else std::memcpy(to, from, op.width * sizeof(float));
   });
 }
 
@@ -253,7 +266,7 @@ void Program::attend(const Attend& op, int, const Call& call, Counter* next) {
   if (plan.joined.empty()) return;
   pool_.barrier().wait();
   portions(next[1].next, int64_t(plan.joined.size()),
-           [&](int64_t i) { join_splits(call.batch, attention, plan.joined[i], partials_.as<float>()); });
+           [&](int64_t i) { join_splits(attention, plan.joined[i], partials_.as<float>()); });
 }
 
 void Program::execute(const Attend& op, int thread, const Call& call, Counter* next) {

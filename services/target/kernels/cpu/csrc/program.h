@@ -66,9 +66,10 @@ struct Attend {
   int32_t plan;  // which of the program's plans; layers of like heads share one
 };
 
-// A copy of the residual stream into columns of the caller's features.
+// A copy of the residual stream, normalised if there is a norm, into the caller's features if it wants this mark.
 struct Capture {
-  int64_t width, column;
+  int32_t mark;
+  int64_t width;
   Norm norm;
 };
 
@@ -79,7 +80,10 @@ struct Call {
   const void* const* keys;  // [layers], pools
   const void* const* values;
   float* logits;  // [sampled_rows, vocab]
-  float* features;  // [rows, feature_width] or null
+  const int64_t* columns;  // [marks], first column of each captured state, or -1; null if none is wanted
+  const int64_t* captured;  // [captured_rows]
+  int64_t captured_rows;
+  float* features;  // [captured_rows, feature_width]
   int64_t feature_width;
 };
 
@@ -110,6 +114,9 @@ class Program {
   void attend(const Attend& op, int thread, const Call& call, Counter* next);
   Operand operand_of(const Linear& op, int thread, const Call& call, Counter* next, int64_t rows);
   void fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t row, float* scratch);
+
+  void store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile);
+  void store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
 
   float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
 

@@ -76,20 +76,4 @@ inline __m512 gelu_tanh512(__m512 x) {
   return _mm512_mul_ps(x, sigmoid512(_mm512_mul_ps(cubic, _mm512_set1_ps(1.5957691216057308f))));
 }
 
-// Lane i of the result is the sum of the 16 lanes of v[i].
-inline __m512 sums16(const __m512* v) {
-  __m512 a[8];
-  for (int i = 0; i < 8; ++i) {  // pairs: lanes of v[2i] and v[2i+1] alternate
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  }
-  __m512 b[4];
-  for (int i = 0; i < 4; ++i) {  // each 128-bit lane holds four partial sums, one a vector
-    const __m512d lo = _mm512_castps_pd(a[2 * i]), hi = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
-  }
-  const __m512 c0 = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xDD));
-  const __m512 c1 = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xDD));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(c0, c1, 0x88), _mm512_shuffle_f32x4(c0, c1, 0xDD));
-}
-
 }  // namespace outrider

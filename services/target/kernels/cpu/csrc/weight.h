@@ -12,6 +12,7 @@
 #include <immintrin.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -98,67 +99,46 @@ inline Weight::Weight(Format format, int64_t outputs, int64_t inputs)
       k(round_up(inputs, k_step(format))),
       panel_bytes(bytes_of_panel(format, k)),
       data(panels * panel_bytes),
-      scales(format == Format::kInt8 ? panels * kPanel * 4 : 0) {}
+      scales(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
+  std::memset(data.as<char>(), 0, panels * panel_bytes);  // what is padded must be finite
+  std::memset(scales.as<char>(), 0, scales.bytes());
+}
 
-// Lay out float32 or bfloat16 bits. source: [outputs, inputs], row after row.
+// Where the numbers of output n begin, those of one k step, in bytes from the panel's; the next step follows 128 bytes on.
+inline char* place(Weight& weight, int64_t n, int64_t bytes) {
+  return weight.data.as<char>() + n / kPanel * weight.panel_bytes + n % kPanel * bytes;
+}
+
+// Lay out one output of float32 or bfloat16 bits. source: [inputs]
 template <class T>
-void pack_plain(Weight& weight, const T* source) {
+void pack_plain(Weight& weight, int64_t n, const T* source) {
   const int64_t step = k_step(weight.format);
-  T* to = weight.data.as<T>();
-  for (int64_t panel = 0; panel < weight.panels; ++panel) {
-    for (int64_t k = 0; k < weight.k; k += step) {
-      for (int64_t n = panel * kPanel; n < (panel + 1) * kPanel; ++n) {
-        for (int64_t i = k; i < k + step; ++i) {
-          *to++ = n < weight.outputs && i < weight.inputs ? source[n * weight.inputs + i] : T(0);
-        }
-      }
-    }
+  char* to = place(weight, n, 4);
+  for (int64_t k = 0; k < weight.inputs; k += step, to += 128) {
+    std::memcpy(to, source + k, std::min(step, weight.inputs - k) * sizeof(T));
   }
 }
 
-// Lay out int8 values (-127..127). values: [outputs, inputs]; scales: [outputs].
-inline void pack_int8(Weight& weight, const int8_t* values, const float* scales) {
-  uint8_t* to = weight.data.as<uint8_t>();
-  for (int64_t panel = 0; panel < weight.panels; ++panel) {
-    for (int64_t k = 0; k < weight.k; k += 4) {
-      for (int64_t n = panel * kPanel; n < (panel + 1) * kPanel; ++n) {
-        for (int64_t i = k; i < k + 4; ++i) {
-          const bool inside = n < weight.outputs && i < weight.inputs;
-          *to++ = uint8_t((inside ? values[n * weight.inputs + i] : 0) + 128);
-        }
-      }
-    }
+// Lay out one output of int8 values (-127..127). values: [inputs]
+inline void pack_int8(Weight& weight, int64_t n, const int8_t* values, float scale) {
+  char* to = place(weight, n, 4);
+  for (int64_t k = 0; k < weight.inputs; k += 4, to += 128) {
+    for (int64_t i = 0; i < std::min<int64_t>(4, weight.inputs - k); ++i) to[i] = char(values[k + i] + 128);
   }
-  float* scale = weight.scales.as<float>();
-  for (int64_t n = 0; n < weight.panels * kPanel; ++n) scale[n] = n < weight.outputs ? scales[n] : 0.0f;
+  weight.scales.as<float>()[n] = scale;
 }
 
-// Lay out int4 values (-8..7). values: [outputs, inputs]; scales: [outputs, groups of 64].
-inline void pack_int4(Weight& weight, const int8_t* values, const float* scales) {
-  const int64_t groups = weight.k / kGroup;
-  char* to = weight.data.as<char>();
-  for (int64_t panel = 0; panel < weight.panels; ++panel) {
-    for (int64_t group = 0; group < groups; ++group) {
-      auto value = [&](int64_t n, int64_t k) {
-        const bool inside = n < weight.outputs && k < weight.inputs;
-        return uint8_t((inside ? values[n * weight.inputs + k] : 0) + 8);
-      };
-      for (int64_t pair = 0; pair < kGroup / 8; ++pair) {
-        for (int64_t n = panel * kPanel; n < (panel + 1) * kPanel; ++n) {
-          for (int64_t i = 0; i < 4; ++i) {
-            const int64_t k = group * kGroup + pair * 8 + i;
-            *to++ = char(value(n, k) | value(n, k + 4) << 4);
-          }
-        }
-      }
-      uint16_t scale[kPanel];
-      for (int64_t i = 0; i < kPanel; ++i) {
-        const int64_t n = panel * kPanel + i;
-        scale[i] = _cvtss_sh(n < weight.outputs ? scales[n * groups + group] : 0.0f, _MM_FROUND_TO_NEAREST_INT);
-      }
-      std::memcpy(to, scale, sizeof scale);
-      to += sizeof scale;
+// Lay out one output of int4 values (-8..7). values: [inputs]; scales: [groups of 64]
+inline void pack_int4(Weight& weight, int64_t n, const int8_t* values, const float* scales) {
+  auto value = [&](int64_t k) { return k < weight.inputs ? values[k] + 8 : 8; };
+  char* to = place(weight, n, 4);
+  for (int64_t group = 0; group < weight.k / kGroup; ++group) {
+    for (int64_t k = group * kGroup; k < (group + 1) * kGroup; k += 8, to += 128) {
+      for (int64_t i = 0; i < 4; ++i) to[i] = char(value(k + i) | value(k + 4 + i) << 4);
     }
+    const uint16_t scale = _cvtss_sh(scales[group], _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(to - n % kPanel * 2, &scale, sizeof scale);  // scales are 2 bytes an output, not 4
+    to += 64;
   }
 }
 

@@ -1,0 +1,188 @@
+"""A decoder as a program of the compiled kernels: built operation by operation, then run once a step.
+
+    residual  the stream [T, H]            wide      queries, keys and values side by side, turned in place
+    attended  what attention returns       hidden    the gated values of the feed-forward layer
+    branch    what a branch adds, where it is normalised first
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.target.batch import Batch, Capture
+from services.target.kernels.cpu import library
+from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.rows import Rows
+from services.target.kernels.cpu.weights import PackedWeight
+from services.target.kv_cache import KVCache
+
+
+class Buffer(enum.IntEnum):
+    """Rows of float32 that operations read and write, as in csrc/program.h."""
+
+    RESIDUAL = 0
+    WIDE = 1
+    ATTENDED = 2
+    HIDDEN = 3
+    BRANCH = 4
+
+
+class Activation(enum.IntEnum):
+    """Of the gates in a gated layer, as in csrc/program.h."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Root-mean-square norm. weight: [width] float32, what is multiplied with at last."""
+
+    weight: Tensor
+    epsilon: float
+
+
+class Program:
+    """Operations over a step's rows. Tensors that are handed over are kept, and may be overwritten where they lie."""
+
+    def __init__(self, threads: int, pools: torch.dtype, width: int) -> None:
+        """pools: dtype of the KV cache, float32 or bfloat16. width: of the residual stream."""
+        assert pools in (torch.float32, torch.bfloat16), "the kernels read these"
+        self._functions = library.load()
+        self._handle: int = self._functions.outrider_program_new(threads, pools == torch.bfloat16)
+        weakref.finalize(self, self._functions.outrider_program_free, self._handle)
+        self._kept: list[object] = []
+        self._caches: dict[int, tuple[KVCache, object, object]] = {}
+        self._width = width
+        self._marks = 0
+        self._vocab = 0
+        for buffer in (Buffer.RESIDUAL, Buffer.BRANCH):
+            self._functions.outrider_program_width(self._handle, buffer, width)
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        assert tensor.is_contiguous(), "kernels walk through memory in order"
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def embed(self, table: Tensor, scale: float = 1.0) -> None:
+        """residual = table[ids] * scale. table: [V, H], float32 or bfloat16."""
+        assert table.dtype in (torch.float32, torch.bfloat16), "the kernels read these"
+        address = self._address(table)
+        self._functions.outrider_program_embed(
+            self._handle, address, table.dtype == torch.bfloat16, table.shape[1], scale
+        )
+
+    def linear(
+        self,
+        weight: PackedWeight,
+        source: Buffer,
+        target: Buffer,
+        *,
+        norm: Norm | None = None,
+        bias: Tensor | None = None,
+        add: bool = False,
+        activation: Activation = Activation.NONE,
+    ) -> None:
+        """target (+)= norm(source) W^T + bias. With an activation, outputs come as 16 gates, their 16 values, ..."""
+        width = weight.outputs // 2 if activation else weight.outputs
+        self._functions.outrider_program_width(self._handle, target, width)
+        self._linear(weight, source, target, norm, bias, width, add=add, activation=activation)
+
+    def head(self, weight: PackedWeight, norm: Norm, softcap: float = 0.0) -> None:
+        """logits = softcapped norm(residual) W^T, of the sampled rows."""
+        self._vocab = weight.outputs
+        self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
+
+    def _linear(
+        self,
+        weight: PackedWeight,
+        source: Buffer,
+        target: Buffer,
+        norm: Norm | None,
+        bias: Tensor | None,
+        width: int,
+        *,
+        add: bool = False,
+        activation: Activation = Activation.NONE,
+        head: bool = False,
+        softcap: float = 0.0,
+    ) -> None:
+        self._kept.append(weight)
+        self._functions.outrider_program_linear(
+            self._handle, weight.handle, self._address(bias), self._address(norm.weight if norm else None),
+            norm.epsilon if norm else 0.0, source, target, width, add, activation, head, softcap,
+        )  # fmt: skip
+
+    def add_norm(self, norm: Norm) -> None:
+        """residual += norm(branch)."""
+        self._functions.outrider_program_add_norm(
+            self._handle, self._address(norm.weight), norm.epsilon, Buffer.BRANCH, Buffer.RESIDUAL, self._width
+        )
+
+    def attend(
+        self,
+        layer: int,
+        shape: AttentionShape,
+        cosines: Tensor,
+        sines: Tensor,
+        query_norm: Norm | None = None,
+        key_norm: Norm | None = None,
+    ) -> None:
+        """Turn queries and keys in wide, store keys and values, and attend. cosines, sines: [positions, turned / 2]."""
+        self._functions.outrider_program_width(self._handle, Buffer.ATTENDED, shape.heads * shape.value_dim)
+        self._functions.outrider_program_rotate(
+            self._handle, layer, ctypes.byref(shape), 2 * cosines.shape[1], self._address(cosines),
+            self._address(sines), self._address(query_norm.weight if query_norm else None),
+            self._address(key_norm.weight if key_norm else None), query_norm.epsilon if query_norm else 0.0,
+        )  # fmt: skip
+        self._functions.outrider_program_attend(self._handle, layer, ctypes.byref(shape))
+
+    def mark(self, norm: Norm | None = None) -> None:
+        """A place where the residual stream, normalised if there is a norm, can be captured. Counted from 0."""
+        self._functions.outrider_program_capture(
+            self._handle, self._marks, self._width,
+            self._address(norm.weight if norm else None), norm.epsilon if norm else 0.0,
+        )  # fmt: skip
+        self._marks += 1
+
+    def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+        """Write keys and values; return logits [R, V] and features [F, W], both float32."""
+        rows = Rows(batch)
+        keys, values = self._pools(cache)
+        logits = torch.empty(len(batch.sampled), self._vocab)
+        capture = batch.capture
+        if capture is None:
+            nothing = (None, None, 0, None, 0)
+            self._functions.outrider_program_run(self._handle, rows.pointer, keys, values, logits.data_ptr(), *nothing)
+            return logits, None
+        columns = self._columns(capture)
+        wanted = int((columns >= 0).sum())
+        features = torch.empty(len(capture.rows), wanted * self._width)
+        self._functions.outrider_program_run(
+            self._handle, rows.pointer, keys, values, logits.data_ptr(), columns.data_ptr(), capture.rows.data_ptr(),
+            len(capture.rows), features.data_ptr(), features.shape[1],
+        )  # fmt: skip
+        return logits, features
+
+    def _columns(self, capture: Capture) -> Tensor:
+        columns = torch.full((self._marks,), -1, dtype=torch.int64)
+        marks: Sequence[int] = [*capture.layers, *([self._marks - 1] if capture.final else [])]
+        columns[list(marks)] = torch.arange(len(marks)) * self._width
+        return columns
+
+    def _pools(self, cache: KVCache) -> tuple[object, object]:
+        """Addresses of the layers' pools, as C arrays."""
+        if id(cache) not in self._caches:
+            sides = [(ctypes.c_void_p * len(pools))(*(p.data_ptr() for p in pools)) for pools in (cache.keys, cache.values)]
+            self._caches = {id(cache): (cache, *sides)}
+        return self._caches[id(cache)][1:]

@@ -1,0 +1,222 @@
+"""Dense decoders on the CPU as programs of compiled kernels, taken from a loaded `transformers` model.
+
+The models here are variations of one layer: RMS norm, attention with rotary positions, RMS norm, a gated feed-forward
+layer. What varies (biases, norms of queries and keys, norms of what branches add, windows, two kinds of positions, caps)
+is read from the modules. Any other model runs module by module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.target.batch import Batch
+from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
+from services.target.kernels.cpu.weights import Format, PackedWeight
+from services.target.kv_cache import KVCache
+from services.target.model.attention import Probe
+from services.target.model.base import Outputs
+
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+_SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
+_ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+_LANES = 16
+_WIDEST_HEAD, _WIDEST_NORM = 256, 16384  # what the kernels have room for
+
+
+def reason_against(module: Any, dtype: torch.dtype) -> str | None:
+    """Why a model cannot be a program; None if it can."""
+    config = module.config
+    if config.model_type not in _MODEL_TYPES:
+        return f"models of type {config.model_type} run module by module"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
+    if _activation(config) not in _ACTIVATIONS:
+        return f"there is no kernel for the activation {_activation(config)}"
+    attention = module.model.layers[0].self_attn
+    if attention.head_dim > _WIDEST_HEAD or config.hidden_size > _WIDEST_NORM:
+        return "the model is too wide for the kernels"
+    return None
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+class ProgramRunner:
+    """A `Runner` of a compiled program."""
+
+    def __init__(self, module: Any, probe: Probe, number_format: Format, threads: int, positions: int) -> None:
+        """module: a model for which there is no `reason_against`; its linear weights may be let go afterwards.
+
+        positions: most tokens of a session.
+        """
+        self._dtype: torch.dtype = module.dtype
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._writes: dict[str, Callable[[Tensor], object]] = {}
+        self._program = Program(threads, module.dtype, module.config.hidden_size)
+        self.weight_bytes = 0
+        _Builder(self, module, probe, number_format, positions).build()
+
+    def forward(self, batch: Batch, cache: KVCache) -> Outputs:
+        """Write the batch's keys and values; return logits in float32 and features in the model's dtype."""
+        logits, features = self._program.run(batch, cache)
+        return Outputs(logits, features if features is None else features.to(self._dtype))
+
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """Names and shapes of the weights, as checkpoints have them."""
+        return self._shapes
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace weights where they lie."""
+        for name, tensor in tensors.items():
+            self._writes[name](tensor)
+
+    def place(self, name: str, shape: tuple[int, ...], write: Callable[[Tensor], object]) -> None:
+        """Say how a weight is replaced; a name may have several places."""
+        before = self._writes.get(name)
+        self._shapes[name] = shape
+        self._writes[name] = write if before is None else lambda tensor: (before(tensor), write(tensor))
+
+
+class _Builder:
+    """Goes through a model's modules and writes its program."""
+
+    def __init__(
+        self, runner: ProgramRunner, module: Any, probe: Probe, number_format: Format, positions: int
+    ) -> None:
+        self._runner, self._module, self._probe, self._format = runner, module, probe, number_format
+        self._config = module.config
+        self._names = {id(child): name for name, child in module.named_modules()}
+        self._turns = _Rotation(module, positions)
+        self._activation = _ACTIVATIONS[_activation(module.config)]
+
+    def build(self) -> None:
+        """The whole program."""
+        program, model = self._runner._program, self._module.model
+        table = model.embed_tokens.weight.data.contiguous()
+        scale = float(getattr(model.embed_tokens, "scalar_embed_scale", 1.0))
+        program.embed(table, float(torch.tensor(scale).to(table.dtype)))
+        self._runner.place(self._names[id(model.embed_tokens)] + ".weight", tuple(table.shape), table.copy_)
+        for index, layer in enumerate(model.layers):
+            program.mark()
+            self._attention(index, layer)
+            self._feed_forward(layer)
+        program.mark()
+        norm = self._norm(model.norm)
+        head = self._pack([self._module.lm_head], tied="model.embed_tokens" if self._tied else None)
+        program.mark(norm)
+        program.head(head, norm, float(getattr(self._config, "final_logit_softcapping", None) or 0.0))
+
+    @property
+    def _tied(self) -> bool:
+        return self._module.lm_head.weight is self._module.model.embed_tokens.weight
+
+    def _attention(self, index: int, layer: Any) -> None:
+        program, attention = self._runner._program, layer.self_attn
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        program.linear(
+            self._pack(projections), Buffer.RESIDUAL, Buffer.WIDE,
+            norm=self._norm(layer.input_layernorm), bias=self._bias(projections),
+        )  # fmt: skip
+        call = self._probe.calls[index]
+        shape = AttentionShape(
+            call.q.shape[1], call.k.shape[1], call.k.shape[2], call.v.shape[2],
+            call.scaling, call.window or 0, call.softcap or 0.0, None,
+        )  # fmt: skip
+        query_norm, key_norm = (
+            self._norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+        )
+        program.attend(index, shape, *self._turns.of(index), query_norm, key_norm)
+        after = layer.post_attention_layernorm if hasattr(layer, "pre_feedforward_layernorm") else None
+        self._branch(attention.o_proj, Buffer.ATTENDED, after)
+
+    def _feed_forward(self, layer: Any) -> None:
+        program, mlp = self._runner._program, layer.mlp
+        gated = hasattr(layer, "pre_feedforward_layernorm")
+        before = layer.pre_feedforward_layernorm if gated else layer.post_attention_layernorm
+        gates_and_values = [mlp.gate_proj, mlp.up_proj]
+        assert self._bias(gates_and_values) is None, "these models have no biases there"
+        program.linear(
+            self._pack(gates_and_values, interleaved=True), Buffer.RESIDUAL, Buffer.HIDDEN,
+            norm=self._norm(before), activation=self._activation,
+        )  # fmt: skip
+        self._branch(mlp.down_proj, Buffer.HIDDEN, layer.post_feedforward_layernorm if gated else None)
+
+    def _branch(self, linear: nn.Linear, source: Buffer, norm: Any) -> None:
+        """residual += linear(source), normalised first if there is a norm."""
+        program = self._runner._program
+        weight, bias = self._pack([linear]), self._bias([linear])
+        if norm is None:
+            program.linear(weight, source, Buffer.RESIDUAL, bias=bias, add=True)
+        else:
+            program.linear(weight, source, Buffer.BRANCH, bias=bias)
+            program.add_norm(self._norm(norm))
+
+    def _pack(self, linears: list[Any], *, interleaved: bool = False, tied: str | None = None) -> PackedWeight:
+        """Weights of layers with one input, below one another, or as 16 gates, their 16 values, the next 16 gates, ..."""
+        counts = [linear.weight.shape[0] for linear in linears]
+        inputs = linears[0].weight.shape[1]
+        padded = -(-counts[0] // _LANES) * _LANES  # a panel holds whole groups of gates and values
+        packed = PackedWeight(2 * padded if interleaved else sum(counts), inputs, self._format)
+        first = 0
+        for part, linear in enumerate(linears):
+            outputs = torch.arange(counts[part])
+            if interleaved:
+                outputs = outputs // _LANES * 2 * _LANES + outputs % _LANES + part * _LANES
+            else:
+                outputs, first = outputs + first, first + counts[part]
+            packed.fill(outputs, linear.weight)
+            name = (tied or self._names[id(linear)]) + ".weight"
+            self._runner.place(name, tuple(linear.weight.shape), _filling(packed, outputs))
+        self._runner.weight_bytes += packed.bytes
+        return packed
+
+    def _bias(self, linears: list[Any]) -> Tensor | None:
+        """Biases of layers with one input; None if no one has any."""
+        if all(linear.bias is None for linear in linears):
+            return None
+        bias = torch.zeros(sum(linear.weight.shape[0] for linear in linears))
+        for part, linear in zip(bias.split([linear.weight.shape[0] for linear in linears]), linears, strict=True):
+            if linear.bias is not None:
+                part.copy_(linear.bias)
+                self._runner.place(self._names[id(linear)] + ".bias", tuple(part.shape), part.copy_)
+        return bias
+
+    def _norm(self, module: Any) -> Norm:
+        shift = 1.0 if self._config.model_type in _SCALED_NORMS else 0.0
+        weight = module.weight.detach().float() + shift
+        epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+        self._runner.place(
+            self._names[id(module)] + ".weight", tuple(weight.shape), lambda new: weight.copy_(new.float() + shift)
+        )
+        return Norm(weight, float(epsilon))
+
+
+def _filling(packed: PackedWeight, outputs: Tensor) -> Callable[[Tensor], object]:
+    return lambda weight: packed.fill(outputs, weight)
+
+
+class _Rotation:
+    """Cosines and sines of a model's positions, one pair for all layers of a kind."""
+
+    def __init__(self, module: Any, positions: int) -> None:
+        self._rotary = module.model.rotary_emb
+        kinds = getattr(module.config, "layer_types", None) or []
+        self._kinds = kinds if module.config.model_type == "gemma3_text" else []
+        self._positions = torch.arange(positions)[None]
+        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[positions, turned / 2] float32 each."""
+        kind = self._kinds[layer] if self._kinds else None
+        if kind not in self._tables:
+            like = torch.empty(0)  # float32
+            pair = self._rotary(like, self._positions, *([kind] if kind else []))
+            cosines, sines = (side[0, :, : side.shape[2] // 2].contiguous() for side in pair)  # both halves are alike
+            self._tables[kind] = (cosines, sines)
+        return self._tables[kind]
