@@ -20,7 +20,7 @@ Algorithm = Literal["NGRAM", "STANDALONE", "NONE"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
-AttentionBackend = Literal["auto", "triton", "torch_native"]
+AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
 Quantization = Literal["fp8", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -59,7 +59,7 @@ class KernelOptions:
     """How the target computes."""
 
     attention_backend: AttentionBackend = "auto"
-    """Attention kernels: triton (CUDA), torch_native (PyTorch's fused attention, any device), or the best there is."""
+    """Attention kernels: native (compiled, CPU), triton (CUDA), torch_native (PyTorch's), or the best there is."""
     disable_cuda_graph: bool = False
     """Launch every kernel anew instead of replaying captured steps."""
     cuda_graph_max_bs: int | None = None
@@ -83,9 +83,9 @@ class TargetOptions(KernelOptions):
     device: str = "auto"
     """Device of the model: auto, cpu, cuda, cuda:1, ..."""
     dtype: DType = "auto"
-    """Number format of the computation; auto is the checkpoint's on CUDA and float32 on the CPU."""
+    """Number format of the computation; auto is the checkpoint's, on a CPU float32 where no kernels serve it."""
     quantization: Quantization | None = None
-    """Narrower weights than the checkpoint's: fp8, int8 or int4, on CUDA and with the package torchao."""
+    """Narrower weights than the checkpoint's: int8 or int4, or on CUDA, where the package torchao is needed, fp8."""
     tp_size: Annotated[int, tyro.conf.arg(aliases=["--tensor-parallel-size", "--tp"])] = 1
     """Devices that share every layer, each with a process of its own; on a CPU, processes."""
     weight_version: str = "default"

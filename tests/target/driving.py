@@ -21,8 +21,14 @@ GREEDY = SamplingParams(temperature=0.0)
 Hints = Callable[[int, list[int]], Sequence[Proposal]]
 
 
-def load_model(folder: Path) -> Model:
-    return load(folder, TargetConfig(device="cpu"))
+def load_model(folder: Path, **flags) -> Model:
+    """A model on the CPU, in float32 unless flags say otherwise, also where the checkpoint is narrower."""
+    return load(folder, TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags)))
+
+
+def load_modules(folder: Path) -> Model:
+    """A model that runs module by module, whose modules a test can reach."""
+    return load_model(folder, attention_backend="torch_native")
 
 
 def engine_of(model: Model, **flags) -> TargetEngine:

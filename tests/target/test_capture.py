@@ -45,8 +45,13 @@ def outputs(model, capture=None):
         return model.runner.forward(replace(batch, capture=capture), cache)
 
 
+# Compiled programs where there are any, and models that run module by module.
+BACKENDS = pytest.mark.parametrize("backend", ["auto", "torch_native"])
+
+
+@BACKENDS
 @pytest.mark.parametrize("family", FAMILIES)
-def test_states_are_those_of_transformers(family, tmp_path):
+def test_states_are_those_of_transformers(family, backend, tmp_path):
     folder = write(tmp_path, family)
     truth = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     last: list[torch.Tensor] = []
@@ -56,7 +61,7 @@ def test_states_are_those_of_transformers(family, tmp_path):
     with torch.no_grad():
         states = truth(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     rows = np.array([0, 3, 21])
-    model = load_model(folder)
+    model = load_model(folder, attention_backend=backend)
     plain = outputs(model)
     assert plain.features is None
     for layers, final in [((1, 2, 3), False), ((0,), True), ((), True), ((2, 4), True)]:
@@ -70,30 +75,32 @@ def test_states_are_those_of_transformers(family, tmp_path):
     assert not any(layer._forward_pre_hooks for layer in module.model.layers)
 
 
+@BACKENDS
 @pytest.mark.parametrize("family", FAMILIES)
-def test_new_weights_make_the_model_that_has_them(family, tmp_path):
+def test_new_weights_make_the_model_that_has_them(family, backend, tmp_path):
     old, new = write(tmp_path / "old", family), write(tmp_path / "new", family, seed=5)
-    model = load_model(old)
+    model = load_model(old, attention_backend=backend)
     before = outputs(model).logits
     tensors = load_file(new / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == dict(model.runner.weights())
     halves = sorted(tensors)[::2], sorted(tensors)[1::2]
     for names in halves:
         model.runner.update({name: tensors[name] for name in names})
-    assert torch.equal(outputs(model).logits, outputs(load_model(new)).logits)
+    assert torch.equal(outputs(model).logits, outputs(load_model(new, attention_backend=backend)).logits)
     assert not torch.equal(outputs(model).logits, before)
 
 
-def test_a_tied_head_follows_its_embedding(tmp_path):
+@BACKENDS
+def test_a_tied_head_follows_its_embedding(backend, tmp_path):
     folder = write(tmp_path, "qwen3")
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
-    model = load_model(folder)
+    model = load_model(folder, attention_backend=backend)
     assert "lm_head.weight" not in model.runner.weights()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"] *= 2
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     model.runner.update({"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
-    assert torch.equal(outputs(model).logits, outputs(load_model(folder)).logits)
+    assert torch.equal(outputs(model).logits, outputs(load_model(folder, attention_backend=backend)).logits)
 
 
 def test_weights_in_a_format_of_their_own_cannot_be_replaced():

@@ -65,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(name, tmp_path):
     assert len(list(folder.glob("*.safetensors"))) > 1 or not family.shards
     expected = greedy(folder, family.remote)
     assert len(set(expected)) > NEW // 3, "a text that repeats itself proves little"
-    model = load(folder, TargetConfig(device="cpu", trust_remote_code=family.remote))
+    model = load(folder, TargetConfig(device="cpu", dtype="float32", trust_remote_code=family.remote))
     assert model.architecture == family.config["architectures"][0]
     check_text(model, expected)
 

@@ -14,13 +14,13 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine import TargetEngine
 from services.target.limits import check_limits, scheduling
-from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
+from tests.target.driving import GREEDY, chain, engine_of, load_modules, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_model(write_model(tmp_path_factory.mktemp("llama")))
+    return load_modules(write_model(tmp_path_factory.mktemp("llama")))  # whose writes can be watched
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_session_of_another_salt_finds_nothing(model):
 
 
 def test_rows_of_a_broken_session_do_not_serve_others(tmp_path):
-    model = load_model(write_model(tmp_path, tie_word_embeddings=False))
+    model = load_modules(write_model(tmp_path, tie_word_embeddings=False))
     weight = model.runner.module.model.embed_tokens.weight
     engine = engine_of(model, page_size=4, chunked_prefill_size=8, max_running_requests=1)
     whole = weight[300].clone()

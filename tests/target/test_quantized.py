@@ -167,7 +167,7 @@ def narrow(monkeypatch, choice, installed=(), capability=(9, 0), stored=None, de
 
 
 @pytest.mark.parametrize(("choice", "circumstances", "said"), [
-    ("int8", {"device": "cpu"}, r"--quantization int8 needs a CUDA device, not cpu; leave it out"),
+    ("fp8", {"device": "cpu"}, r"--quantization fp8 needs a CUDA device, not cpu; choose int8 or int4"),
     ("int8", {}, r"--quantization int8 needs torchao; `pip install torchao`"),
     ("int4", {"installed": ["torchao"]}, r"--quantization int4 needs mslk; `pip install mslk`"),
     ("fp8", {"capability": (8, 0)}, r"--quantization fp8 needs a GPU of compute capability 8\.9 or more; choose int8"),

@@ -13,6 +13,7 @@ from outrider.errors import ConfigError
 from services.target.batch import build, pad, tree_mask
 from services.target.engine import TargetEngine
 from services.target.kernels import choose
+from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.ragged import Load, Ragged, ancestor_words
 from services.target.kernels.reference import paged_attention
@@ -211,7 +212,10 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
 
 
 def test_backends_are_refused_by_name(monkeypatch):
-    assert choose("auto", CPU) is GroupedAttention
+    assert choose("torch_native", CPU) is GroupedAttention
+    assert choose("auto", CPU) in (GroupedAttention, NativeAttention)
+    with pytest.raises(ConfigError, match="--attention-backend native is for CPUs, not cuda"):
+        choose("native", torch.device("cuda"))
     assert choose("triton", CPU) is TritonAttention
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ConfigError, match="--attention-backend triton needs a CUDA device"):

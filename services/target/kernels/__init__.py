@@ -1,13 +1,13 @@
 """Ragged paged attention with a tree mask: the doorman, which picks the kernel for a device.
 
 `reference.paged_attention` is the plain twin that all others are tested against; `grouped` gathers pages for PyTorch's
-fused attention, on any device; `triton_attention` reads pages in place on CUDA. A native kernel of a device is another
-class of `Attention` that `choose` knows.
+fused attention, on any device; `triton_attention` reads pages in place on CUDA, `cpu` on CPUs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +17,10 @@ from torch import Tensor
 
 from outrider.errors import ConfigError
 from services.target.batch import Batch
+from services.target.kernels.cpu import library
 from services.target.kernels.grouped import GroupedAttention
+
+log = logging.getLogger(__name__)
 
 
 class Attention(Protocol):
@@ -45,11 +48,13 @@ def choose(backend: str, device: torch.device) -> Planner:
     Raises ConfigError for a backend that is not known, or not there.
     """
     if backend == "auto":
-        backend = "triton" if device.type == "cuda" and importlib.util.find_spec("triton") else "torch_native"
+        backend = _best(device)
     if backend == "torch_native":
         return GroupedAttention
+    if backend == "native":
+        return _native(device)
     if backend != "triton":
-        raise ConfigError(f'--attention-backend "{backend}" is not known; choose auto, triton or torch_native')
+        raise ConfigError(f'--attention-backend "{backend}" is not known; choose auto, native, triton or torch_native')
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("--attention-backend triton needs the package triton, which is not installed")
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -57,6 +62,29 @@ def choose(backend: str, device: torch.device) -> Planner:
     from services.target.kernels.triton_attention import TritonAttention
 
     return TritonAttention
+
+
+def _best(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "triton" if importlib.util.find_spec("triton") else "torch_native"
+    try:
+        library.load()
+    except library.Unavailable as reason:
+        log.info("no compiled kernels: %s; PyTorch's attention serves instead", reason)
+        return "torch_native"
+    return "native"
+
+
+def _native(device: torch.device) -> Planner:
+    if device.type != "cpu":
+        raise ConfigError(f"--attention-backend native is for CPUs, not {device}; leave it at auto")
+    try:
+        library.load()
+    except library.Unavailable as reason:
+        raise ConfigError(f"--attention-backend native cannot be had: {reason}") from None
+    from services.target.kernels.cpu.attention import NativeAttention
+
+    return NativeAttention
 
 
 def plan(batch: Batch) -> Attention:

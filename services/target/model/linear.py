@@ -1,14 +1,17 @@
-"""Linear layers on the CPU: weights laid out once in oneDNN's blocked order.
+"""Linear layers on the CPU, for models that run module by module: weights laid out once.
 
-Measured on one AVX-512 core with float32 weights of [1536, 576], against PyTorch's plain linear: 1.9 times as fast at 1
-row, 2.6 at 8, 2.3 at 512; bfloat16 1.9, 1.6 and 1.1. And a row's result is the same bits however many rows are
-computed together, which the plain one does not promise in float32.
+`NativeLinear` is our own kernel, `PackedLinear` oneDNN's, for machines where there is none. With both, a row's result
+is the same bits however many rows are computed together (oneDNN's: in float32 only), which plain ones do not promise.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from services.target.kernels.cpu import library
+from services.target.kernels.cpu.pool import shared_pool
+from services.target.kernels.cpu.weights import Format, packed
 
 # The rows that the layout is chosen for. Larger hints cost single rows nothing; a hint of 1 costs many rows much.
 _ROWS = 64
@@ -38,25 +41,89 @@ class PackedLinear(nn.Module):
         return out
 
 
-def pack(module: nn.Module) -> int:
-    """Pack every linear layer of a model, in place, where oneDNN can. Returns how many.
+class NativeLinear(nn.Module):
+    """An nn.Linear on our own kernel, in any of its number formats; for inference on the CPU alone."""
 
-    The plain weights are let go one by one, but for those that are shared, such as with an embedding.
+    def __init__(self, linear: nn.Linear, number_format: Format) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._dtype = linear.weight.dtype
+        self._packed = packed(linear.weight, number_format)
+        self._pool = shared_pool()
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as nn.Linear has it, [out_features, in_features]; multiplied out at every call."""
+        with torch.inference_mode():
+            return self._multiply(torch.eye(self.in_features, dtype=self._dtype), None).t().contiguous()
+
+    def replace_weight(self, weight: Tensor) -> None:
+        """Lay out another weight, [out_features, in_features] of any float dtype, in place of this one."""
+        self._packed.fill(torch.arange(self.out_features), weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features], float32 or bfloat16. Returns [..., out_features]."""
+        return self._multiply(x, None if self.bias is None else self.bias.float())
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        rows = x.numel() // self.in_features
+        if rows:
+            library.load().outrider_linear(
+                self._pool.handle, self._packed.handle, None if bias is None else bias.data_ptr(),
+                x.data_ptr(), y.data_ptr(), rows, x.dtype == torch.bfloat16,
+            )  # fmt: skip
+        return y
+
+
+def native_available() -> bool:
+    """True if our kernels can be had on this machine."""
+    try:
+        library.load()
+    except library.Unavailable:
+        return False
+    return True
+
+
+def pack(module: nn.Module, number_format: Format | None = None) -> int:
+    """Lay out every linear layer of a model, in place. Returns how many.
+
+    number_format: of the weights, if it is not the module's own. The plain weights are let go one by one, but for
+    those that are shared, such as with an embedding.
     """
-    packed = 0
-    if not torch.backends.mkldnn.is_available():
-        return packed
+    count = 0
+    native = native_available()
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _packable(child.weight):
-                setattr(parent, name, PackedLinear(child))
-                packed += 1
-    return packed
+            if type(child) is not nn.Linear or child.weight.device.type != "cpu":
+                continue
+            made = _packed(child, number_format if child is not head else head_format(number_format), native)
+            if made is not None:
+                setattr(parent, name, made)
+                count += 1
+    return count
 
 
-def _packable(weight: Tensor) -> bool:
-    if weight.device.type != "cpu":
-        return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+def head_format(number_format: Format | None) -> Format | None:
+    """The head's format beside that of other layers: it decides between tokens, and 4 bits are too few for that."""
+    return Format.INT8 if number_format == Format.INT4 else number_format
+
+
+def plain_format(dtype: torch.dtype) -> Format | None:
+    """The kernels' format of a dtype; None if they have none."""
+    return {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}.get(dtype)
+
+
+def _packed(linear: nn.Linear, number_format: Format | None, native: bool) -> nn.Module | None:
+    plain = plain_format(linear.weight.dtype)
+    if plain is None:
+        return None
+    if native:
+        return NativeLinear(linear, plain if number_format is None else number_format)
+    if not torch.backends.mkldnn.is_available():
+        return None
+    narrow = linear.weight.dtype == torch.bfloat16
+    return PackedLinear(linear) if not narrow or torch.ops.mkldnn._is_mkldnn_bf16_supported() else None

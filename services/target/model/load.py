@@ -16,13 +16,13 @@ from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
 from services.target import graphs
-from services.target.kernels import choose
+from services.target.kernels import Planner, choose
 from services.target.kv_cache import pick_cache_dtype
-from services.target.model import attention, latent, quantized, selfcheck, shards, support
-from services.target.model.base import Model
+from services.target.model import attention, latent, native, quantized, selfcheck, shards, support
+from services.target.model.base import Model, Runner
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import narrowed
+from services.target.model.narrow import cpu_format, narrowed
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -43,31 +43,56 @@ def load(folder: Path, config: TargetConfig) -> Model:
     settings, remote = support.read_settings(folder, config.trust_remote_code)
     how = narrowed(config.quantization, settings, device)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
-    module = _read_weights(folder, settings, pick_dtype(config.dtype, settings, device), remote, how)
+    dtype = pick_dtype(config.dtype, settings, device)
+    module = _read_weights(folder, settings, dtype, remote, how)
     module.to(device).eval().requires_grad_(False)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     support.check_vocabulary(folder, vocab_size)
     if config.tp_size == 1:
         latent.install(module)
-        if not config.enable_torch_compile:
-            pack(module)
     probe = _probe(module, device)
     assert probe.dtype is not None
+    cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
+    context_length = _context_length(module.config.get_text_config(), config.context_length)
     model = Model(
-        runner=graphs.wrap(ModuleRunner(module, planner), config, device),
+        runner=_runner(module, probe, planner, cache_dtype, context_length, config, device),
         device=device,
-        dtype=module.dtype,
-        cache_dtype=pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device),
+        dtype=dtype,
+        cache_dtype=cache_dtype,
         architecture=type(module).__name__,
         vocab_size=vocab_size,
         hidden_size=module.config.get_text_config().hidden_size,
-        context_length=_context_length(module.config.get_text_config(), config.context_length),
+        context_length=context_length,
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
     )
     selfcheck.check(model)
     return model
+
+
+def _runner(
+    module: Any,
+    probe: attention.Probe,
+    planner: Planner,
+    cache_dtype: torch.dtype,
+    context_length: int,
+    config: TargetConfig,
+    device: torch.device,
+) -> Runner:
+    """On a CPU a compiled program where there is one for the model, else its modules, with linear layers laid out."""
+    plain = config.tp_size > 1 or config.enable_torch_compile
+    if device.type == "cpu" and not plain:
+        number_format = cpu_format(config.quantization)
+        reason = native.reason_against(module, config.attention_backend, cache_dtype)
+        if reason is None:
+            log.info("running as a compiled program, weights as %s", (number_format or module.dtype))
+            return native.ProgramRunner(module, probe, number_format, context_length)
+        log.info("running module by module: %s", reason)
+        pack(module, number_format)
+    elif config.quantization is not None and device.type == "cpu":
+        raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
+    return graphs.wrap(ModuleRunner(module, planner), config, device)
 
 
 def pick_device(name: str) -> torch.device:
@@ -87,11 +112,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: DType, settings: Any, device: torch.device) -> torch.dtype:
-    """The number format of a flag: auto is float32 on the CPU and the checkpoint's elsewhere."""
+    """The number format of a flag: auto is the checkpoint's, on a CPU float32 where no kernels serve it."""
     if name != "auto":
         return _DTYPES[name]
-    stored = settings.get_text_config().dtype or settings.dtype
-    return torch.float32 if device.type == "cpu" or stored is None else stored
+    stored = settings.get_text_config().dtype or settings.dtype or torch.float32
+    if device.type == "cpu" and not (stored == torch.bfloat16 and native.serves(settings)):
+        return torch.float32
+    return stored
 
 
 def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool, how: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
-"""--quantization on CUDA: weights made narrower as they load, by `torchao`; the computation keeps its number format.
+"""--quantization: weights made narrower as they load; the computation keeps its number format.
 
-Each row of a weight gets a scale, each group of 128 numbers in int4. Only linear layers are concerned, not the head.
+On CUDA by `torchao`: each row of a weight gets a scale, each group of 128 numbers in int4; linear layers alone, not the
+head. On the CPU by our own kernels, see kernels/cpu/weights.py: int8 and int4, with the head in int8.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import torch
 
 from outrider.config import Quantization
 from outrider.errors import ConfigError
+from services.target.kernels.cpu import library
+from services.target.kernels.cpu.weights import Format
 
 _FP8_CAPABILITY = (8, 9)
 _INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
@@ -26,7 +29,13 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
     if getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None):
         raise ConfigError(f"{flag}: the checkpoint is quantized already; leave the flag out")
     if device.type != "cuda":
-        raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out, or choose --dtype bfloat16")
+        if choice == "fp8":
+            raise ConfigError(f"{flag} needs a CUDA device, not {device}; choose int8 or int4")
+        try:
+            library.load()
+        except library.Unavailable as reason:
+            raise ConfigError(f"{flag} needs the compiled kernels on a CPU, which cannot be had: {reason}") from None
+        return {}
     if choice == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError(f"{flag} needs a GPU of compute capability 8.9 or more; choose int8")
     wanted = ["torchao", *([_INT4_PACKAGE] if choice == "int4" else [])]
@@ -39,3 +48,8 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
 
     how = {"fp8": ao.Float8WeightOnlyConfig, "int8": ao.Int8WeightOnlyConfig, "int4": ao.Int4WeightOnlyConfig}
     return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
+
+
+def cpu_format(choice: Quantization | None) -> Format | None:
+    """The kernels' number format for a choice that `narrowed` let pass on the CPU; None is the model's own."""
+    return {"int8": Format.INT8, "int4": Format.INT4}.get(choice or "")

@@ -1,8 +1,8 @@
 """Dense decoders on the CPU as programs of compiled kernels, taken from a loaded `transformers` model.
 
 The models here are variations of one layer: RMS norm, attention with rotary positions, RMS norm, a gated feed-forward
-layer. What varies (biases, norms of queries and keys, norms of what branches add, windows, two kinds of positions, caps)
-is read from the modules. Any other model runs module by module.
+layer. What varies (biases, norms of queries and keys, norms of what branches add, windows, two kinds of positions,
+caps) is read from the modules. Any other model runs module by module.
 """
 
 from __future__ import annotations
@@ -14,33 +14,53 @@ import torch
 from torch import Tensor, nn
 
 from services.target.batch import Batch
+from services.target.kernels.cpu import library
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
+from services.target.model.linear import head_format, native_available, plain_format
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 _SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16
-_WIDEST_HEAD, _WIDEST_NORM = 256, 16384  # what the kernels have room for
+_WIDEST_HEAD, _WIDEST_NORM = 576, 16384  # what the kernels have room for
 
 
-def reason_against(module: Any, dtype: torch.dtype) -> str | None:
-    """Why a model cannot be a program; None if it can."""
+def serves(settings: Any) -> bool:
+    """True if there are kernels on this machine for checkpoints of such a configuration."""
+    return settings.model_type in _MODEL_TYPES and native_available()
+
+
+def reason_against(module: Any, backend: str, cache_dtype: torch.dtype) -> str | None:
+    """Why a model cannot be a program; None if it can. backend: that of --attention-backend."""
     config = module.config
     if config.model_type not in _MODEL_TYPES:
-        return f"models of type {config.model_type} run module by module"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
+        return f"there is no program for models of type {config.model_type}"
+    try:
+        library.load()
+    except library.Unavailable as reason:
+        return f"there are no compiled kernels, because {reason}"
+    if backend not in ("auto", "native"):
+        return f"--attention-backend is {backend}"
+    if cache_dtype != module.dtype or plain_format(module.dtype) is None:
+        return f"there are no kernels for {_named(module.dtype)} with a cache in {_named(cache_dtype)}"
     if _activation(config) not in _ACTIVATIONS:
         return f"there is no kernel for the activation {_activation(config)}"
-    attention = module.model.layers[0].self_attn
-    if attention.head_dim > _WIDEST_HEAD or config.hidden_size > _WIDEST_NORM:
-        return "the model is too wide for the kernels"
+    if any(
+        linear.bias is not None for layer in module.model.layers for linear in (layer.mlp.gate_proj, layer.mlp.up_proj)
+    ):
+        return "its feed-forward layers have biases"
+    if module.model.layers[0].self_attn.head_dim > _WIDEST_HEAD or config.hidden_size > _WIDEST_NORM:
+        return "it is too wide for the kernels"
     return None
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _activation(config: Any) -> str:
@@ -50,17 +70,19 @@ def _activation(config: Any) -> str:
 class ProgramRunner:
     """A `Runner` of a compiled program."""
 
-    def __init__(self, module: Any, probe: Probe, number_format: Format, threads: int, positions: int) -> None:
-        """module: a model for which there is no `reason_against`; its linear weights may be let go afterwards.
+    def __init__(self, module: Any, probe: Probe, number_format: Format | None, positions: int) -> None:
+        """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
-        positions: most tokens of a session.
+        number_format: of the weights; None is the model's own. positions: most tokens of a session.
         """
+        own = plain_format(module.dtype)
+        assert own is not None, "other formats are a reason against"
         self._dtype: torch.dtype = module.dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._writes: dict[str, Callable[[Tensor], object]] = {}
-        self._program = Program(threads, module.dtype, module.config.hidden_size)
+        self._program = Program(torch.get_num_threads(), module.dtype, module.config.hidden_size)
         self.weight_bytes = 0
-        _Builder(self, module, probe, number_format, positions).build()
+        _Builder(self, module, probe, number_format or own, positions).build()
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32 and features in the model's dtype."""
@@ -86,9 +108,7 @@ class ProgramRunner:
 class _Builder:
     """Goes through a model's modules and writes its program."""
 
-    def __init__(
-        self, runner: ProgramRunner, module: Any, probe: Probe, number_format: Format, positions: int
-    ) -> None:
+    def __init__(self, runner: ProgramRunner, module: Any, probe: Probe, number_format: Format, positions: int) -> None:
         self._runner, self._module, self._probe, self._format = runner, module, probe, number_format
         self._config = module.config
         self._names = {id(child): name for name, child in module.named_modules()}
@@ -101,13 +121,14 @@ class _Builder:
         table = model.embed_tokens.weight.data.contiguous()
         scale = float(getattr(model.embed_tokens, "scalar_embed_scale", 1.0))
         program.embed(table, float(torch.tensor(scale).to(table.dtype)))
-        self._runner.place(self._names[id(model.embed_tokens)] + ".weight", tuple(table.shape), table.copy_)
+        self._runner.place("model.embed_tokens.weight", tuple(table.shape), table.copy_)
         for index, layer in enumerate(model.layers):
             program.mark()
             self._attention(index, layer)
             self._feed_forward(layer)
         program.mark()
         norm = self._norm(model.norm)
+        self._format = head_format(self._format) or self._format
         head = self._pack([self._module.lm_head], tied="model.embed_tokens" if self._tied else None)
         program.mark(norm)
         program.head(head, norm, float(getattr(self._config, "final_logit_softcapping", None) or 0.0))
@@ -119,10 +140,10 @@ class _Builder:
     def _attention(self, index: int, layer: Any) -> None:
         program, attention = self._runner._program, layer.self_attn
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        bias = self._bias(projections)
         program.linear(
-            self._pack(projections), Buffer.RESIDUAL, Buffer.WIDE,
-            norm=self._norm(layer.input_layernorm), bias=self._bias(projections),
-        )  # fmt: skip
+            self._pack(projections), Buffer.RESIDUAL, Buffer.WIDE, norm=self._norm(layer.input_layernorm), bias=bias
+        )
         call = self._probe.calls[index]
         shape = AttentionShape(
             call.q.shape[1], call.k.shape[1], call.k.shape[2], call.v.shape[2],
@@ -140,7 +161,6 @@ class _Builder:
         gated = hasattr(layer, "pre_feedforward_layernorm")
         before = layer.pre_feedforward_layernorm if gated else layer.post_attention_layernorm
         gates_and_values = [mlp.gate_proj, mlp.up_proj]
-        assert self._bias(gates_and_values) is None, "these models have no biases there"
         program.linear(
             self._pack(gates_and_values, interleaved=True), Buffer.RESIDUAL, Buffer.HIDDEN,
             norm=self._norm(before), activation=self._activation,
@@ -150,7 +170,7 @@ class _Builder:
     def _branch(self, linear: nn.Linear, source: Buffer, norm: Any) -> None:
         """residual += linear(source), normalised first if there is a norm."""
         program = self._runner._program
-        weight, bias = self._pack([linear]), self._bias([linear])
+        bias, weight = self._bias([linear]), self._pack([linear])
         if norm is None:
             program.linear(weight, source, Buffer.RESIDUAL, bias=bias, add=True)
         else:
@@ -158,7 +178,7 @@ class _Builder:
             program.add_norm(self._norm(norm))
 
     def _pack(self, linears: list[Any], *, interleaved: bool = False, tied: str | None = None) -> PackedWeight:
-        """Weights of layers with one input, below one another, or as 16 gates, their 16 values, the next 16 gates, ..."""
+        """Weights of layers with one input, below one another, or as 16 gates, their 16 values, the next 16, ..."""
         counts = [linear.weight.shape[0] for linear in linears]
         inputs = linears[0].weight.shape[1]
         padded = -(-counts[0] // _LANES) * _LANES  # a panel holds whole groups of gates and values
@@ -173,6 +193,8 @@ class _Builder:
             packed.fill(outputs, linear.weight)
             name = (tied or self._names[id(linear)]) + ".weight"
             self._runner.place(name, tuple(linear.weight.shape), _filling(packed, outputs))
+            if not tied:  # one by one, so that no more than a layer is held twice
+                linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         self._runner.weight_bytes += packed.bytes
         return packed
 
@@ -180,8 +202,9 @@ class _Builder:
         """Biases of layers with one input; None if no one has any."""
         if all(linear.bias is None for linear in linears):
             return None
-        bias = torch.zeros(sum(linear.weight.shape[0] for linear in linears))
-        for part, linear in zip(bias.split([linear.weight.shape[0] for linear in linears]), linears, strict=True):
+        counts = [linear.out_features for linear in linears]
+        bias = torch.zeros(sum(counts))
+        for part, linear in zip(bias.split(counts), linears, strict=True):
             if linear.bias is not None:
                 part.copy_(linear.bias)
                 self._runner.place(self._names[id(linear)] + ".bias", tuple(part.shape), part.copy_)

@@ -73,9 +73,8 @@ def _compile(compiler: str, path: Path) -> Path:
     sources = sorted(str(source) for source in _SOURCES.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        result = subprocess.run(
-            [compiler, *_FLAGS, *sources, "-o", str(made)], capture_output=True, text=True, timeout=_LONGEST, check=False
-        )
+        command = [compiler, *_FLAGS, *sources, "-o", str(made)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
             raise Unavailable(f"{compiler} could not compile them: {first}")
@@ -85,6 +84,6 @@ def _compile(compiler: str, path: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        print(f"compiled {library()}")
+        sys.stdout.write(f"the CPU kernels are compiled: {library()}\n")
     except Unavailable as reason:
-        print(f"no compiled kernels: {reason}. PyTorch's own operators serve instead, more slowly.")
+        sys.stdout.write(f"no CPU kernels: {reason}. PyTorch's own operators serve instead, more slowly.\n")

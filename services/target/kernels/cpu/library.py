@@ -64,7 +64,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "program_embed": (None, (c_void_p, c_void_p, c_int32, c_int64, c_float)),
     "program_linear": (
         None,
-        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64, c_int32, c_int32, c_int32, c_float),
+        (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, c_int64, *(c_int32,) * 3, c_float),
     ),
     "program_add_norm": (None, (c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64)),
     "program_rotate": (

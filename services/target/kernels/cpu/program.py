@@ -1,8 +1,8 @@
 """A decoder as a program of the compiled kernels: built operation by operation, then run once a step.
 
-    residual  the stream [T, H]            wide      queries, keys and values side by side, turned in place
-    attended  what attention returns       hidden    the gated values of the feed-forward layer
-    branch    what a branch adds, where it is normalised first
+residual  the stream [T, H]            wide      queries, keys and values side by side, turned in place
+attended  what attention returns       hidden    the gated values of the feed-forward layer
+branch    what a branch adds, where it is normalised first
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from services.target.batch import Batch, Capture
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.rows import Rows
+from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import PackedWeight
 from services.target.kv_cache import KVCache
 
@@ -157,20 +158,21 @@ class Program:
 
     def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
         """Write keys and values; return logits [R, V] and features [F, W], both float32."""
-        rows = Rows(batch)
+        view = View(batch)
         keys, values = self._pools(cache)
-        logits = torch.empty(len(batch.sampled), self._vocab)
+        logits = torch.empty(len(batch.rows.sampled), self._vocab)
         capture = batch.capture
         if capture is None:
             nothing = (None, None, 0, None, 0)
-            self._functions.outrider_program_run(self._handle, rows.pointer, keys, values, logits.data_ptr(), *nothing)
+            self._functions.outrider_program_run(self._handle, view.pointer, keys, values, logits.data_ptr(), *nothing)
             return logits, None
         columns = self._columns(capture)
         wanted = int((columns >= 0).sum())
-        features = torch.empty(len(capture.rows), wanted * self._width)
+        rows = np.arange(len(batch)) if capture.rows is None else capture.rows
+        features = torch.empty(len(rows), wanted * self._width)
         self._functions.outrider_program_run(
-            self._handle, rows.pointer, keys, values, logits.data_ptr(), columns.data_ptr(), capture.rows.data_ptr(),
-            len(capture.rows), features.data_ptr(), features.shape[1],
+            self._handle, view.pointer, keys, values, logits.data_ptr(), columns.data_ptr(), rows.ctypes.data,
+            len(rows), features.data_ptr(), features.shape[1],
         )  # fmt: skip
         return logits, features
 
@@ -183,6 +185,8 @@ class Program:
     def _pools(self, cache: KVCache) -> tuple[object, object]:
         """Addresses of the layers' pools, as C arrays."""
         if id(cache) not in self._caches:
-            sides = [(ctypes.c_void_p * len(pools))(*(p.data_ptr() for p in pools)) for pools in (cache.keys, cache.values)]
+            sides = [
+                (ctypes.c_void_p * len(pools))(*(p.data_ptr() for p in pools)) for pools in (cache.keys, cache.values)
+            ]
             self._caches = {id(cache): (cache, *sides)}
         return self._caches[id(cache)][1:]

@@ -1,0 +1,29 @@
+"""Threads for single operators; a program has its own."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+
+from services.target.kernels.cpu import library
+
+
+class Pool:
+    """As many threads as PyTorch has."""
+
+    def __init__(self, threads: int) -> None:
+        functions = library.load()
+        self.handle: int = functions.outrider_pool_new(threads)
+        weakref.finalize(self, functions.outrider_pool_free, self.handle)
+
+
+@functools.cache
+def _pool(threads: int) -> Pool:
+    return Pool(threads)
+
+
+def shared_pool() -> Pool:
+    """One pool for all operators; one caller at a time, which the engine thread is."""
+    return _pool(torch.get_num_threads())
