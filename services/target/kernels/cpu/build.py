@@ -33,8 +33,13 @@ class Unavailable(Exception):
 
 
 def library() -> Path:
-    """The compiled library, made if it is not there. Raises Unavailable."""
+    """The compiled library, made if it is not there. Raises Unavailable, also where the processor could not run it."""
     _check_processor()
+    return compiled()
+
+
+def compiled() -> Path:
+    """The compiled library, made if it is not there, for this processor or another. Raises Unavailable."""
     name = f"outrider-kernels-{_key()}.so"
     places = [Path(sys.prefix) / "lib" / "outrider", checkpoint.cache_folder() / "kernels"]
     for place in places:
@@ -84,6 +89,6 @@ def _compile(compiler: str, path: Path) -> Path:
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(f"the CPU kernels are compiled: {library()}\n")
+        sys.stdout.write(f"the CPU kernels are compiled: {compiled()}\n")
     except Unavailable as reason:
         sys.stdout.write(f"no CPU kernels: {reason}. PyTorch's own operators serve instead, more slowly.\n")
