@@ -42,6 +42,12 @@ class TreeSlice:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def head(self, count: int) -> TreeSlice:
+        """The first nodes; their parents are among them."""
+        if count >= len(self):
+            return self
+        return TreeSlice(self.tokens[:count], self.parents[:count], self.depths[:count], self.path_scores[:count])
+
 
 _NO_NODES = np.empty(0, np.int32)
 EMPTY_SLICE = TreeSlice(np.empty(0, np.uint32), _NO_NODES, _NO_NODES, np.empty(0, np.float32))

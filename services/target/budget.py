@@ -1,26 +1,29 @@
-"""Which hints are worth their rows: measured cost against calibrated probability.
+"""Which hints are worth their rows: measured cost against calibrated probability, over all sessions together.
 
-A row more costs a share of a plain step, measured at start-up. It holds up every session of the step, so a node must be
-accepted with the probability at which it brings as many tokens as that time is worth to all of them; below it the node
-makes the service slower and is left out. Drafters' scores are estimates of unlike kinds, so they are calibrated:
-scaled by how many nodes were accepted for every one that the scores promised, in this session and in all.
+Each step commits a token a session in the time of its rows. A node more brings, on average, its probability in tokens,
+and takes the time of a row, which holds up every session of the step. So nodes are taken in order of probability, and
+as many as make the step's tokens per second largest. Drafters' scores are estimates of unlike kinds, so they are
+calibrated: scaled by how many nodes were accepted for every one that the scores promised, in this session and in all.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from outrider.speculation.tree import TreeSlice
+from services.target.cost import FREE, StepCost
 
-_KEPT = 0.97  # what remains of the evidence at the next step
+_KEPT = 0.97  # what remains of the evidence after a step that adds to it
+_KEPT_IDLE = 0.998  # ... after one that does not: what was given up is tried again, but seldom
 _PRIOR = 2.0  # promised nodes that the prior counts for
 _LEAST, _MOST = 0.01, 2.0
 
 
 class Calibration:
-    """Accepted over promised nodes, of one session or of all. Evidence fades: what was given up is tried again."""
+    """Accepted over promised nodes, of one session or of all. Evidence fades, for texts change."""
 
     def __init__(self, prior: float = 1.0) -> None:
         self._prior = prior
@@ -35,8 +38,9 @@ class Calibration:
 
     def observe(self, promised: float, accepted: int) -> None:
         """Take in one step. promised: sum of its nodes' probabilities. accepted: nodes on the accepted path."""
-        self._promised = self._promised * _KEPT + promised
-        self._accepted = self._accepted * _KEPT + accepted
+        kept = _KEPT if promised else _KEPT_IDLE
+        self._promised = self._promised * kept + promised
+        self._accepted = self._accepted * kept + accepted
 
 
 def promised(draft: TreeSlice) -> float:
@@ -44,19 +48,42 @@ def promised(draft: TreeSlice) -> float:
     return float(np.exp(draft.path_scores).sum()) if len(draft) else 0.0
 
 
-def row_share(plain_seconds: float, seconds: float, extra_rows: int) -> float:
-    """Cost of a row in plain steps, from the time of a plain step and of one with extra rows; in [0, 1]."""
-    return min(max((seconds - plain_seconds) / (plain_seconds * extra_rows), 0.0), 1.0)
+class Budget:
+    """Chooses how many of each session's best nodes a step verifies. `cost` is what was measured at start-up."""
+
+    def __init__(self, cost: StepCost = FREE) -> None:
+        self.cost = cost
+
+    def least_probability(self, rows: int, sessions: int, keys: int = 0, most: int = 64) -> float:
+        """Probability below which no node pays in a step of so many rows and sessions, whatever else is taken.
+
+        It would have to bring more than the plain step brings in the time that the cheapest of `most` more rows takes.
+        """
+        if not sessions:
+            return 1.0
+        seconds = self.cost.seconds(np.arange(rows, rows + most + 1), keys)
+        return sessions / float(seconds[0]) * float(np.diff(seconds).min())
+
+    def choose(self, drafts: Sequence[TreeSlice], ratios: Sequence[float], rows: int, keys: int = 0) -> list[int]:
+        """How many nodes of each draft to verify; its first ones, as it has the best first.
+
+        drafts: of the sessions that get a token in this step, with their calibrations' ratios. rows: those that the
+        step has anyway. keys: of all sessions together.
+        """
+        counts = [len(draft) for draft in drafts]
+        if not any(counts):
+            return counts
+        owners = np.repeat(np.arange(len(drafts)), counts)
+        scores = np.concatenate([draft.path_scores for draft in drafts]).astype(np.float64)
+        chances = np.minimum(np.exp(scores) * np.repeat(np.array(ratios, np.float64), counts), 1.0)
+        order = np.argsort(-chances, kind="stable")
+        tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(chances[order])])
+        rates = tokens / self.cost.seconds(rows + np.arange(len(tokens)), keys)
+        # A tie is decided for more nodes, and what is worse by less than rounding is a tie: they cost nothing.
+        taken = int(np.flatnonzero(rates >= rates.max() * (1.0 - 1e-9))[-1])
+        return np.bincount(owners[order[:taken]], minlength=len(drafts)).tolist()
 
 
-def break_even(share: float, sessions: int) -> float:
-    """Probability at which a row pays in a step of so many sessions.
-
-    A plain step of n sessions takes 1 + (n - 1) share and brings n tokens; a row takes share, brings its probability.
-    """
-    return sessions * share / (1.0 + (sessions - 1) * share)
-
-
-def least_score(share: float, sessions: int, ratio: float) -> float:
-    """Log of the uncalibrated path probability below which a node does not pay."""
-    return math.log(break_even(share, sessions) / ratio) if share > 0.0 else -math.inf
+def least_score(probability: float, ratio: float) -> float:
+    """Log of the uncalibrated path probability that is a calibrated one."""
+    return math.log(probability / ratio) if probability > 0.0 else -math.inf

@@ -13,7 +13,6 @@ opens at or past its limit of tokens, for there is nothing left to commit and it
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,12 +27,12 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.serving.scheduler import Scheduler
+from outrider.serving.scheduler import Chunk, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
 from services.target.batch import Work, build
-from services.target.budget import Calibration, least_score, promised
+from services.target.budget import Budget, Calibration, least_score, promised
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
@@ -46,10 +45,8 @@ from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
 
-# Rows of a session in a step, root included, where no flag says it, as long as all sessions together stay within the
-# second number; then fewer. Up to about so many rows a step costs little more than its reading of the weights.
-_ROWS_PER_SESSION = 8
-_ROWS_PER_STEP = 64
+# Most rows of a session in a step, root included, where no flag says it; which of them pay is for the budget to say.
+_ROWS_PER_SESSION = 16
 _GRAMMAR_WAIT = 0.01  # seconds that a step without work waits for a grammar
 
 
@@ -86,7 +83,7 @@ class TargetEngine(Engine):
         self._step_tokens = 0
         self._patience = Patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
-        self.row_share = 0.0  # cost of a row in plain steps; measured by the warm-up
+        self.budget = Budget()  # what rows cost is measured by the warm-up
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
@@ -225,28 +222,38 @@ class TargetEngine(Engine):
 
     def _plan(self) -> list[Work]:
         chunks = self.scheduler.plan()
-        sessions = sum(chunk.last for chunk in chunks)
-        return [Work(chunk, self._hints(chunk.session, sessions) if chunk.last else EMPTY_SLICE) for chunk in chunks]
+        drafts = self._drafts(chunks) if any(len(entry.tree) for entry in self._entries.values()) else {}
+        return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
-    def _rows_per_session(self, sessions: int) -> int:
-        if self._fixed_rows or not sessions:
-            return self.max_rows
-        return max(1, min(self.max_rows, _ROWS_PER_STEP // sessions))
+    def _drafts(self, chunks: Sequence[Chunk]) -> dict[int, TreeSlice]:
+        """The nodes to verify, by session: those that pay in this step, as far as there is room."""
+        entries = [self._entries[chunk.session.id] for chunk in chunks if chunk.last]
+        rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
+        least = 0.0 if self._fixed_rows else self.budget.least_probability(rows, len(entries), keys)
+        drafts = [self._candidates(entry, least_score(least, entry.calibration.ratio)) for entry in entries]
+        if not self._fixed_rows:
+            ratios = [entry.calibration.ratio for entry in entries]
+            counts = self.budget.choose(drafts, ratios, rows, keys)
+            drafts = [draft.head(count) for draft, count in zip(drafts, counts, strict=True)]
+        return {
+            entry.session.id: self._reserve(entry.session, draft) for entry, draft in zip(entries, drafts, strict=True)
+        }
 
-    def _hints(self, session: Session, sessions: int) -> TreeSlice:
-        """The nodes of a session to verify: those that pay in a step of so many sessions, as far as there is room."""
-        nodes = self._rows_per_session(sessions) - 1
-        allocator = self.scheduler.allocator
-        spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
-        depth = self._room(session) - 1  # the bonus token needs a place too
+    def _candidates(self, entry: Entry, least: float) -> TreeSlice:
+        """The likeliest nodes of a session, above a log-score."""
+        depth = self._room(entry.session) - 1  # the bonus token needs a place too
         if self._max_depth is not None:
             depth = min(depth, self._max_depth)
         if depth < 1:
             return EMPTY_SLICE
-        entry = self._entries[session.id]
-        least = -math.inf if self._fixed_rows else least_score(self.row_share, sessions, entry.calibration.ratio)
         admits = entry.admits if entry.matcher is not None else None
-        draft = entry.tree.select(min(nodes, spare), depth, self._max_children, least, admits)
+        return entry.tree.select(self.max_rows - 1, depth, self._max_children, least, admits)
+
+    def _reserve(self, session: Session, draft: TreeSlice) -> TreeSlice:
+        """As much of a draft as there are pages for, which it gets."""
+        allocator = self.scheduler.allocator
+        spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
+        draft = draft.head(max(spare, 0))
         reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
         assert reserved, "spare pages were counted wrongly"
         return draft
@@ -285,7 +292,10 @@ class TargetEngine(Engine):
             output.commits.append(self._commit(session, draft, verdict, draws))
         self._move(moves)
         committed = sum(len(commit.tokens) for commit in output.commits)
-        self._patience.end([commit.session_id for commit in output.commits], committed)
+        verified = sum(commit.verified for commit in output.commits)
+        accepted = sum(commit.accepted for commit in output.commits)
+        self._calibration.observe(sum(promised(work.draft) for work in works), accepted)
+        self._patience.end([commit.session_id for commit in output.commits], committed, verified > 0)
         output.features = self.features.flush()
         output.load = self.load()
 
@@ -301,9 +311,7 @@ class TargetEngine(Engine):
         else:
             self.close(session.id)
         accepted = len(verdict.path)
-        expected = promised(draft)
-        for calibration in (entry.calibration, self._calibration):
-            calibration.observe(expected, accepted)
+        entry.calibration.observe(promised(draft), accepted)
         commit = Commit(
             session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason, logprobs=told
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 TURN = 16  # steps
-_TURNS_BETWEEN_PROBES = 8
+_TURNS_BETWEEN_PROBES = 16
 _KEPT = 0.9  # what remains of a measurement at the next turn of its kind
 _PART_OF_STEP = 0.2
 _LONGEST = 0.02  # seconds
@@ -45,6 +45,8 @@ class Patience:
         self.waiting = True  # the way of the present turn
         self._turn = [0.0, 0.0]  # tokens a session, seconds
         self._steps = self._turns = 0
+        self._idle_steps = 0  # since anything was verified
+        self._probing = False
         self._step_seconds = 0.0
         self._awaited: set[int] = set()
         self._drafted: set[int] = set()
@@ -72,14 +74,16 @@ class Patience:
         self._drafted.discard(session_id)
         self._awaited.discard(session_id)
 
-    def end(self, sessions: Collection[int], tokens: int) -> None:
-        """A step has ended that committed tokens in these sessions."""
+    def end(self, sessions: Collection[int], tokens: int, verified: bool = True) -> None:
+        """A step has ended that committed tokens in these sessions. verified: whether any hint was worth its rows."""
         now = self._clock()
         seconds, self._ended = now - self._ended, now
         drafted = self._drafted.intersection(sessions)
         if drafted and tokens:
             self._measure(tokens / len(sessions), seconds)
-        if drafted and self.waiting:
+        self._idle_steps = 0 if verified else self._idle_steps + 1
+        # Hints that the budget leaves aside are not worth a wait, but when it is tried whether waiting makes them so.
+        if drafted and self.waiting and (self._probing or self._idle_steps < 2 * TURN):
             self._awaited = drafted
             self._deadline = now + min(_PART_OF_STEP * self._step_seconds, _LONGEST)
 
@@ -96,4 +100,5 @@ class Patience:
             self._turn, self._steps = [0.0, 0.0], 0
             self._turns += 1
             best = self._measured[True].rate >= self._measured[False].rate
-            self.waiting = best if self._turns % _TURNS_BETWEEN_PROBES else not best
+            self._probing = self._turns % _TURNS_BETWEEN_PROBES == 0
+            self.waiting = best != self._probing

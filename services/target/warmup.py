@@ -1,23 +1,28 @@
-"""Before the first request: every kind of step is run once, and the cost of a draft row is measured."""
+"""Before the first request: every kind of step is run once, and what a step costs is measured."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from services.target.budget import row_share
+from outrider.speculation.tree import TreeSlice
+from services.target.budget import Budget
+from services.target.cost import StepCost
 from services.target.engine import TargetEngine
 from services.target.graphs import GraphRunner
 
 log = logging.getLogger(__name__)
 
 _ID = 0
-_TIMED_STEPS = 5
-_TIMED_PROMPT = 64  # tokens
+_TIMED_STEPS = 3
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
 
 def warm_up(engine: TargetEngine) -> None:
@@ -30,7 +35,10 @@ def warm_up(engine: TargetEngine) -> None:
         while not engine.idle:
             _draft_chain(engine, 2)
             engine.step()
-    _measure_rows(engine)
+    cost = _measure(engine)
+    if cost is not None:
+        engine.budget = Budget(cost)
+        log.info("%s", cost.describe())
     engine.forget_measurements()
 
 
@@ -46,29 +54,42 @@ def _draft_chain(engine: TargetEngine, nodes: int) -> None:
         tree.add(depth - 1, 0, 0.0)  # below the node added last, or below the root
 
 
-def _measure_rows(engine: TargetEngine) -> None:
-    """Time steps with and without draft rows, to know what a row costs."""
-    rows = engine.max_rows
-    tokens = 4 * rows * _TIMED_STEPS
-    if rows < 2 or engine.max_session_tokens < _TIMED_PROMPT + tokens:
-        return
-    _open(engine, _TIMED_PROMPT, tokens - 1, SamplingParams(temperature=0.0))
+def _measure(engine: TargetEngine) -> StepCost | None:
+    """Time steps of some numbers of rows, and of a long context. None where there is no room for it."""
+    rows = [count for count in _ROWS if count <= engine.max_session_tokens // 4]
+    seconds = dict.fromkeys(rows, np.inf)
+    short, long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)
+    if len(rows) < 2 or long < 2 * short:
+        return None
+    engine.budget, most = Measuring(), engine.max_rows
+    try:
+        for _ in range(_TIMED_STEPS):
+            for count in rows:
+                engine.max_rows = count
+                seconds[count] = min(seconds[count], _timed(engine, short, count))
+        engine.max_rows = 1
+        by_keys = min(_timed(engine, long, 1) for _ in range(_TIMED_STEPS))
+    finally:
+        engine.max_rows = most
+    return StepCost(seconds, max(0.0, by_keys - seconds[1]) / (long - short))
+
+
+def _timed(engine: TargetEngine, keys: int, rows: int) -> float:
+    """Seconds of a step with so many rows of a session that has so many tokens."""
+    _open(engine, keys, rows + 2, SamplingParams(temperature=0.0))
     while not engine.step().commits:
         pass
-    seconds: dict[bool, float] = {}
-    for _ in range(_TIMED_STEPS):
-        for drafted in (False, True):
-            _draft_chain(engine, rows - 1 if drafted else 0)
-            start = time.perf_counter()
-            engine.step()
-            elapsed = time.perf_counter() - start
-            seconds[drafted] = min(elapsed, seconds.get(drafted, elapsed))
+    _draft_chain(engine, rows - 1)
+    start = time.perf_counter()
+    engine.step()
+    elapsed = time.perf_counter() - start
     engine.close(_ID)
-    engine.row_share = row_share(seconds[False], seconds[True], rows - 1)
-    log.info(
-        "a plain step takes %.1f ms, one with %d rows %.1f ms; draft nodes below probability %.3f do not pay",
-        1e3 * seconds[False],
-        rows,
-        1e3 * seconds[True],
-        engine.row_share,
-    )
+    return elapsed
+
+
+class Measuring(Budget):
+    """Takes whatever there is."""
+
+    def choose(self, drafts: Sequence[TreeSlice], *_: Any) -> list[int]:
+        """All nodes of all drafts."""
+        return [len(draft) for draft in drafts]

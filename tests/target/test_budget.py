@@ -1,38 +1,80 @@
-"""Calibration and break-even: worked by hand, and what they do to an engine whose hints are useless."""
+"""Cost, calibration and choice: worked by hand, against trying everything, and on an engine whose hints are useless."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 from outrider.speculation.tree import TreeSlice
-from services.target.budget import Calibration, break_even, least_score, promised, row_share
+from services.target.budget import Budget, Calibration, least_score, promised
+from services.target.cost import StepCost
+from tests.target.driving import chain, engine_of, load_model, opening, run
+from tests.tiny import write_model
+
+# Free up to 4 rows, then a tenth of a plain step each.
+BENT = StepCost({1: 0.010, 4: 0.010, 14: 0.020})
 
 
 def draft(*probabilities):
+    """A chain whose nodes' path probabilities are these."""
     n = len(probabilities)
-    zeros = np.zeros(n, np.int32)
-    return TreeSlice(np.zeros(n, np.uint32), zeros - 1, zeros + 1, np.log(np.array(probabilities, np.float32)))
+    numbers = np.arange(n, dtype=np.int32)
+    return TreeSlice(np.zeros(n, np.uint32), numbers - 1, numbers + 1, np.log(np.array(probabilities, np.float32)))
 
 
-def test_cost_of_a_row():
-    assert row_share(0.020, 0.027, 7) == pytest.approx(0.05)
-    assert row_share(0.020, 0.019, 7) == 0.0
-    assert row_share(0.020, 1.0, 7) == 1.0
+def test_cost_between_and_beyond_what_was_measured():
+    assert BENT.seconds(np.array([1, 3, 4, 9, 14, 24])) == pytest.approx([0.010, 0.010, 0.010, 0.015, 0.020, 0.030])
+    assert StepCost({1: 0.01}, 1e-6).seconds(np.array([1, 50]), keys=1000) == pytest.approx([0.011, 0.011])
+    disturbed = StepCost({1: 0.010, 2: 0.050, 4: 0.012})
+    assert disturbed.seconds(np.array([1, 2, 4])) == pytest.approx([0.010, 0.012, 0.012])
+    assert "1: 10.0, 4: 10.0, 14: 20.0" in BENT.describe()
 
 
-def test_break_even_is_that_of_calibrated_probabilities():
-    assert least_score(0.05, 1, 1.0) == pytest.approx(math.log(0.05))
-    assert least_score(0.05, 1, 0.1) == pytest.approx(math.log(0.5))
-    assert least_score(0.0, 1, 0.1) == -math.inf
+def test_what_is_free_is_taken_and_what_is_not_must_pay():
+    budget = Budget(BENT)
+    assert budget.choose([draft(0.01, 0.001, 0.0001)], [1.0], rows=1) == [3]  # four rows cost as much as one
+    # The fifth row costs a tenth of a step in which 2.05 tokens are expected.
+    assert budget.choose([draft(0.5, 0.3, 0.25, 0.2)], [1.0], rows=1) == [3]
+    assert budget.choose([draft(0.5, 0.3, 0.25, 0.21)], [1.0], rows=1) == [4]
+    # Beside a prompt chunk every row costs; one session's hint must be worth it to all eight.
+    assert budget.choose([draft(0.9)], [1.0], rows=64) == [1]
+    assert budget.choose([draft(0.05), *[draft()] * 7], [1.0] * 8, rows=8) == [0] * 8
+    assert budget.choose([draft(0.95), *[draft()] * 7], [1.0] * 8, rows=8) == [1] + [0] * 7
 
 
-def test_a_row_must_pay_for_all_sessions_that_it_holds_up():
-    # Eight sessions bring 8 tokens in 1 + 7 * 0.1 = 1.7 steps; a row of 0.1 steps is worth 8 / 1.7 * 0.1 tokens.
-    assert break_even(0.1, 8) == pytest.approx(0.8 / 1.7)
-    assert break_even(1.0, 8) == 1.0
-    rates = [(8 + p) / (1.7 + 0.1) - 8 / 1.7 for p in (break_even(0.1, 8) - 0.01, break_even(0.1, 8) + 0.01)]
-    assert rates[0] < 0 < rates[1]
+def test_calibration_ranks_sessions():
+    budget = Budget(StepCost({2: 0.018, 3: 0.020, 4: 0.036}))
+    assert budget.choose([draft(0.9), draft(0.8)], [0.5, 1.0], rows=2) == [0, 1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_is_the_best_of_all(seed):
+    rng = np.random.default_rng(seed)
+    cost = StepCost({int(n): float(s) for n, s in zip([1, 3, 6, 9, 14], np.cumsum(rng.random(5)), strict=True)})
+    drafts = [draft(*np.cumprod(rng.random(int(rng.integers(0, 5))))) for _ in range(3)]
+    ratios = rng.uniform(0.2, 1.0, 3).tolist()
+    keys, rows = int(rng.integers(0, 100)), int(rng.integers(3, 6))
+
+    def rate(counts):
+        gain = sum(
+            ratio * float(np.exp(d.path_scores[:count]).sum())
+            for d, ratio, count in zip(drafts, ratios, counts, strict=True)
+        )
+        return (len(drafts) + gain) / cost.seconds(np.array([rows + sum(counts)]), keys)[0]
+
+    chosen = Budget(cost).choose(drafts, ratios, rows, keys)
+    best = max(map(rate, itertools.product(*(range(len(d) + 1) for d in drafts))))
+    assert rate(chosen) == pytest.approx(best, rel=1e-6)
+    least = Budget(cost).least_probability(rows, 3, keys)
+    hopeless = [draft(*(0.99 * min(least, 1.0) * np.ones(len(d)))) for d in drafts]
+    assert sum(Budget(cost).choose(hopeless, [1.0] * 3, rows, keys)) == 0 or least <= 0.0
+
+
+def test_least_score_is_that_of_calibrated_probabilities():
+    assert least_score(0.05, 1.0) == pytest.approx(math.log(0.05))
+    assert least_score(0.05, 0.1) == pytest.approx(math.log(0.5))
+    assert least_score(0.0, 0.1) == -math.inf
 
 
 def test_calibration_finds_what_scores_are_worth():
@@ -46,16 +88,16 @@ def test_calibration_finds_what_scores_are_worth():
         assert calibration.ratio == pytest.approx(worth, abs=0.2)
 
 
-def test_what_was_given_up_is_tried_again():
+def test_what_was_given_up_is_tried_again_but_seldom():
     calibration = Calibration()
     for _ in range(50):
         calibration.observe(promised(draft(0.9, 0.9, 0.9)), 0)
     assert calibration.ratio < 0.05
     steps = 0
-    while least_score(0.05, 1, calibration.ratio) >= math.log(0.5):
+    while calibration.ratio < 0.1:
         calibration.observe(promised(draft()), 0)
         steps += 1
-    assert 5 < steps < 200
+    assert 100 < steps < 2000
 
 
 def test_new_sessions_begin_where_the_others_are():
@@ -63,3 +105,34 @@ def test_new_sessions_begin_where_the_others_are():
     for _ in range(100):
         calibration.observe(promised(draft(0.5)), 0)
     assert Calibration(calibration.ratio).ratio == pytest.approx(calibration.ratio)
+
+
+def test_an_engine_gives_up_useless_hints_where_rows_cost(tmp_path):
+    model = load_model(write_model(tmp_path))
+    engine = engine_of(model)
+    engine.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
+    prompts = {i: [7 + i, 8, 9] for i in range(4)}
+    expected = run(engine_of(model), [opening(i, prompt, max_tokens=120) for i, prompt in prompts.items()]).new
+    verified = []
+
+    def hints(session_id, path):
+        done = len(path) - len(prompts[session_id])
+        right = expected[session_id][done]
+        return [chain(session_id, path, [(right + 1) % 300, 5, 6], score=-0.01)]
+
+    engine = engine_of(model)
+    engine.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
+    for i, prompt in prompts.items():
+        engine.open(opening(i, prompt, max_tokens=120))
+    paths = {i: list(prompt) for i, prompt in prompts.items()}
+    while not engine.idle:
+        for i, path in paths.items():
+            if len(path) < 123:
+                engine.receive(hints(i, path), ())
+        output = engine.step()
+        verified.append(sum(commit.verified for commit in output.commits))
+        for commit in output.commits:
+            paths[commit.session_id] += commit.tokens.tolist()
+    assert {i: path[3:] for i, path in paths.items()} == expected
+    assert sum(verified[:5]) > 0, "they are tried"
+    assert sum(verified[20:]) < 0.1 * 3 * 4 * len(verified[20:]), "and then given up"

@@ -8,6 +8,8 @@ from outrider.errors import ConfigError, InvalidRequest
 from outrider.serving.messages import StepOutput
 from outrider.speculation.proposal import FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams
+from services.target.budget import Budget
+from services.target.cost import StepCost
 from services.target.warmup import warm_up
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
@@ -173,6 +175,7 @@ def test_many_sessions_share_the_rows_of_a_step(model):
     plain = run(engine_of(model), requests_of(texts))
     right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
     engine = engine_of(model)
+    engine.budget = Budget(StepCost({1: 0.01, 60: 0.01, 61: 1.0}))  # 60 rows are free
     widest = 0
 
     def hints(session_id, path):
@@ -183,7 +186,7 @@ def test_many_sessions_share_the_rows_of_a_step(model):
     result = run(engine, requests_of(texts), hints)
     assert result.new == plain.new
     assert result.steps == 8  # 3 rows a session and step
-    assert 20 < widest <= max(64, sum(len(text) for text in texts) + 40)
+    assert 60 < widest <= sum(len(text) for text in texts) + 60  # beside the prompts of all
 
 
 # --- pages ---

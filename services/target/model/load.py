@@ -86,8 +86,10 @@ def _runner(
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
         if reason is None:
-            log.info("running as a compiled program, weights as %s", (number_format or module.dtype))
-            return native.ProgramRunner(module, probe, number_format, context_length)
+            runner = native.ProgramRunner(module, probe, number_format, context_length)
+            log.info("running as a compiled program; a step reads %.0f MB of weights", runner.weight_bytes / 1e6)
+            torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
+            return runner
         log.info("running module by module: %s", reason)
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":

@@ -81,7 +81,7 @@ void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const 
 void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape* shape, const float* q, float* out,
                         const void* keys, const void* values, int32_t bfloat16) {
   const Batch batch(*view);
-  const AttentionPlan plan(batch, *shape);
+  const AttentionPlan plan(batch, *shape, pool->threads());
   Buffer partials(plan.partials * (2 + shape->value_dim) * sizeof(float));
   std::atomic<int64_t> next{0}, next_join{0};
   auto work = [&](auto zero) {

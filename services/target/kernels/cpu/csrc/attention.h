@@ -52,6 +52,7 @@ struct AttentionTask {
   int32_t split, splits;  // first split, and how many
   int64_t row;
   int64_t partial;  // where its unfinished results go, [splits][heads / width][rows][width]; -1 if it does all splits
+  bool near;        // its keys are few enough to be brought near at once
 };
 
 // 16 x 16 numbers of 32 bits.
@@ -140,7 +141,7 @@ class AttentionWorker {
 
   // partials: [..][2 + value_dim] floats, a query vector each.
   void run(const AttentionTask& task, float* partials) {
-    if (task.partial >= 0) fetch(task);
+    if (task.near) fetch(task);
     for (int head = task.head; head < task.head + task.heads; head += task.width) {
       begin(task, head, std::min(task.width, task.head + task.heads - head));
       const int64_t last = *std::max_element(last_, last_ + queries_);
@@ -462,26 +463,28 @@ class AttentionWorker {
 
 // The tasks of a batch; the same for every layer of like heads.
 //
-// Few rows wait for memory: their splits are tasks of their own, each of several key heads, because these lie side by
-// side. Many rows, those of a prompt, are kept busy by arithmetic: a task is all splits of a key head.
+// Few rows wait for memory: their splits are tasks of their own, each of several key heads where there are tasks enough,
+// because these lie side by side. Many rows, those of a prompt, are kept busy by arithmetic: a task is all splits of a
+// key head.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
   std::vector<AttentionTask> joined;  // those whose splits were taken apart
   int64_t partials = 0;               // query vectors with unfinished results
 
   AttentionPlan() = default;
-  AttentionPlan(const Batch& batch, const AttentionShape& shape) {
+  AttentionPlan(const Batch& batch, const AttentionShape& shape, int threads) {
     const int64_t group = shape.heads / shape.kv_heads;
     width_ = int32_t(std::min<int64_t>(group, kMaxQueries));
     const int64_t bytes = kSplit * (shape.key_dim + shape.value_dim) * 2;
     const int64_t together = std::max<int64_t>(1, kNear / bytes) * group;
+    const bool many = batch.spans >= kTasksPerThread * threads;
     for (int64_t span = 0; span < batch.spans; ++span) {
       const int64_t rows = batch.first[span + 1] - batch.first[span];
-      const int64_t keys = batch.start[span] + rows;
-      const bool apart = rows <= kFewRows && keys > kSplit;
+      const bool few = rows <= kFewRows, apart = few && batch.start[span] + rows > kSplit;
+      const int64_t step = apart || (few && many) ? together : group;
       for (int64_t row = batch.first[span]; row < batch.first[span + 1]; row += kMaxQueries / width_) {
-        for (int64_t head = 0; head < shape.heads; head += apart ? together : group) {
-          add(batch, span, row, int32_t(head), int32_t(std::min(apart ? together : group, shape.heads - head)), apart);
+        for (int64_t head = 0; head < shape.heads; head += step) {
+          add(batch, span, row, int32_t(head), int32_t(std::min(step, shape.heads - head)), apart, few);
         }
       }
     }
@@ -489,13 +492,16 @@ struct AttentionPlan {
 
  private:
   static constexpr int64_t kFewRows = 16;
+  static constexpr int64_t kTasksPerThread = 4;
   static constexpr int64_t kNear = 256 << 10;  // bytes of a split that stay near while its heads are done
 
-  void add(const Batch& batch, int64_t span, int64_t row, int32_t head, int32_t heads, bool apart) {
+  void add(const Batch& batch, int64_t span, int64_t row, int32_t head, int32_t heads, bool apart,
+           bool few) {
     const int64_t rows = std::min<int64_t>(kMaxQueries / width_, batch.first[span + 1] - row);
     int64_t seen = 0;
     for (int64_t r = row; r < row + rows; ++r) seen = std::max(seen, batch.positions[r] + 1);
-    AttentionTask task{int32_t(span), int32_t(rows), width_, head, heads, 0, int32_t((seen + kSplit - 1) / kSplit), row, -1};
+    const int32_t splits = int32_t((seen + kSplit - 1) / kSplit);
+    AttentionTask task{int32_t(span), int32_t(rows), width_, head, heads, 0, splits, row, -1, few};
     if (!apart) return tasks.push_back(task);
     task.partial = partials;
     joined.push_back(task);

@@ -73,7 +73,7 @@ void Program::prepare(const Call& call) {
   plans_.clear();
   size_t bytes = 0;
   for (const auto& shape : shapes_) {
-    plans_.emplace_back(batch, shape);
+    plans_.emplace_back(batch, shape, pool_.threads());
     bytes = std::max<size_t>(bytes, plans_.back().partials * (2 + shape.value_dim) * sizeof(float));
   }
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
