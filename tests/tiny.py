@@ -37,6 +37,23 @@ def write_model(folder: Path, family: str = "llama", *, seed: int = 0, vocab: in
     return folder
 
 
+def write_slower_twin(folder: Path, model: Path, width: int) -> Path:
+    """A model of the same text as a Llama in another folder, whose feed-forward layers are as wide as wanted, in vain."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    twin = AutoModelForCausalLM.from_pretrained(model)
+    for layer in twin.model.layers:
+        mlp = layer.mlp
+        for linear, side in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+            idle = list(linear.weight.shape)
+            idle[side] = width - idle[side]
+            linear.weight = torch.nn.Parameter(torch.cat([linear.weight, torch.zeros(idle)], side))
+    twin.config.intermediate_size = width
+    twin.save_pretrained(folder)
+    return folder
+
+
 def write_tokenizer(folder: Path) -> Path:
     """A byte-level tokenizer: every byte is a token, no merges; ids 0 to 3 are special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

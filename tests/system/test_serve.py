@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.tiny import write_model, write_tokenizer
+from tests.tiny import write_model, write_slower_twin, write_tokenizer
 
 pytestmark = pytest.mark.system
 
@@ -74,10 +74,14 @@ class System:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    write_model(folder, seed=3)
-    return write_tokenizer(folder)
+def draft_folder(tmp_path_factory):
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("draft"), seed=3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, draft_folder):
+    """The target's model: as the draft's, but so slow that hints come in time."""
+    return write_tokenizer(write_slower_twin(tmp_path_factory.mktemp("target"), draft_folder, 64000))
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +95,8 @@ def plain_texts(folder):
 
 
 @pytest.fixture(scope="module")
-def system(folder, plain_texts):
-    flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(folder)]
+def system(folder, draft_folder, plain_texts):
+    flags = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(draft_folder)]
     system = System(folder, *flags).wait()
     yield system
     assert system.stop() == 0
@@ -104,7 +108,6 @@ def system(folder, plain_texts):
 def test_texts_are_those_of_plain_decoding(system, plain_texts, temperature):
     assert system.ask_all(temperature=temperature) == plain_texts[temperature]
     assert [system.ask(p, temperature=temperature) for p in PROMPTS[:3]] == plain_texts[temperature][:3]
-    # The draft is the target itself: most steps must have had a hint, and most hinted tokens were right.
     assert system.metric("outrider_accepted_draft_tokens_total") > 0
 
 
@@ -120,7 +123,7 @@ def test_chat_streams_and_counts(system):
 
 
 def test_draft_killed_midway_texts_go_on_and_speculation_returns(system, plain_texts):
-    stream = system.ask(PROMPTS[0], stream=True, max_tokens=400, temperature=1.0)
+    stream = system.ask(PROMPTS[0], stream=True, max_tokens=250, temperature=1.0)
     text = next(stream).choices[0].text
     (draft,) = processes_of(system.process, "draft")
     os.kill(draft, signal.SIGKILL)
@@ -135,8 +138,8 @@ def test_draft_killed_midway_texts_go_on_and_speculation_returns(system, plain_t
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_target_killed_midway_streams_go_on_with_the_same_tokens(system, temperature):
-    whole = system.ask(PROMPTS[2], max_tokens=400, temperature=temperature)
-    stream = system.ask(PROMPTS[2], stream=True, max_tokens=400, temperature=temperature)
+    whole = system.ask(PROMPTS[2], max_tokens=250, temperature=temperature)
+    stream = system.ask(PROMPTS[2], stream=True, max_tokens=250, temperature=temperature)
     text = next(stream).choices[0].text
     (target,) = processes_of(system.process, "target")
     os.kill(target, signal.SIGKILL)
@@ -158,52 +161,34 @@ def test_gateway_killed_comes_back(system, plain_texts):
 
 
 def refused(*flags):
-    command = [
-        sys.executable,
-        "-m",
-        "outrider",
-        "serve",
-        "--port",
-        str(free_port()),
-        "--grpc-port",
-        str(free_port()),
-        "--max-running-requests",
-        "4",
-    ]
-    result = subprocess.run([*command, *map(str, flags)], capture_output=True, text=True, timeout=120)
+    ports = ["--port", free_port(), "--grpc-port", free_port(), "--max-running-requests", 4]
+    command = map(str, [sys.executable, "-m", "outrider", "serve", *ports, *flags])
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     return result.stdout + result.stderr
 
 
-def test_missing_weights_are_refused(folder, tmp_path):
-    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+def test_missing_weights_are_refused(draft_folder, tmp_path):
+    (tmp_path / "config.json").write_text((draft_folder / "config.json").read_text())
     assert "weights" in refused("--model-path", tmp_path)
     assert "/nowhere" in refused("--model-path", "/nowhere")
 
 
-def test_a_draft_with_another_vocabulary_is_refused(folder, tmp_path):
-    write_model(tmp_path, vocab=300)
-    flags = [
-        "--model-path",
-        folder,
-        "--speculative-algorithm",
-        "STANDALONE",
-        "--speculative-draft-model-path",
-        tmp_path,
-    ]
-    output = refused(*flags)
+def test_a_draft_with_another_vocabulary_is_refused(draft_folder, tmp_path):
+    draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", write_model(tmp_path, vocab=300)]
+    output = refused("--model-path", draft_folder, *draft)
     assert "vocab" in output
     assert "300" in output
     assert "320" in output
 
 
-def test_a_port_in_use_is_refused(folder):
+def test_a_port_in_use_is_refused(draft_folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "in use" in refused("--model-path", folder, "--port", taken.getsockname()[1])
+        assert "in use" in refused("--model-path", draft_folder, "--port", taken.getsockname()[1])
 
 
-def test_standalone_needs_a_model(folder):
-    assert "--speculative-draft-model-path" in refused("--model-path", folder, "--speculative-algorithm", "STANDALONE")
+def test_standalone_needs_a_model(draft_folder):
+    assert "--speculative-draft-model-path" in refused("--model-path", draft_folder, "--speculative-algorithm", "STANDALONE")
