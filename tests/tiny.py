@@ -38,7 +38,7 @@ def write_model(folder: Path, family: str = "llama", *, seed: int = 0, vocab: in
 
 
 def write_slower_twin(folder: Path, model: Path, width: int) -> Path:
-    """A model of the same text as a Llama in another folder, whose feed-forward layers are as wide as wanted, in vain."""
+    """A model that says what the Llama in another folder says, but slower: much of its feed-forward layers is idle."""
     import torch
     from transformers import AutoModelForCausalLM
 

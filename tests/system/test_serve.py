@@ -176,7 +176,12 @@ def test_missing_weights_are_refused(draft_folder, tmp_path):
 
 
 def test_a_draft_with_another_vocabulary_is_refused(draft_folder, tmp_path):
-    draft = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", write_model(tmp_path, vocab=300)]
+    draft = [
+        "--speculative-algorithm",
+        "STANDALONE",
+        "--speculative-draft-model-path",
+        write_model(tmp_path, vocab=300),
+    ]
     output = refused("--model-path", draft_folder, *draft)
     assert "vocab" in output
     assert "300" in output
@@ -191,4 +196,6 @@ def test_a_port_in_use_is_refused(draft_folder):
 
 
 def test_standalone_needs_a_model(draft_folder):
-    assert "--speculative-draft-model-path" in refused("--model-path", draft_folder, "--speculative-algorithm", "STANDALONE")
+    assert "--speculative-draft-model-path" in refused(
+        "--model-path", draft_folder, "--speculative-algorithm", "STANDALONE"
+    )
