@@ -60,6 +60,8 @@ class KernelOptions:
 
     attention_backend: AttentionBackend = "auto"
     """Attention kernels: native (compiled, CPU), triton (CUDA), torch_native (PyTorch's), or the best there is."""
+    deterministic: Annotated[bool, tyro.conf.arg(aliases=["--enable-deterministic-inference"])] = False
+    """Compute every row with the same bits in any batch and draft, so that no text can depend on them; costs speed."""
     disable_cuda_graph: bool = False
     """Launch every kernel anew instead of replaying captured steps."""
     cuda_graph_max_bs: int | None = None

@@ -124,6 +124,11 @@ def gather(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return _plain(pool).flatten(0, 1).index_select(0, slots).view(pool.dtype).to(dtype)
 
 
+def gather_pages(pool: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Whole pages of a pool, in another format. pages: [n]. Returns [n, page_size, kv_heads, D]."""
+    return _plain(pool).index_select(0, pages).view(pool.dtype).to(dtype)
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """The same memory in a format that can be indexed on every device."""
     return tensor.view(torch.uint8) if tensor.dtype in _EIGHT_BITS else tensor

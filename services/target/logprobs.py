@@ -52,10 +52,10 @@ def score(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Scores:
     pieces = []
     for start in range(0, len(rows), size):
         x = logits.index_select(0, rows[start : start + size]).float()
-        own = x.gather(1, tokens[start : start + size, None].clamp(min=0))
-        best = x.topk(min(top, x.shape[1]), dim=-1)
-        norm = x.logsumexp(dim=-1, keepdim=True)
-        pieces.append(((own - norm)[:, 0], best.indices.to(torch.int32), best.values - norm))
+        best = x.topk(min(top, x.shape[1]), dim=-1).indices
+        normal = x.log_softmax(dim=-1)  # which sums every row alike; a logsumexp shares a single row among threads
+        own = normal.gather(1, tokens[start : start + size, None].clamp(min=0))
+        pieces.append((own[:, 0], best.to(torch.int32), normal.gather(1, best)))
     values, top_tokens, top_values = zip(*pieces, strict=True)
     return Scores(torch.cat(values), torch.cat(top_tokens), torch.cat(top_values))
 

@@ -18,8 +18,9 @@ from outrider.errors import ConfigError
 from services.target import graphs
 from services.target.kernels import Planner, choose
 from services.target.kv_cache import pick_cache_dtype
-from services.target.model import attention, latent, native, quantized, selfcheck, shards, support
+from services.target.model import attention, deterministic, latent, native, quantized, selfcheck, shards, support
 from services.target.model.base import Model, Runner
+from services.target.model.company import check as check_company
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
 from services.target.model.narrow import cpu_format, narrowed
@@ -37,6 +38,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
     """Load a model from a folder. Raises ConfigError saying what does not fit."""
     device = pick_device(config.device)
     planner = choose(config.attention_backend, device)
+    if config.deterministic:
+        deterministic.check_flags(config, device)
     checkpoint.weight_files(folder)  # raises for missing files
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -55,7 +58,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = _context_length(module.config.get_text_config(), config.context_length)
     model = Model(
-        runner=_runner(module, probe, planner, cache_dtype, context_length, config, device),
+        runner=_runner(module, how, probe, planner, cache_dtype, context_length, config, device),
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -68,11 +71,14 @@ def load(folder: Path, config: TargetConfig) -> Model:
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
     )
     selfcheck.check(model)
+    if config.deterministic:
+        check_company(model)
     return model
 
 
 def _runner(
     module: Any,
+    how: dict[str, Any],
     probe: attention.Probe,
     planner: Planner,
     cache_dtype: torch.dtype,
@@ -94,7 +100,8 @@ def _runner(
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
-    return graphs.wrap(ModuleRunner(module, planner), config, device)
+    around = deterministic.prepare(module, how, probe, device) if config.deterministic else None
+    return graphs.wrap(ModuleRunner(module, planner, around), config, device)
 
 
 def pick_device(name: str) -> torch.device:

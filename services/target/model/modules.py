@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,10 +20,11 @@ from services.target.model.places import Places
 class ModuleRunner:
     """A `Runner` for any causal LM of `transformers` that uses its attention interface."""
 
-    def __init__(self, module: nn.Module, planner: Planner) -> None:
-        """planner: makes the attention of a batch."""
+    def __init__(self, module: nn.Module, planner: Planner, around: AbstractContextManager[Any] | None = None) -> None:
+        """planner: makes the attention of a batch. around: stands around every forward pass; see invariant.py."""
         self.module = module
         self.planner = planner
+        self._around = nullcontext() if around is None else around
         self._taps: Taps | None = None  # made when features are first asked for
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
@@ -39,7 +42,7 @@ class ModuleRunner:
         return Outputs(logits, joined(states))
 
     def _logits(self, batch: Batch, cache: KVCache, planner: Planner) -> Tensor:
-        with attention.paged(batch, cache, planner):
+        with attention.paged(batch, cache, planner), self._around:
             output = self.module(
                 input_ids=batch.ids[None],
                 position_ids=batch.positions[None],

@@ -14,12 +14,16 @@ from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.pool import shared_pool
 from services.target.kernels.cpu.view import View
 from services.target.kernels.grouped import GroupedAttention
+from services.target.kv_cache import gather_pages
 
 _WIDEST = 576  # a head, in csrc/attention.h
 
 
 class NativeAttention:
-    """Attention of one batch; call it once a layer. Pools that the kernel cannot read are gathered by PyTorch."""
+    """Attention of one batch; call it once a layer. What the kernel cannot compute is left to PyTorch.
+
+    Pools in another format than the queries are converted page by page, layer by layer, as far as the batch needs them.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -28,6 +32,10 @@ class NativeAttention:
     @functools.cached_property
     def _view(self) -> View:
         return View(self._batch)
+
+    @functools.cached_property
+    def _gathered_view(self) -> View:
+        return View(self._batch, gathered=True)
 
     @functools.cached_property
     def _gathering(self) -> GroupedAttention:
@@ -45,26 +53,29 @@ class NativeAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Same arguments and result as `reference.paged_attention`."""
-        if not _readable(k_pool, q.dtype) or not _readable(v_pool, q.dtype):
+        shared = v_pool.data_ptr() == k_pool.data_ptr()
+        if not serves(q.dtype, k_pool.shape[3], v_pool.shape[3]) or not (shared or v_pool.is_contiguous()):
             return self._gathering(q, k_pool, v_pool, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
+        view = self._view
+        if k_pool.dtype != q.dtype:
+            view = self._gathered_view
+            pages = torch.from_numpy(view.pages)
+            k_pool = gather_pages(k_pool, pages, q.dtype)
+            v_pool = k_pool[..., : v_pool.shape[3]] if shared else gather_pages(v_pool, pages, q.dtype)
         queries = q.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
         out = torch.empty(*q.shape[:2], v_pool.shape[3])
         wide_sinks = None if sinks is None else sinks.float().contiguous()
         shape = AttentionShape(
             q.shape[1], k_pool.shape[2], q.shape[2], v_pool.shape[3], scaling, window or 0, softcap or 0.0,
-            None if wide_sinks is None else wide_sinks.data_ptr(),
+            None if wide_sinks is None else wide_sinks.data_ptr(), k_pool.shape[3] if shared else 0,
         )  # fmt: skip
         library.load().outrider_attention(
-            self._pool.handle, self._view.pointer, ctypes.byref(shape), queries.data_ptr(), out.data_ptr(),
+            self._pool.handle, view.pointer, ctypes.byref(shape), queries.data_ptr(), out.data_ptr(),
             k_pool.data_ptr(), v_pool.data_ptr(), k_pool.dtype == torch.bfloat16,
         )  # fmt: skip
         return out.to(q.dtype)
 
 
-def _readable(pool: Tensor, dtype: torch.dtype) -> bool:
-    return (
-        pool.dtype == dtype
-        and dtype in (torch.float32, torch.bfloat16)
-        and pool.is_contiguous()
-        and pool.shape[3] <= _WIDEST
-    )
+def serves(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
+    """True for layers that the kernel can compute."""
+    return dtype in (torch.float32, torch.bfloat16) and max(key_dim, value_dim) <= _WIDEST

@@ -12,7 +12,7 @@ Unavailable = build.Unavailable
 
 
 class AttentionShape(ctypes.Structure):
-    """How a layer attends; window and softcap are 0 where there is none."""
+    """How a layer attends; window and softcap are 0 where there is none, so is value_stride; see csrc/attention.h."""
 
     _fields_ = (
         ("heads", c_int64),
@@ -23,6 +23,27 @@ class AttentionShape(ctypes.Structure):
         ("window", c_int64),
         ("softcap", c_float),
         ("sinks", c_void_p),
+        ("value_stride", c_int64),
+    )
+
+
+class Product(ctypes.Structure):
+    """Products of groups of rows; see csrc/product.h."""
+
+    _fields_ = (
+        ("first", c_void_p),
+        ("which", c_void_p),
+        ("groups", c_int64),
+        ("inputs", c_int64),
+        ("outputs", c_int64),
+        ("x", c_void_p),
+        ("weight", c_void_p),
+        ("matrix_stride", c_int64),
+        ("weight_stride", c_int64),
+        ("by_inputs", c_int32),
+        ("bfloat16", c_int32),
+        ("bias", c_void_p),
+        ("y", c_void_p),
     )
 
 
@@ -57,6 +78,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
     "linear": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),
+    "product": (None, (c_void_p, POINTER(Product))),
+    "apply": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int32)),
     "attention": (None, (c_void_p, _BATCH, _SHAPE, c_void_p, c_void_p, c_void_p, c_void_p, c_int32)),
     "program_new": (c_void_p, (c_int32, c_int32)),
     "program_free": (None, (c_void_p,)),

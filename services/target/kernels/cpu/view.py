@@ -12,10 +12,16 @@ from services.target.kernels.cpu.library import BatchView
 
 
 class View:
-    """A view of a batch, and the arrays that it points to. `pointer` is what the kernels take."""
+    """A view of a batch, and the arrays that it points to. `pointer` is what the kernels take.
 
-    def __init__(self, batch: Batch) -> None:
+    pages: [n] int32, the page tables of its spans one after the other
+    """
+
+    def __init__(self, batch: Batch, *, gathered: bool = False) -> None:
+        """gathered: the pools hold the batch's pages alone, those of its spans one after the other."""
         spans, rows = batch.spans, batch.rows
+        pages = np.concatenate([span.pages for span in spans]).astype(np.int32, copy=False)
+        self.pages = pages
         arrays: list[NDArray[np.generic]] = [
             rows.ids,
             rows.positions,
@@ -24,7 +30,7 @@ class View:
             np.array([span.start for span in spans], np.int64),
             np.array([span.committed for span in spans], np.int64),
             np.concatenate([span.parents for span in spans]).astype(np.int32, copy=False),
-            np.concatenate([span.pages for span in spans]).astype(np.int32, copy=False),
+            np.arange(len(pages), dtype=np.int32) if gathered else pages,
             np.cumsum([0, *(len(span.pages) for span in spans[:-1])]),
         ]
         self._arrays = arrays

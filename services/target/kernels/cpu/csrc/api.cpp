@@ -1,6 +1,7 @@
 // The library's face: plain C functions for ctypes. Errors in arguments are the caller's to prevent.
 #include <cstdint>
 
+#include "product.h"
 #include "program.h"
 
 using namespace outrider;
@@ -102,6 +103,51 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
   };
   if (bfloat16) work(BF16{});
   else work(float{});
+}
+
+// For groups of rows that have a matrix each; see product.h.
+void outrider_product(Pool* pool, const Product* product) {
+  struct Task { int64_t group, row, row_end, output, output_end; };
+  std::vector<Task> tasks;
+  for (int64_t group = 0; group < product->groups; ++group) {
+    for (int64_t output = 0; output < product->outputs; output += kOutputBlock) {
+      for (int64_t row = product->first[group]; row < product->first[group + 1]; row += kRowBlock) {
+        tasks.push_back({group, row, std::min(row + kRowBlock, product->first[group + 1]), output,
+                         std::min(output + kOutputBlock, product->outputs)});
+      }
+    }
+  }
+  std::atomic<int64_t> next{0};
+  auto work = [&](auto zero) {
+    using T = decltype(zero);
+    for (int64_t i; (i = next.fetch_add(1)) < int64_t(tasks.size());) {
+      const Task& task = tasks[i];
+      ProductBlock<T>(*product, task.group).run(task.row, task.row_end, task.output, task.output_end);
+    }
+  };
+  pool->run([&](int) {
+    if (product->bfloat16) work(BF16{});
+    else work(float{});
+  });
+}
+
+// y = function(x), number by number.
+void outrider_apply(Pool* pool, int32_t function, const void* x, void* y, int64_t count, int32_t bfloat16) {
+  constexpr int64_t kPiece = 4096;
+  std::atomic<int64_t> next{0};
+  auto work = [&](auto zero) {
+    using T = decltype(zero);
+    for (int64_t from; (from = next.fetch_add(kPiece)) < count;) {
+      apply_to(Function(function), static_cast<const T*>(x) + from, static_cast<T*>(y) + from,
+               std::min(kPiece, count - from));
+    }
+  };
+  const std::function<void(int)> job = [&](int) {
+    if (bfloat16) work(BF16{});
+    else work(float{});
+  };
+  if (count <= kPiece) job(0);
+  else pool->run(job);
 }
 
 // --- programs ---

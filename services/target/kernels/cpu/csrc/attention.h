@@ -30,6 +30,9 @@ struct AttentionShape {
   int64_t window;      // keys seen back, the row's own included; 0 is all
   float softcap;       // 0 is off
   const float* sinks;  // [heads] or null
+  int64_t value_stride;  // numbers from one value to the next in the pool, if values are the first part of keys; else 0
+
+  int64_t value_pitch() const { return value_stride ? value_stride : value_dim; }
 };
 
 // Queries and results as float32 rows of some stride, in numbers; pools as [slot][kv_head][dim].
@@ -214,7 +217,7 @@ class AttentionWorker {
     for (int64_t i = 0; i < to - from; ++i) {
       const int64_t at = slots[i] * shape.kv_heads + first;
       touch(call_.keys + at * shape.key_dim, count * shape.key_dim);
-      touch(call_.values + at * shape.value_dim, count * shape.value_dim);
+      touch(call_.values + at * shape.value_pitch(), count * shape.value_pitch());
     }
   }
 
@@ -286,7 +289,7 @@ class AttentionWorker {
   void lay_out(int count) {
     const auto& shape = call_.shape;
     for (int column = 0; column < count; ++column) {
-      const T* value = call_.values + (slot_[column] * shape.kv_heads + kv_head_) * shape.value_dim;
+      const T* value = call_.values + (slot_[column] * shape.kv_heads + kv_head_) * shape.value_pitch();
       for (int64_t d = 0; d < wide_; d += kLanes) {
         _mm512_store_ps(values_ + column * wide_ + d, load(value + d, lanes(shape.value_dim - d)));
       }
