@@ -22,6 +22,7 @@ from outrider.speculation.proposal import Proposal, extend_hash, path_hashes
 
 ROOT = -1
 _DEAD = -2
+_LEAST_SCORE = -1e4  # of an edge; sums of it stay exact enough
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,12 @@ class SpeculationTree:
             return 0
         places: list[int] = []
         known = 0
-        columns = (proposal.tokens.tolist(), proposal.parents.tolist(), proposal.log_scores.tolist())
+        # fmax and fmin take the number where the other is none.
+        scores = np.fmin(np.fmax(proposal.log_scores, _LEAST_SCORE), 0.0)
+        columns = (proposal.tokens.tolist(), proposal.parents.tolist(), scores.tolist())
         for token, parent, log_score in zip(*columns, strict=True):
             place = anchor if parent < 0 else places[parent]
-            place = self._descend(place, token, min(log_score, 0.0))
+            place = self._descend(place, token, log_score)
             places.append(place)
             known += place >= 0
         return known

@@ -135,6 +135,9 @@ class Grammars:
             error = start.get_error()
         except (ValueError, RecursionError) as raised:
             error = str(raised)
+        except BaseException as raised:  # a panic of the library is no Exception, and must end this session alone
+            log.exception("a grammar met a bug of the library that compiles it")
+            error = str(raised) or type(raised).__name__
         if error:
             raise InvalidRequest(f"the grammar cannot be compiled: {_words(error)}", param=grammar.kind.param)
         return start

@@ -134,3 +134,17 @@ def _rows(chosen):
     for token, parent in zip(chosen.tokens, chosen.parents, strict=True):
         rows.append([*(rows[parent] if parent >= 0 else []), int(token)])
     return rows
+
+
+def test_scores_that_are_no_numbers_are_the_least_there_is():
+    nan, infinite = np.nan, np.inf
+    tree = SpeculationTree(np.array([1, 2]))
+    for scores in ([nan, -0.5, 0.5, -infinite, -1.0], [-infinite, -0.5, infinite, nan, -1.0]):
+        tokens, parents = np.arange(5, dtype=np.uint32), np.array([-1, 0, -1, -1, 3], np.int32)
+        anchor = path_hash(np.array([1, 2]))
+        tree.merge(Proposal(1, 2, anchor, tokens, parents, np.array(scores, np.float32)))
+        assert np.isfinite(tree.path_score).all()
+        assert max(tree.path_score) <= 0
+    chosen = tree.select(5)
+    assert chosen.tokens.tolist() == [2, 0, 3, 1, 4]
+    assert np.isfinite(chosen.path_scores).all()

@@ -12,11 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader
 from rich.console import Console
+from transformers import AutoConfig
 
 from outrider import checkpoint
 from outrider.errors import ConfigError
-from services.target.model import convert
+from services.target.model import convert, gguf_facts
 from services.target.model.progress import Phases
 from tests.checkpoints.families import write_family
 from tests.checkpoints.ggufs import write_gguf
@@ -79,12 +81,14 @@ def rope_of(tmp_path, family, scaling):
     return json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
 
 
-def test_queries_of_the_largest_gemma_are_scaled_as_published(tmp_path):
-    """27B: by hidden size over heads."""
-    changes = {"num_hidden_layers": 62, "head_dim": 16, "hidden_size": 96, "intermediate_size": 32}
-    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "gemma-3", **changes), tmp_path / "plain")
-    convert.convert(tmp_path / "it.gguf", tmp_path / "out", Console(file=io.StringIO()))
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["query_pre_attn_scalar"] == 24
+@pytest.mark.parametrize(("layers", "scalar"), [(62, 24), (48, 16)])
+def test_queries_of_the_largest_gemma_are_scaled_as_published(layers, scalar, tmp_path):
+    """27B, which has 62 layers: by hidden size over heads. Others: by the width of a head."""
+    sizes = {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 4}
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "gemma-3", **sizes), tmp_path / "plain")
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=layers, **sizes)
+    gguf_facts.apply(GGUFReader(tmp_path / "it.gguf"), config)
+    assert config.query_pre_attn_scalar == scalar
 
 
 def test_scaling_of_long_contexts_is_kept(tmp_path):

@@ -364,6 +364,19 @@ def test_a_slow_grammar_holds_nobody_up_and_is_compiled_once(model, monkeypatch)
     assert compiled == [JSON]
 
 
+def test_a_grammar_that_the_library_panics_at_ends_its_session_alone(model, monkeypatch):
+    class Panic(BaseException):
+        """As Rust's panics come to Python."""
+
+    def panic(*_, **__):
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(grammar_module, "LLMatcher", panic)
+    engine = engine_of(model)
+    assert "index out of bounds" in failure_of(engine, opening(1, [5], grammar=REGEX)).message
+    assert len(run(engine, [opening(2, [5], max_tokens=4)]).new[2]) == 4
+
+
 def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monkeypatch):
     # The number of ways to read the text grows with it.
     ambiguous = Grammar(GrammarKind.EBNF, 'start: e\ne: e e | "a"')
