@@ -15,8 +15,10 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Work, build, tree_mask
 from services.target.kernels import plan
+from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape, pages_that_fit
+from services.target.model.linear import native_available
 from tests.target.driving import opening
 
 CPU = torch.device("cpu")
@@ -30,19 +32,19 @@ def random_slice(rng, size):
     return TreeSlice(rng.integers(0, 50, size).astype(np.uint32), parents, depths, np.zeros(size, np.float32))
 
 
-def random_works(rng, page_size, sessions):
+def random_works(rng, page_size, sessions, longest=120, nodes=17):
     """Prompt chunks, plain rows and tree rows, over leased pages in random order."""
-    allocator = PageAllocator(sessions * (200 // page_size + 2), page_size)
+    allocator = PageAllocator(sessions * ((longest + nodes) // page_size + 6), page_size)
     rng.shuffle(allocator._free)
     works = []
     for i in range(sessions):
         kind = rng.choice(["chunk", "plain", "tree", "prompt and tree"])
-        length = int(rng.integers(1, 120))
+        length = int(rng.integers(1, longest))
         session = Session(opening(i, rng.integers(0, 50, length).tolist()), PrefixCache(allocator))
         start = 0 if kind == "prompt and tree" else int(rng.integers(0, length))
         start = length - 1 if kind in ("plain", "tree") else start
         stop = int(rng.integers(start + 1, length + 1)) if kind == "chunk" else length
-        draft = random_slice(rng, int(rng.integers(1, 17)) if "tree" in kind else 0)
+        draft = random_slice(rng, int(rng.integers(1, nodes)) if "tree" in kind else 0)
         session.table.reserve(stop + len(draft))
         works.append(Work(Chunk(session, start, stop), draft))
     return works
@@ -116,6 +118,33 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     fused = plan(batch)(q, cache.keys[0], cache.values[0], **options)
     np.testing.assert_allclose(twin.numpy(), expected, atol=1e-5)
     np.testing.assert_allclose(fused.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.skipif(not native_available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.parametrize(("heads", "dims"), [
+    ((6, 2), (20, 12)), ((4, 1), (7, 5)), ((8, 4), (128, 128)), ((40, 1), (8, 8)), ((96, 2), (16, 16)),
+    ((70, 2), (48, 80)), ((8, 1), (576, 512)),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype):
+    """Also for many heads a key, long contexts, more nodes than fit side by side, and pages with leftovers."""
+    rng = np.random.default_rng(sum(heads) * sum(dims))
+    for page_size, longest, nodes in ((1, 150, 20), (16, 700, 90), (5, 10, 150)):
+        batch = build(random_works(rng, page_size, 3, longest, nodes), CPU)
+        pages = 1 + max(int(span.pages.max()) for span in batch.spans)
+        cache = KVCache([LayerShape(heads[1], *dims)], pages, page_size, dtype, CPU)
+        for pool in (cache.keys[0], cache.values[0]):
+            pool.fill_(torch.nan)
+        for span in batch.spans:
+            keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
+            cache.write(0, torch.from_numpy(span.slots), keys, values)
+        q = torch.randn(len(batch), heads[0], dims[0]).to(dtype)
+        options = {"scaling": dims[0] ** -0.5, "window": rng.choice([None, 1, 7, 300])}
+        options |= {"sinks": torch.randn(heads[0])} if rng.random() < 0.5 else {"softcap": 2.0}
+        expected = paged_attention(q, cache.keys[0], cache.values[0], batch, **options)
+        found = NativeAttention(batch)(q, cache.keys[0], cache.values[0], **options)
+        error = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
 
 def test_a_batch_lays_out_rows_positions_slots_and_draws():

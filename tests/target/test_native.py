@@ -144,6 +144,24 @@ def test_what_has_no_program_runs_module_by_module(tmp_path):
     assert isinstance(load_model(folder, kv_cache_dtype="fp8_e5m2").runner, ModuleRunner)
 
 
+def test_a_library_of_another_system_is_named(tmp_path, monkeypatch):
+    (tmp_path / "kernels.so").write_bytes(b"made elsewhere")
+    monkeypatch.setattr(library.build, "library", lambda: tmp_path / "kernels.so")
+    with pytest.raises(library.Unavailable, match=r"kernels\.so cannot be loaded"):
+        library.load.__wrapped__()
+
+
+def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
+    for script, said in (("sleep 5", "did not compile them in 0 s"), ("echo an error >&2; false", "an error")):
+        compiler = tmp_path / "g++"
+        compiler.write_text(f"#!/bin/sh\n{script}\n")
+        compiler.chmod(0o755)
+        monkeypatch.setattr(library.build, "_LONGEST", 0.2)
+        with pytest.raises(library.Unavailable, match=said):
+            library.build._compile(str(compiler), tmp_path / "out.so")
+    assert not (tmp_path / "out.so").exists()
+
+
 def test_without_kernels_pytorch_serves_and_narrow_weights_are_refused(tmp_path, monkeypatch):
     folder = write_model(tmp_path)
     expected = run(engine_of(load_model(folder)), [opening(1, [5, 6, 7])]).new

@@ -1,4 +1,4 @@
-"""`python -m services.target.kernels.cpu.build`: compiles the kernels, once a machine, source and compiler.
+"""`python -m services.target.kernels.cpu.build`: compiles the kernels, once an environment and source.
 
 The library lands beside the virtual environment's own libraries, or in the cache folder if that cannot be written.
 """
@@ -79,7 +79,10 @@ def _compile(compiler: str, path: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
         command = [compiler, *_FLAGS, *sources, "-o", str(made)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{compiler} did not compile them in {_LONGEST:.0f} s") from None
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
             raise Unavailable(f"{compiler} could not compile them: {first}")

@@ -106,7 +106,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library, compiled at the first call. Raises Unavailable."""
-    library = ctypes.CDLL(str(build.library()))
+    path = build.library()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # such as one that another system has left in a shared folder
+        raise Unavailable(f"{path} cannot be loaded: {error}; delete it") from None
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, "outrider_" + name)
         function.restype, function.argtypes = result, arguments

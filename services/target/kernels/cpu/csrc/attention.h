@@ -479,7 +479,8 @@ struct AttentionPlan {
     const int64_t group = shape.heads / shape.kv_heads;
     width_ = int32_t(std::min<int64_t>(group, kMaxQueries));
     const int64_t bytes = kSplit * (shape.key_dim + shape.value_dim) * 2;
-    const int64_t together = std::max<int64_t>(1, kNear / bytes) * group;
+    // Query heads of one task. Of a wider group not all are done at a time, and the next key head's must not join them.
+    const int64_t together = (group > kMaxQueries ? 1 : std::max<int64_t>(1, kNear / bytes)) * group;
     const bool many = batch.spans >= kTasksPerThread * threads;
     for (int64_t span = 0; span < batch.spans; ++span) {
       const int64_t rows = batch.first[span + 1] - batch.first[span];
