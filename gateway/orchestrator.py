@@ -32,6 +32,7 @@ from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
+from outrider.wire.opens import open_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class Orchestrator:
         draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
         self._move(session, session.target, draft)
         if draft is not None:
-            draft.open(codec.open_to_pb(session.request()))
+            draft.open(open_to_pb(session.request()))
         return draft is not None
 
     def _move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:
@@ -377,7 +378,7 @@ class Orchestrator:
 def _request_of(session: Session, target: TargetLink) -> common_pb2.OpenSession:
     """What opens a session on a target, with the features that its draft feeds on if the target can give them."""
     wanted = session.draft.feature_spec if session.draft is not None else 0
-    return codec.open_to_pb(session.request(wanted if wanted in target.features else 0))
+    return open_to_pb(session.request(wanted if wanted in target.features else 0))
 
 
 def _logprobs(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:

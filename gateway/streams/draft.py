@@ -10,9 +10,8 @@ import grpc
 from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link
-from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError
-from outrider.wire.codec import U64, pack
+from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 
@@ -84,11 +83,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         info: draft_pb2.GetDraftInfoResponse = await stub.GetDraftInfo(
             draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT
         )
-        if info.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"the draft at {self.address} speaks protocol version {info.protocol_version}, "
-                f"this gateway {PROTOCOL_VERSION}; run the same release everywhere"
-            )
+        self._check_version(info.protocol_version)
         if info.HasField("model"):
             check_vocabularies(info.model, self._target_model)
         self.features = None

@@ -20,6 +20,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.serving.rpc import CHANNEL_OPTIONS
 from outrider.wire.v1 import common_pb2
@@ -71,6 +72,14 @@ class Link(ABC, Generic[Info, Frame]):
     @abstractmethod
     def _clear(self) -> None:
         """Forget what has gathered."""
+
+    def _check_version(self, version: int) -> None:
+        """Raise ConfigError for a replica that speaks another version of the protocol."""
+        if version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the {self.service} at {self.address} speaks protocol version {version}, this gateway "
+                f"{PROTOCOL_VERSION}; run the same release everywhere"
+            )
 
     # --- life ---
 

@@ -11,9 +11,8 @@ import grpc
 from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
-from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError
-from outrider.wire.codec import U64, pack
+from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -83,11 +82,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
             target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
         )
-        if info.protocol_version != PROTOCOL_VERSION:
-            raise ConfigError(
-                f"the target at {self.address} speaks protocol version {info.protocol_version}, "
-                f"this gateway {PROTOCOL_VERSION}; run the same release everywhere"
-            )
+        self._check_version(info.protocol_version)
         if not self.tokenizer_files:
             parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
             self.tokenizer_files = await collect_files(parts)

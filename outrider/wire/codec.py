@@ -1,4 +1,4 @@
-"""Between domain types and protobuf messages. The only place that knows how arrays lie in the frames' bytes.
+"""Frames: between domain types and protobuf messages. Sessions to be opened are in opens.py, packed bytes in arrays.py.
 
 Raises InvalidRequest for frames whose arrays do not fit together.
 """
@@ -6,147 +6,20 @@ Raises InvalidRequest for frames whose arrays do not fit together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import (
-    EngineLoad,
-    Grammar,
-    GrammarKind,
-    Message,
-    OpenSession,
-    SessionFailure,
-    StepOutput,
-)
+from outrider.serving.messages import EngineLoad, Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
-from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, pack, split, unpack
+from outrider.wire.opens import open_to_pb, opens_from_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
-
-U8, U32, I32, U64, F32, F64 = (np.dtype(name) for name in ("<u1", "<u4", "<i4", "<u8", "<f4", "<f8"))
-
-
-def pack(values: Iterable[Any] | NDArray[Any], dtype: np.dtype[Any]) -> bytes:
-    """Numbers as packed little-endian bytes."""
-    if isinstance(values, np.ndarray):
-        return values.astype(dtype, copy=False).tobytes()
-    return np.array(list(values), dtype=dtype).tobytes()
-
-
-def unpack(data: bytes, dtype: np.dtype[Any], length: int | None = None) -> NDArray[Any]:
-    """Packed little-endian bytes as a read-only array. Raises InvalidRequest if the length is another."""
-    if len(data) % dtype.itemsize:
-        raise InvalidRequest(f"{len(data)} bytes are no array of {dtype.itemsize}-byte numbers")
-    array = np.frombuffer(data, dtype=dtype)
-    if length is not None and len(array) != length:
-        raise InvalidRequest(f"an array has {len(array)} elements where its frame needs {length}")
-    return array
-
-
-def _concatenate(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> bytes:
-    return pack(np.concatenate(arrays), dtype) if arrays else b""
-
-
-def _split(counts: NDArray[np.integer], total: int) -> list[slice]:
-    ends = np.cumsum(counts, dtype=np.int64)
-    if (int(ends[-1]) if len(ends) else 0) != total:
-        raise InvalidRequest(f"the counts of a frame do not add up to its {total} elements")
-    return [slice(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]
-
-
-# --- sessions ---
-
-
-def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
-    """An OpenSession message."""
-    stop = request.stop
-    return common_pb2.OpenSession(
-        session_id=request.session_id,
-        tokens=pack(request.tokens, U32),
-        prompt_length=request.prompt_length,
-        sampling=_sampling_to_pb(request.sampling),
-        stop=common_pb2.StopConditions(
-            max_tokens=stop.max_tokens,
-            min_tokens=stop.min_tokens,
-            stop_token_ids=stop.stop_token_ids,
-            ignore_eos=stop.ignore_eos,
-        ),
-        cache_salt=request.cache_salt,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-        feature_spec=request.feature_spec,
-        features_from=request.features_from,
-        grammar=_grammar_to_pb(request.grammar),
-    )
-
-
-def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
-    """The session that a message opens. Raises InvalidRequest for parameters out of range."""
-    stop = message.stop
-    return OpenSession(
-        session_id=message.session_id,
-        tokens=unpack(message.tokens, U32),
-        prompt_length=message.prompt_length,
-        sampling=_sampling_from_pb(message.sampling),
-        stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
-        cache_salt=message.cache_salt,
-        grammar=_grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        feature_spec=message.feature_spec,
-        features_from=message.features_from,
-    )
-
-
-def _grammar_to_pb(grammar: Grammar | None) -> common_pb2.Grammar | None:
-    if grammar is None:
-        return None
-    return common_pb2.Grammar(kind=common_pb2.GrammarKind.Name(int(grammar.kind)), text=grammar.text)
-
-
-def _grammar_from_pb(message: common_pb2.Grammar) -> Grammar:
-    try:
-        return Grammar(GrammarKind(message.kind), message.text)
-    except ValueError:
-        raise InvalidRequest(f"{message.kind} is no kind of grammar that this version knows", param="grammar") from None
-
-
-def _sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        seed=params.seed,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        bias_tokens=pack((token for token, _ in params.logit_bias), U32),
-        bias_values=pack((bias for _, bias in params.logit_bias), F64),
-    )
-
-
-def _sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    biased = unpack(message.bias_tokens, U32)
-    return SamplingParams(
-        message.temperature,
-        message.top_k,
-        message.top_p,
-        message.min_p,
-        message.seed,
-        message.presence_penalty,
-        message.frequency_penalty,
-        message.repetition_penalty or 1.0,
-        tuple(zip(biased.tolist(), unpack(message.bias_values, F64, len(biased)).tolist(), strict=True)),
-    )
-
 
 # --- proposals and commits ---
 
@@ -158,9 +31,9 @@ def proposals_to_pb(proposals: Sequence[Proposal]) -> common_pb2.ProposalBatch:
         anchor_lengths=pack((p.anchor_length for p in proposals), U32),
         anchor_hashes=pack((p.anchor_hash for p in proposals), U64),
         node_counts=pack((len(p.tokens) for p in proposals), U32),
-        tokens=_concatenate([p.tokens for p in proposals], U32),
-        parents=_concatenate([p.parents for p in proposals], I32),
-        log_scores=_concatenate([p.log_scores for p in proposals], F32),
+        tokens=concatenate([p.tokens for p in proposals], U32),
+        parents=concatenate([p.parents for p in proposals], I32),
+        log_scores=concatenate([p.log_scores for p in proposals], F32),
         committed_lengths=pack((p.committed_length for p in proposals), U32),
     )
 
@@ -176,7 +49,7 @@ def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
         ids.tolist(),
         unpack(message.anchor_lengths, U32, count).tolist(),
         unpack(message.anchor_hashes, U64, count).tolist(),
-        _split(unpack(message.node_counts, U32, count), len(tokens)),
+        split(unpack(message.node_counts, U32, count), len(tokens)),
         unpack(message.committed_lengths, U32, count).tolist(),
     )
     proposals = []
@@ -197,7 +70,7 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
         session_ids=pack((c.session_id for c in commits), U64),
         base_lengths=pack((c.base_length for c in commits), U32),
         token_counts=pack((len(c.tokens) for c in commits), U32),
-        tokens=_concatenate([c.tokens for c in commits], U32),
+        tokens=concatenate([c.tokens for c in commits], U32),
         root_hashes=pack((c.root_hash for c in commits), U64),
         verified_counts=pack((c.verified for c in commits), U32),
         accepted_counts=pack((c.accepted for c in commits), U32),
@@ -214,7 +87,7 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
     columns = (
         ids.tolist(),
         unpack(message.base_lengths, U32, count).tolist(),
-        _split(unpack(message.token_counts, U32, count), len(tokens)),
+        split(unpack(message.token_counts, U32, count), len(tokens)),
         unpack(message.root_hashes, U64, count).tolist(),
         unpack(message.verified_counts, U32, count).tolist(),
         unpack(message.accepted_counts, U32, count).tolist(),
@@ -241,7 +114,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
     columns = zip(
         ids.tolist(),
         unpack(batch.base_lengths, U32, size).tolist(),
-        [tokens[span] for span in _split(unpack(batch.token_counts, U32, size), len(tokens))],
+        [tokens[span] for span in split(unpack(batch.token_counts, U32, size), len(tokens))],
         unpack(batch.verified_counts, U32, size).tolist(),
         unpack(batch.accepted_counts, U32, size).tolist(),
         unpack(batch.finish_reasons, U8, size).tolist(),
@@ -266,9 +139,9 @@ def logprobs_to_pb(commits: Sequence[Commit]) -> target_pb2.LogprobBatch | None:
         positions=pack((group.first for _, group in groups), U32),
         token_counts=pack((len(group) for _, group in groups), U32),
         top_counts=pack((group.top_tokens.shape[1] for _, group in groups), U32),
-        logprobs=_concatenate([group.values for _, group in groups], F32),
-        top_tokens=_concatenate([group.top_tokens.reshape(-1) for _, group in groups], U32),
-        top_logprobs=_concatenate([group.top_values.reshape(-1) for _, group in groups], F32),
+        logprobs=concatenate([group.values for _, group in groups], F32),
+        top_tokens=concatenate([group.top_tokens.reshape(-1) for _, group in groups], U32),
+        top_logprobs=concatenate([group.top_values.reshape(-1) for _, group in groups], F32),
     )
 
 
@@ -283,8 +156,8 @@ def logprobs_from_pb(message: target_pb2.LogprobBatch) -> list[tuple[int, Logpro
         places.tolist(),
         unpack(message.positions, U32, size).tolist(),
         tops.tolist(),
-        _split(counts, len(values)),
-        _split(counts.astype(np.int64) * tops, len(top_tokens)),
+        split(counts, len(values)),
+        split(counts.astype(np.int64) * tops, len(top_tokens)),
         strict=True,
     )
     groups = []
@@ -337,7 +210,7 @@ def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
         ids.tolist(),
         unpack(message.first_positions, U32, len(ids)).tolist(),
         unpack(message.row_counts, U32, len(ids)).tolist(),
-        _split(unpack(message.block_bytes, U32, len(ids)), len(rows)),
+        split(unpack(message.block_bytes, U32, len(ids)), len(rows)),
     )
     blocks = []
     for session_id, first, count, span in zip(*columns, strict=True):
@@ -402,20 +275,6 @@ def failure_from_pb(message: common_pb2.SessionError) -> SessionFailure:
     error = from_grpc_code(message.code, message.message)
     error.param = message.param or None
     return SessionFailure(message.session_id, error)
-
-
-def opens_from_pb(
-    messages: Iterable[common_pb2.OpenSession],
-) -> tuple[list[OpenSession], list[SessionFailure]]:
-    """The sessions to open, and those whose parameters are refused."""
-    opens: list[OpenSession] = []
-    failures: list[SessionFailure] = []
-    for message in messages:
-        try:
-            opens.append(open_from_pb(message))
-        except InvalidRequest as error:
-            failures.append(SessionFailure(message.session_id, error))
-    return opens, failures
 
 
 def verify_request_to_pb(message: Message) -> target_pb2.VerifyRequest:

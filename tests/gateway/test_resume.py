@@ -14,7 +14,8 @@ from gateway.streams.target import TargetLink
 from outrider.errors import Unavailable
 from outrider.speculation.proposal import Commit
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.wire.codec import commits_to_pb, open_from_pb
+from outrider.wire.codec import commits_to_pb
+from outrider.wire.opens import open_from_pb
 from outrider.wire.v1 import target_pb2
 from tests.gateway.engines import expected, tokenizer
 from tests.gateway.services import Draft, Gateway, Service, Target, until

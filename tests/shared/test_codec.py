@@ -12,7 +12,8 @@ from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import EngineLoad, Grammar, GrammarKind, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.wire import codec
+from outrider.wire import arrays, codec
+from outrider.wire.opens import open_to_pb, opens_from_pb
 from outrider.wire.v1 import common_pb2
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -139,9 +140,9 @@ def test_a_specification_has_the_same_name_on_both_sides():
 
 
 def test_one_bad_open_spares_the_others():
-    bad = codec.open_to_pb(opened())
+    bad = open_to_pb(opened())
     bad.sampling.temperature = -1
-    opens, failures = codec.opens_from_pb([codec.open_to_pb(opened()), bad])
+    opens, failures = opens_from_pb([open_to_pb(opened()), bad])
     assert len(opens) == 1
     assert failures[0].session_id == 2**63
     assert "temperature" in failures[0].error.message
@@ -175,6 +176,6 @@ def test_logprobs_that_do_not_fit_are_refused():
         ("top_logprobs", []),
     ):  # fmt: skip
         wrong = type(frame).FromString(frame.SerializeToString())
-        setattr(wrong.logprobs, name, codec.pack(value, codec.U32))
+        setattr(wrong.logprobs, name, arrays.pack(value, arrays.U32))
         with pytest.raises(InvalidRequest):
             codec.verify_response_from_pb(wrong)

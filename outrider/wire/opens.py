@@ -1,0 +1,109 @@
+"""Sessions to be opened, between domain types and protobuf messages. Raises InvalidRequest for what is out of range."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, GrammarKind, OpenSession, SessionFailure
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire.arrays import F64, U32, pack, unpack
+from outrider.wire.v1 import common_pb2
+
+
+def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
+    """An OpenSession message."""
+    stop = request.stop
+    return common_pb2.OpenSession(
+        session_id=request.session_id,
+        tokens=pack(request.tokens, U32),
+        prompt_length=request.prompt_length,
+        sampling=_sampling_to_pb(request.sampling),
+        stop=common_pb2.StopConditions(
+            max_tokens=stop.max_tokens,
+            min_tokens=stop.min_tokens,
+            stop_token_ids=stop.stop_token_ids,
+            ignore_eos=stop.ignore_eos,
+        ),
+        cache_salt=request.cache_salt,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        feature_spec=request.feature_spec,
+        features_from=request.features_from,
+        grammar=_grammar_to_pb(request.grammar),
+    )
+
+
+def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
+    """The session that a message opens. Raises InvalidRequest for parameters out of range."""
+    stop = message.stop
+    return OpenSession(
+        session_id=message.session_id,
+        tokens=unpack(message.tokens, U32),
+        prompt_length=message.prompt_length,
+        sampling=_sampling_from_pb(message.sampling),
+        stop=StopConditions(stop.max_tokens, stop.min_tokens, tuple(stop.stop_token_ids), stop.ignore_eos),
+        cache_salt=message.cache_salt,
+        grammar=_grammar_from_pb(message.grammar) if message.HasField("grammar") else None,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        feature_spec=message.feature_spec,
+        features_from=message.features_from,
+    )
+
+
+def _grammar_to_pb(grammar: Grammar | None) -> common_pb2.Grammar | None:
+    if grammar is None:
+        return None
+    return common_pb2.Grammar(kind=common_pb2.GrammarKind.Name(int(grammar.kind)), text=grammar.text)
+
+
+def _grammar_from_pb(message: common_pb2.Grammar) -> Grammar:
+    try:
+        return Grammar(GrammarKind(message.kind), message.text)
+    except ValueError:
+        raise InvalidRequest(f"{message.kind} is no kind of grammar that this version knows", param="grammar") from None
+
+
+def _sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias_tokens=pack((token for token, _ in params.logit_bias), U32),
+        bias_values=pack((bias for _, bias in params.logit_bias), F64),
+    )
+
+
+def _sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
+    biased = unpack(message.bias_tokens, U32)
+    return SamplingParams(
+        message.temperature,
+        message.top_k,
+        message.top_p,
+        message.min_p,
+        message.seed,
+        message.presence_penalty,
+        message.frequency_penalty,
+        message.repetition_penalty or 1.0,
+        tuple(zip(biased.tolist(), unpack(message.bias_values, F64, len(biased)).tolist(), strict=True)),
+    )
+
+
+def opens_from_pb(
+    messages: Iterable[common_pb2.OpenSession],
+) -> tuple[list[OpenSession], list[SessionFailure]]:
+    """The sessions to open, and those whose parameters are refused."""
+    opens: list[OpenSession] = []
+    failures: list[SessionFailure] = []
+    for message in messages:
+        try:
+            opens.append(open_from_pb(message))
+        except InvalidRequest as error:
+            failures.append(SessionFailure(message.session_id, error))
+    return opens, failures
