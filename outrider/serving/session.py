@@ -60,6 +60,11 @@ class Session:
         """Tokens committed after the prompt."""
         return self.length - self.prompt_length
 
+    @property
+    def lacking(self) -> int:
+        """New tokens that must be committed before one may end the session; 0 or less if none."""
+        return self.stop.min_tokens - self.new_tokens
+
     def append(self, tokens: NDArray[np.integer]) -> None:
         """Commit tokens, [n]."""
         end = self.length + len(tokens)

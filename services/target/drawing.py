@@ -25,6 +25,7 @@ from services.target.batch import Batch, Work
 from services.target.budget import Calibration
 from services.target.features import Features
 from services.target.grammar import Matcher
+from services.target.kernels.cpu import draw as compiled
 from services.target.kv_cache import KVCache
 from services.target.logprobs import PromptScores, Scores
 from services.target.masks import Guided, Mask, Masks
@@ -42,6 +43,7 @@ class Entry:
     matcher:       where its text stands in its grammar
     top:           likeliest tokens to tell beside each new one; None for no log-probabilities
     prompt_scores: log-probabilities of its prompt
+    sampling:      how its tokens are drawn, as the compiled kernel reads it
     """
 
     session: Session
@@ -52,6 +54,7 @@ class Entry:
     matcher: Matcher | None
     top: int | None
     prompt_scores: PromptScores | None
+    sampling: bytes
 
     def append(self, tokens: NDArray[np.uint32]) -> None:
         """Commit tokens, [n]."""
@@ -107,6 +110,7 @@ class Drawing:
         self._cache = cache
         self._features = features
         self._thresholds = thresholds
+        self._compiled = model.device.type == "cpu" and thresholds.exact and compiled.available()
         self._masks: Masks | None = None
 
     def entry(
@@ -124,6 +128,7 @@ class Drawing:
             None,
             None if request.logprobs is None else min(request.logprobs, vocab),
             PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab)) if tell_prompt else None,
+            compiled.pack(params),
         )
 
     @torch.inference_mode()
@@ -136,15 +141,19 @@ class Drawing:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        requests = [_request(work, entry) for work, entry in zip(drawing, drawn, strict=True)]
-        rows = sampler.gather(requests, device) if drawing else None
+        requests = [] if self._compiled else list(map(_request, drawing, drawn))
+        rows = sampler.gather(requests, device) if requests else None
         adjustments = self._adjustments(drawing, drawn)
         logits = self._forward(batch)
         if len(batch.rows.sampled) > batch.drawn:
             self._score_prompts(logits, batch.drawn, works, entries)
-        if rows is None:
+        if not drawing:
             return Draws(np.empty(0, np.int64))
-        adjusted = sampler.adjusted(logits[: batch.drawn], rows, adjustments, self._mask(drawing, drawn))
+        mask = self._mask(drawing, drawn)
+        if rows is None:
+            return self._draw_compiled(batch, logits, drawing, drawn, adjustments, mask)
+        banned = (rows.banned_rows, rows.banned_tokens)
+        adjusted = sampler.adjusted(logits[: batch.drawn], banned, adjustments, mask)
         hurry = device.type != "cpu" and self._thresholds.exact and all(entry.top is None for entry in drawn)
         tokens = sampler.pick(adjusted, rows, hurry=hurry)
         if not self._thresholds.exact:
@@ -154,6 +163,23 @@ class Drawing:
         if hurry and (drawn_tokens == sampler.UNSURE).any():
             drawn_tokens = sampler.pick(adjusted, rows).cpu().numpy()
         return Draws(np.asarray(drawn_tokens), scores.cpu() if scores is not None else None, firsts)
+
+    def _draw_compiled(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        works: Sequence[Work],
+        drawn: Sequence[Entry],
+        adjustments: penalties.Adjustments | None,
+        mask: Mask | None,
+    ) -> Draws:
+        """The kernel's draws. works, drawn: the sessions, row after row."""
+        counts = np.array([len(work.draft) + 1 for work in works])
+        adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), adjustments)
+        positions = batch.rows.positions[batch.rows.sampled[: batch.drawn]] + 1
+        tokens = compiled.draw(adjusted, [entry.sampling for entry in drawn], counts, positions, mask)
+        scores, firsts = self._score(logits, torch.from_numpy(tokens), works, drawn)
+        return Draws(tokens, scores, firsts)
 
     def _score(
         self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]
@@ -229,9 +255,22 @@ def _request(work: Work, entry: Entry) -> sampler.RowRequest:
     return sampler.RowRequest(session.sampling, positions, banned)
 
 
+def _bans(works: Sequence[Work], drawn: Sequence[Entry]) -> tuple[Tensor, Tensor] | None:
+    """Rows and tokens that may not be drawn there, of sessions without a grammar."""
+    pairs: list[tuple[int, int]] = []
+    row = 0
+    for work, entry in zip(works, drawn, strict=True):
+        if entry.session.lacking > 0 and entry.matcher is None:
+            pairs += [(row + i, token) for i, tokens in enumerate(_banned(work, entry)) for token in tokens]
+        row += len(work.draft) + 1
+    if not pairs:
+        return None
+    rows, tokens = torch.tensor(pairs).unbind(1)
+    return rows, tokens
+
+
 def _banned(work: Work, entry: Entry) -> list[list[int]]:
     """For each row of a session, the tokens that may not be drawn yet."""
-    session = work.chunk.session
-    missing = session.stop.min_tokens - session.new_tokens  # new tokens before one may end the session
+    missing = entry.session.lacking
     stop_ids = sorted(entry.stop_ids) if missing > 0 else []
     return [stop_ids if depth < missing else [] for depth in (0, *work.draft.depths.tolist())]

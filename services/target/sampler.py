@@ -147,18 +147,27 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
 
 def draw(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
     """The token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 where logits are not finite."""
-    return pick(adjusted(logits, rows, adjustments, mask), rows)
+    return pick(adjusted(logits, (rows.banned_rows, rows.banned_tokens), adjustments, mask), rows)
 
 
-def adjusted(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
-    """Logits after penalties, bias, grammar and bans, [R, V] float32. logits: [R, V], which are not changed."""
-    if adjustments is not None or mask is not None or len(rows.banned_rows):
+def adjusted(
+    logits: Tensor,
+    banned: tuple[Tensor, Tensor] | None,
+    adjustments: Adjustments | None = None,
+    mask: Mask | None = None,
+) -> Tensor:
+    """Logits after penalties, bias, grammar and bans, [R, V] float32. logits: [R, V], which are not changed.
+
+    banned: rows and tokens, [B] int64 each, pairs that cannot be drawn
+    """
+    if adjustments is not None or mask is not None or (banned is not None and len(banned[0])):
         logits = logits.to(torch.float32, copy=True)
         if adjustments is not None:
             penalties.apply(logits, adjustments)
         if mask is not None:
             masks.apply(logits, mask)
-        logits.index_put_((rows.banned_rows, rows.banned_tokens), logits.new_full((), -torch.inf))
+        if banned is not None:
+            logits.index_put_(banned, logits.new_full((), -torch.inf))
     return logits.float()
 
 

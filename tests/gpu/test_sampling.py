@@ -40,7 +40,7 @@ def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
         adjustments = penalties.gather([(0, tally, draft)], device)
         mask = masks.Mask(torch.tensor([0, 2, 5], device=device), words.to(device))
         rows = sampler.gather([RowRequest(PARAMS, range(7), [[7], *[[]] * 6])], device)
-        adjusted = sampler.adjusted(logits.to(device), rows, adjustments, mask)
+        adjusted = sampler.adjusted(logits.to(device), (rows.banned_rows, rows.banned_tokens), adjustments, mask)
         probabilities = sampler.probabilities(adjusted, rows, parents.to(device), tokens.to(device))
         results.append((adjusted.cpu(), sampler.pick(adjusted, rows).cpu(), probabilities.cpu()))
     (adjusted, drawn, probable), (adjusted_there, drawn_there, probable_there) = results

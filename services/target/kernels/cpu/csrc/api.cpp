@@ -1,6 +1,7 @@
 // The library's face: plain C functions for ctypes. Errors in arguments are the caller's to prevent.
 #include <cstdint>
 
+#include "draw.h"
 #include "product.h"
 #include "program.h"
 
@@ -148,6 +149,32 @@ void outrider_apply(Pool* pool, int32_t function, const void* x, void* y, int64_
   };
   if (count <= kPiece) job(0);
   else pool->run(job);
+}
+
+// --- draws ---
+
+// The token after each of `rows` rows. logits: [rows, vocab]; sessions: how each one's rows are drawn, counts: how many
+// those are; positions: [rows], of the tokens. masks: [rows], which line of `words` says what a row allows, or -1, and
+// words: [lines, ceil(vocab / 32)] 32-bit; masks may be null. Few rows are drawn by the caller alone.
+void outrider_draw(Pool* pool, const float* logits, int64_t rows, int64_t vocab, const Sampling* sessions,
+                   const int64_t* counts, const int64_t* positions, const int64_t* masks, const uint32_t* words,
+                   int64_t* tokens) {
+  std::vector<const Sampling*> how(rows);
+  for (int64_t row = 0; row < rows; ++sessions, ++counts) {
+    for (const int64_t end = row + *counts; row < end; ++row) how[row] = sessions;
+  }
+  std::atomic<int64_t> next{0};
+  auto work = [&](int) {
+    static thread_local Drawer drawer;
+    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
+      const uint32_t* allowed = masks && masks[row] >= 0 ? words + masks[row] * ((vocab + 31) / 32) : nullptr;
+      const LogitRow numbers{logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab};
+      tokens[row] = drawer.draw(numbers, *how[row], positions[row]);
+    }
+  };
+  constexpr int64_t kAlone = 1 << 17;  // logits; below, waking the others takes longer
+  if (rows * vocab < kAlone) work(0);
+  else pool->run(work);
 }
 
 // --- programs ---

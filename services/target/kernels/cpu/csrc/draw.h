@@ -1,0 +1,402 @@
+// Drawing tokens: the rules of outrider/speculation/sampling.py, row by row. A row's token depends on that row alone.
+//
+//   survey   one pass over the logits: the best one, and the maxima of groups of 16
+//   filters  the few tokens that may be kept, in order; which of them are
+//   race     argmax(logit / temperature + noise): almost every token is ruled out by a bound in float32
+//
+// A token's noise beats a lead of d with the chance 1 - exp(-exp(-d)) < exp(-d). So a token whose uniform number is not
+// within exp(-d) of 1 has lost, which is seen without a logarithm; what is left is weighed in float64.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "noise.h"
+
+namespace outrider {
+
+// How the rows of a session are drawn. Off are: temperature 0 (greedy), top_k 0, top_p 1, min_p 0.
+struct Sampling {
+  double temperature, top_p, min_p;
+  int64_t top_k;
+  uint64_t seed;
+};
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+// A float32 that is not above the bound, for what is at least the bound must not be left out.
+inline float below(double bound) { return std::nextafter(float(bound), kNone); }
+
+// The logits of a row, of which a grammar may allow some.
+struct LogitRow {
+  const float* logits;      // [vocab]
+  const uint16_t* allowed;  // bit i of word j: token 16 j + i may be drawn; null if all may
+  int64_t vocab;
+
+  // Those of 16 tokens; -inf where there is none that may be drawn.
+  __m512 at(int64_t i) const {
+    __mmask16 mask = lanes(vocab - i);
+    if (allowed && mask) mask = __mmask16(mask & allowed[i / kLanes]);
+    return mask == 0xFFFF ? load(logits + i) : _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits + i);
+  }
+};
+
+// What one pass over a row finds. A block is 16 vectors; group i of a block is what stands in lane i of them.
+struct Survey {
+  static constexpr int64_t kBlock = 16 * kLanes;
+  std::vector<float> maxima;  // of the groups, 16 a block
+  int64_t blocks = 0;
+  float best = kNone;
+  int64_t token = -1;  // the first that has it; -1 if the logits are not finite
+
+  void take(const LogitRow& row) {
+    blocks = (row.vocab + kBlock - 1) / kBlock;
+    if (int64_t(maxima.size()) < blocks * kLanes) maxima.resize(blocks * kLanes);
+    __m512 top = _mm512_set1_ps(kNone);
+    __mmask16 unordered = 0;
+    for (int64_t block = 0; block < blocks; ++block) {
+      __m512 group[2] = {top, top};
+      for (int64_t i = 0; i < kBlock; i += 2 * kLanes) {
+        const __m512 x = row.at(block * kBlock + i), y = row.at(block * kBlock + i + kLanes);
+        unordered = __mmask16(unordered | _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q));
+        group[0] = _mm512_max_ps(group[0], x);
+        group[1] = _mm512_max_ps(group[1], y);
+      }
+      store(maxima.data() + block * kLanes, _mm512_max_ps(group[0], group[1]));
+    }
+    for (int64_t block = 0; block < blocks; ++block) top = _mm512_max_ps(top, groups(block));
+    best = _mm512_reduce_max_ps(top);
+    token = unordered || !std::isfinite(best) ? -1 : first_best(row);
+  }
+
+  __m512 groups(int64_t block) const { return load(maxima.data() + block * kLanes); }
+  bool reaches(int64_t block, __m512 least) const {
+    return _mm512_cmp_ps_mask(groups(block), least, _CMP_GE_OQ) != 0;
+  }
+
+  // A logit that at least `count` tokens reach, and as few others as their groups' maxima tell.
+  float least_of(int64_t count) const {
+    if (count > blocks * kLanes || reached_by(std::numeric_limits<float>::lowest()) < count) return kNone;
+    float low = std::numeric_limits<float>::lowest(), high = best;
+    const int64_t enough = count + count / 4;
+    // The first guess is that logits of interest lie near the best one.
+    for (float width = 1.0f; width < 1e6f; width *= 2.0f) {
+      if (best - width <= low) break;
+      if (reached_by(best - width) >= count) {
+        low = best - width;
+        break;
+      }
+      high = best - width;
+    }
+    for (int turn = 0; turn < 24 && reached_by(low) > enough; ++turn) {
+      const float middle = low + (high - low) * 0.5f;
+      (reached_by(middle) >= count ? low : high) = middle;
+    }
+    return low;
+  }
+
+ private:
+  int64_t reached_by(float least) const {
+    int64_t count = 0;
+    const __m512 limit = _mm512_set1_ps(least);
+    for (int64_t block = 0; block < blocks; ++block) {
+      count += __builtin_popcount(_mm512_cmp_ps_mask(groups(block), limit, _CMP_GE_OQ));
+    }
+    return count;
+  }
+
+  int64_t first_best(const LogitRow& row) const {
+    const __m512 limit = _mm512_set1_ps(best);
+    int64_t i = 0;
+    while (!reaches(i / kBlock, limit)) i += kBlock;
+    for (;; i += kLanes) {
+      if (const __mmask16 hit = _mm512_cmp_ps_mask(row.at(i), limit, _CMP_EQ_OQ)) return i + __builtin_ctz(hit);
+    }
+  }
+};
+
+inline __m512i ids_from(int64_t first) {
+  return _mm512_add_epi32(_mm512_set1_epi32(int(first)),
+                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
+// Tokens compete by logit / temperature + noise; of equals the lowest id wins. Each may enter more than once.
+class Race {
+ public:
+  Race(NoiseKey key, double temperature, const Survey& survey)
+      : key_(key), temperature_(temperature), best_(survey.best), token_(survey.token), score_(weigh(best_, token_)) {
+    set_lead();
+  }
+
+  int64_t token() const { return token_; }
+  // A logit below this cannot win any more.
+  float least() const { return below(best_ + (lead_ - kMostNoise) * temperature_); }
+
+  void enter(__m512 logits, __m512i tokens) {
+    const __m512 ahead = _mm512_mul_ps(_mm512_sub_ps(logits, _mm512_set1_ps(best_)), _mm512_set1_ps(inverse_));
+    const __m512 needed = _mm512_sub_ps(ahead, _mm512_set1_ps(lead_));
+    const __mmask16 near = _mm512_cmp_ps_mask(needed, _mm512_set1_ps(-kMostNoise), _CMP_GE_OQ);
+    if (!near) return;
+    const __m512i bits = noise_bits512(key_, tokens);
+    const __m512 rest = _mm512_cvtepu32_ps(_mm512_xor_si512(bits, _mm512_set1_epi32(-1)));
+    // 1 - u = (rest + 0.5) / 2^32 must lie within exp(needed).
+    const __m512 chance = _mm512_mul_ps(exp512(needed), _mm512_set1_ps(0x1p32f));
+    const __mmask16 won = _mm512_mask_cmp_ps_mask(near, rest, chance, _CMP_LE_OQ);
+    if (won) weigh_all(logits, tokens, won);
+  }
+
+ private:
+  // Larger than the errors of float32 above, for logits within reach.
+  static constexpr double kMargin = 1e-3;
+
+  double weigh(float logit, int64_t token) const {
+    const double ahead = double(logit) / temperature_ - double(best_) / temperature_;
+    return ahead + double(gumbel(noise_bits(key_, uint32_t(token))));
+  }
+  void set_lead() { lead_ = float(score_ - kMargin); }
+
+  __attribute__((noinline)) void weigh_all(__m512 logits, __m512i tokens, __mmask16 which) {
+    alignas(64) float logit[kLanes];
+    alignas(64) int32_t token[kLanes];
+    _mm512_store_ps(logit, logits);
+    _mm512_store_si512(token, tokens);
+    for (unsigned rest = which; rest; rest &= rest - 1) {
+      const int lane = __builtin_ctz(rest);
+      const double score = weigh(logit[lane], token[lane]);
+      if (score < score_ || (score == score_ && token[lane] >= token_)) continue;
+      score_ = score;
+      token_ = token[lane];
+      set_lead();
+    }
+  }
+
+  const NoiseKey key_;
+  const double temperature_;
+  const float inverse_ = float(1.0 / temperature_);
+  const float best_;  // of the logits
+  int64_t token_;
+  double score_;  // of the winner so far; the best logit without noise has 0
+  float lead_;    // about the same
+};
+
+// Draws the tokens of one row after another, in memory of its own.
+class Drawer {
+ public:
+  // -1 where logits are not finite.
+  int64_t draw(const LogitRow& row, Sampling how, int64_t position) {
+    survey_.take(row);
+    if (survey_.token < 0 || how.temperature == 0.0) return survey_.token;
+    if (how.top_k >= row.vocab) how.top_k = 0;
+    Race race(noise_key(how.seed, uint64_t(position)), how.temperature, survey_);
+    if (how.top_k == 0 && how.top_p >= 1.0 && how.min_p <= 0.0) {
+      enter_all(row, race);
+    } else {
+      const int64_t kept = how.top_k || how.top_p < 1.0 ? keep_first(row, how) : keep_likely(row, how);
+      for (int64_t i = 0; i < kept; i += kLanes) {
+        const __mmask16 mask = lanes(kept - i);
+        const __m512 logits = _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits_.data() + i);
+        race.enter(logits, _mm512_maskz_loadu_epi32(mask, tokens_.data() + i));
+      }
+    }
+    return race.token();
+  }
+
+ private:
+  void enter_all(const LogitRow& row, Race& race) const {
+    for (int64_t block = 0; block < survey_.blocks; ++block) {
+      if (!survey_.reaches(block, _mm512_set1_ps(race.least()))) continue;
+      for (int64_t i = block * Survey::kBlock; i < (block + 1) * Survey::kBlock; i += kLanes) {
+        race.enter(row.at(i), ids_from(i));
+      }
+    }
+  }
+
+  // --- candidates: tokens_ and logits_, of which `count_` ---
+
+  // Those whose logit is at least so much, in order of their ids. -inf is none.
+  void collect(const LogitRow& row, float least) {
+    const __m512 limit = _mm512_set1_ps(std::max(least, std::numeric_limits<float>::lowest()));
+    if (int64_t(tokens_.size()) < row.vocab + kLanes) {
+      tokens_.resize(row.vocab + kLanes);
+      logits_.resize(row.vocab + kLanes);
+    }
+    count_ = 0;
+    for (int64_t block = 0; block < survey_.blocks; ++block) {
+      if (!survey_.reaches(block, limit)) continue;
+      for (int64_t i = block * Survey::kBlock; i < (block + 1) * Survey::kBlock; i += kLanes) {
+        const __m512 x = row.at(i);
+        const __mmask16 mask = _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
+        if (!mask) continue;
+        store(logits_.data() + count_, _mm512_maskz_compress_ps(mask, x));
+        _mm512_storeu_si512(tokens_.data() + count_, _mm512_maskz_compress_epi32(mask, ids_from(i)));
+        count_ += __builtin_popcount(mask);
+      }
+    }
+  }
+
+  // Puts candidates in descending order, of equals the lowest id first.
+  void sort() {
+    keys_.resize(count_);
+    for (int64_t i = 0; i < count_; ++i) {
+      uint32_t bits;
+      const float logit = logits_[i] + 0.0f;  // -0 becomes 0
+      std::memcpy(&bits, &logit, sizeof(bits));
+      keys_[i] = uint64_t{bits >> 31 ? bits : ~bits & 0x7FFFFFFF} << 32 | uint32_t(tokens_[i]);
+    }
+    if (count_ <= kFew) std::sort(keys_.begin(), keys_.end());
+    else sort_by_digits();
+    for (int64_t i = 0; i < count_; ++i) {
+      const uint32_t word = uint32_t(keys_[i] >> 32), bits = word >> 31 ? word : ~word & 0x7FFFFFFF;
+      std::memcpy(&logits_[i], &bits, sizeof(bits));
+      tokens_[i] = int32_t(keys_[i]);
+    }
+  }
+
+  // By the logits' digits; ids ascend already.
+  void sort_by_digits() {
+    constexpr int kDigits = 11;
+    sorted_.resize(count_);
+    for (int shift = 32; shift < 64; shift += kDigits) {
+      int64_t place[(1 << kDigits) + 1] = {};
+      auto digit = [shift](uint64_t key) { return (key >> shift) & ((1 << kDigits) - 1); };
+      for (const uint64_t key : keys_) ++place[digit(key) + 1];
+      for (int i = 0; i < 1 << kDigits; ++i) place[i + 1] += place[i];
+      for (const uint64_t key : keys_) sorted_[place[digit(key)]++] = key;
+      keys_.swap(sorted_);
+    }
+  }
+
+  // --- filters: how many of the candidates are kept ---
+
+  double weight(float logit, double temperature) const {
+    return std::exp((double(logit) - double(survey_.best)) / temperature);
+  }
+  // A logit whose weight is this, or a little less.
+  float logit_of(double weight, double temperature) const {
+    return weight > 0.0 ? below(survey_.best + temperature * std::log(weight)) : kNone;
+  }
+
+  // min_p alone: nothing need be in order.
+  int64_t keep_likely(const LogitRow& row, const Sampling& how) {
+    collect(row, std::max(logit_of(how.min_p * (1.0 - kSlack), how.temperature), reach(how)));
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count_; ++i) {
+      if (weight(logits_[i], how.temperature) < how.min_p) continue;
+      logits_[kept] = logits_[i];
+      tokens_[kept++] = tokens_[i];
+    }
+    return kept;
+  }
+
+  // top_k and top_p, with or without min_p: the first ones in descending order.
+  int64_t keep_first(const LogitRow& row, const Sampling& how) {
+    Mass mass{};
+    const bool nucleus = how.top_p < 1.0;
+    if (how.top_k) {
+      collect(row, std::max(survey_.least_of(how.top_k), nucleus ? kNone : reach(how)));
+    } else {
+      mass = mass_of(row, how);
+      collect_nucleus(row, how, mass);
+    }
+    sort();
+    const int64_t first = how.top_k ? std::min(how.top_k, count_) : count_;
+    if (nucleus && how.top_k) {
+      double total = 0.0;
+      for (int64_t i = 0; i < first; ++i) total += weight(logits_[i], how.temperature);
+      mass = {total, total};
+    }
+    int64_t kept = nucleus ? count_within(how, first, mass.low) : first;
+    if (mass.low < mass.high && count_within(how, first, mass.high) != kept) {
+      kept = count_within(how, first, exact_mass(row, how));
+    }
+    while (how.min_p > 0.0 && kept > 1 && weight(logits_[kept - 1], how.temperature) < how.min_p) --kept;
+    return kept;
+  }
+
+  // How many of the first candidates have less than top_p of the mass before them.
+  int64_t count_within(const Sampling& how, int64_t first, double mass) const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < first; ++i) {
+      const double own = weight(logits_[i], how.temperature);
+      sum += own;
+      if (!(sum - own < how.top_p * mass)) return i;
+    }
+    return first;
+  }
+
+  // Bounds of a sum of weights.
+  struct Mass {
+    double low, high;
+  };
+
+  // Of all tokens, in float32.
+  Mass mass_of(const LogitRow& row, const Sampling& how) const {
+    double sum = 0.0;
+    for (int64_t block = 0; block < survey_.blocks; ++block) {
+      const int64_t first = block * Survey::kBlock;
+      sum += rough_weights(how, Survey::kBlock, [&](int64_t i) { return row.at(first + i); });
+    }
+    return {sum * (1.0 - kSlack), sum * (1.0 + kSlack)};
+  }
+
+  double exact_mass(const LogitRow& row, const Sampling& how) const {
+    double sum = 0.0;
+    alignas(64) float logits[kLanes];
+    for (int64_t i = 0; i < row.vocab; i += kLanes) {
+      _mm512_store_ps(logits, row.at(i));
+      for (const float logit : logits) sum += logit == kNone ? 0.0 : weight(logit, how.temperature);
+    }
+    return sum;
+  }
+
+  template <class Logits>
+  double rough_weights(const Sampling& how, int64_t count, Logits&& logits) const {
+    const __m512 best = _mm512_set1_ps(survey_.best), inverse = _mm512_set1_ps(float(1.0 / how.temperature));
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < count; i += kLanes) {
+      sum = _mm512_add_ps(sum, exp512(_mm512_mul_ps(_mm512_sub_ps(logits(i), best), inverse)));
+    }
+    return double(_mm512_reduce_add_ps(sum));
+  }
+
+  // Every token of the nucleus that the noise can reach, and as few others as some trials tell.
+  void collect_nucleus(const LogitRow& row, const Sampling& how, const Mass& mass) {
+    const float lowest = reach(how);
+    // Tokens that are less likely than this have less than the rest together if there are no more than 64 of them.
+    double least = (1.0 - how.top_p) * mass.low / 64.0;
+    for (;; least /= 32.0) {
+      const float floor = std::max(logit_of(std::min(least, 1.0), how.temperature), lowest);
+      collect(row, floor);
+      if (floor == lowest || collected(how) > how.top_p * mass.high) return;
+    }
+  }
+
+  // The candidates' mass, or a little less.
+  double collected(const Sampling& how) const {
+    double sum = 0.0;
+    for (int64_t first = 0; first < count_; first += Survey::kBlock) {
+      sum += rough_weights(how, std::min(Survey::kBlock, count_ - first), [&](int64_t i) {
+        const __mmask16 mask = lanes(count_ - first - i);
+        return _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits_.data() + first + i);
+      });
+    }
+    return sum * (1.0 - kSlack);
+  }
+
+  // A logit below this loses against the best one whatever the noise.
+  float reach(const Sampling& how) const { return below(survey_.best - how.temperature * kNoiseRange); }
+
+  // Of sums in float32, relative to them: far above their errors.
+  static constexpr double kSlack = 2e-5;
+  // As many are sorted by comparing.
+  static constexpr int64_t kFew = 1500;
+
+  Survey survey_;
+  std::vector<float> logits_;
+  std::vector<int32_t> tokens_;
+  std::vector<uint64_t> keys_, sorted_;
+  int64_t count_ = 0;
+};
+
+}  // namespace outrider
