@@ -7,8 +7,8 @@ the target's own sample whenever its distribution is close ("Gumbel-max coupling
     (key, token)      -- 32-bit integer mixing on the device -->  32 random bits
     bits              -- u = (bits + 0.5) / 2^32, g = -ln(-ln u) -->  float32 in [-3.14, 22.9]
 
-This module is the NumPy form. PyTorch and JAX repeat `token_bits` in their own integer operations; golden vectors in
-the tests hold all of them to the same bits.
+This module is the NumPy form. PyTorch, JAX and C++ repeat `token_bits` in their own integer operations; the tests hold
+all of them to the same bits.
 """
 
 from __future__ import annotations

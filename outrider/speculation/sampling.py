@@ -151,7 +151,8 @@ def filtered_log_probs(logits: NDArray[np.floating], params: SamplingParams) -> 
     keep = np.ones(len(order), dtype=bool)  # in descending order of probability
     if params.top_k:
         keep[params.top_k :] = False
-    p = np.where(keep, np.exp(log_p[order]), 0.0)
+    # Relative to the likeliest, so that no rounding of a norm decides how many of equals are kept.
+    p = np.where(keep, np.exp(log_p[order] - log_p[order[0]]), 0.0)
     if params.top_p < 1.0:
         before = np.cumsum(p) - p  # mass of the likelier tokens
         keep &= before < params.top_p * p.sum()

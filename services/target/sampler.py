@@ -2,7 +2,8 @@
 
 The same tokens as the NumPy oracle, for less work. Gumbel noise is computed for every token in float32 first, which
 names a few candidates; only these are weighed in float64. Filters need the order of the likeliest tokens alone, and
-rows without filters, and greedy rows, don't pay for those that have them.
+rows without filters, and greedy rows, don't pay for those that have them. On CPUs a compiled kernel draws the same
+tokens where it can be had (kernels/cpu/draw.py), and this is its plain twin.
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows, hurry: bool) -> Tensor
     rough += _rough_gumbel(_bits32(rows.keys[:, None, :], tokens))
     _, candidates = rough.topk(min(_CANDIDATES, logits.shape[1]), dim=-1, sorted=False)
     candidates, _ = candidates.sort(dim=-1)  # so that the first of equals is the lowest id
-    scores = logits.gather(1, candidates).double() / rows.temperature[:, None]
+    scores = (logits.gather(1, candidates).double() - best[:, None].double()) / rows.temperature[:, None]
     scores += _gumbel(_bits32(rows.keys[:, None, :], candidates))
     drawn = candidates.gather(1, scores.argmax(dim=-1, keepdim=True))[:, 0]
     return drawn if unsure is None else torch.where(unsure, UNSURE, drawn)

@@ -1,5 +1,5 @@
-"""Kernels for CPUs in C++: products of few rows with laid-out weights, paged attention, and whole decoders.
+"""Kernels for CPUs in C++: products of few rows with laid-out weights, paged attention, whole decoders, draws.
 
-`csrc/` is compiled by `build`, bound by `library`; `weights`, `attention` and `program` are what others use. Where
-there is no compiler, or the processor lacks an instruction that they need, PyTorch's own operators serve instead.
+`csrc/` is compiled by `build`, bound by `library`; `weights`, `attention`, `program` and `draw` are what others use.
+Where there is no compiler, or the processor lacks an instruction that they need, PyTorch's own operators serve instead.
 """

@@ -50,8 +50,10 @@ def draw(
     other; positions: [R], absolute positions of the drawn tokens; mask: what grammars allow
     """
     rows, vocab = logits.shape
-    assert logits.is_contiguous() and logits.dtype == torch.float32, "the kernel walks through memory in order"
-    assert len(positions) == rows and positions.dtype == counts.dtype == np.int64, "one position a row"
+    assert logits.is_contiguous(), "the kernel walks through memory in order"
+    assert logits.dtype == torch.float32, "the kernel reads these"
+    assert positions.dtype == counts.dtype == np.int64, "the kernel reads these"
+    assert len(positions) == rows, "one position a row"
     tokens = np.empty(rows, np.int64)
     lines = None
     if mask is not None:
