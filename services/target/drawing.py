@@ -26,6 +26,7 @@ from services.target.budget import Calibration
 from services.target.features import Features
 from services.target.grammar import Matcher
 from services.target.kernels.cpu import draw as compiled
+from services.target.kernels.cpu import library
 from services.target.kv_cache import KVCache
 from services.target.logprobs import PromptScores, Scores
 from services.target.masks import Guided, Mask, Masks
@@ -110,7 +111,7 @@ class Drawing:
         self._cache = cache
         self._features = features
         self._thresholds = thresholds
-        self._compiled = model.device.type == "cpu" and thresholds.exact and compiled.available()
+        self._compiled = model.device.type == "cpu" and thresholds.exact and library.available()
         self._masks: Masks | None = None
 
     def entry(

@@ -17,14 +17,13 @@ from services.target import logprobs
 from services.target.kernels.cpu import library, rowwise
 from services.target.kernels.cpu.rowwise import Function
 from services.target.model import invariant
-from services.target.model.linear import native_available
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
 from tests.checkpoints.families import FAMILIES, write_family
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 # Wide enough for a sum's order to show in bfloat16, and with experts whose rows end within a vector.

@@ -12,13 +12,14 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target import drawing
 from services.target.kernels.cpu import draw as compiled
+from services.target.kernels.cpu import library
 from services.target.masks import Mask
 from services.target.sampler import RowRequest, gather, pick
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.test_sampler import PARAMS
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
-pytestmark = pytest.mark.skipif(not compiled.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 CPU = torch.device("cpu")
 COMMON = [
     SamplingParams(0.0),
@@ -220,7 +221,7 @@ def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monke
     ours = run(engine_of(model), requests(), hints() if hinted else None)
     assert calls
     count = len(calls)
-    monkeypatch.setattr(drawing.compiled, "available", lambda: False)
+    monkeypatch.setattr(drawing.library, "available", lambda: False)
     theirs = run(engine_of(model), requests(), hints() if hinted else None)
     assert len(calls) == count
     assert ours.new == theirs.new

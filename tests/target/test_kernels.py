@@ -15,10 +15,10 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Work, build, tree_mask
 from services.target.kernels import plan
+from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape, pages_that_fit
-from services.target.model.linear import native_available
 from tests.target.driving import opening
 
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     np.testing.assert_allclose(fused.numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.skipif(not native_available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 @pytest.mark.parametrize(("heads", "dims"), [
     ((6, 2), (20, 12)), ((4, 1), (7, 5)), ((8, 4), (128, 128)), ((40, 1), (8, 8)), ((96, 2), (16, 16)),
     ((70, 2), (48, 80)), ((8, 1), (576, 512)),

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import GROUP, Format, quantize_int4, quantize_int8
-from services.target.model.linear import NativeLinear, PackedLinear, native_available, pack
+from services.target.model.linear import NativeLinear, PackedLinear, pack
 
-needs_kernels = pytest.mark.skipif(not native_available(), reason="the CPU kernels cannot be had on this machine")
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 ONE_DNN = pytest.param(PackedLinear, id="onednn")
 OURS = pytest.param(
     lambda linear: NativeLinear(linear, Format.FLOAT32 if linear.weight.dtype == torch.float32 else Format.BFLOAT16),
@@ -85,7 +86,7 @@ def test_pack_replaces_linear_layers_and_no_others():
     x = torch.randn(2, 8)
     before = model(x)
     assert pack(model) == 2
-    kind = NativeLinear if native_available() else PackedLinear
+    kind = NativeLinear if library.available() else PackedLinear
     assert [type(layer) for layer in (model[0], model[1][0], model[2])] == [kind, kind, Special]
     torch.testing.assert_close(model(x), before)
 

@@ -18,7 +18,6 @@ from services.target.batch import Work, build
 from services.target.kernels.cpu import library
 from services.target.kv_cache import KVCache
 from services.target.model import narrow
-from services.target.model.linear import native_available
 from services.target.model.load import load
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
@@ -26,7 +25,7 @@ from tests.target.driving import chain, engine_of, load_model, load_modules, ope
 from tests.target.test_kernels import random_slice
 from tests.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not native_available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 CPU = torch.device("cpu")
 MODELS = {
     "llama": {},

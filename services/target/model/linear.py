@@ -78,15 +78,6 @@ class NativeLinear(nn.Module):
         return y
 
 
-def native_available() -> bool:
-    """True if our kernels can be had on this machine."""
-    try:
-        library.load()
-    except library.Unavailable:
-        return False
-    return True
-
-
 def pack(module: nn.Module, number_format: Format | None = None) -> int:
     """Lay out every linear layer of a model, in place. Returns how many.
 
@@ -94,7 +85,7 @@ def pack(module: nn.Module, number_format: Format | None = None) -> int:
     those that are shared, such as with an embedding.
     """
     count = 0
-    native = native_available()
+    native = library.available()
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

@@ -21,7 +21,7 @@ from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
-from services.target.model.linear import head_format, native_available, plain_format
+from services.target.model.linear import head_format, plain_format
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 _SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
@@ -32,7 +32,7 @@ _WIDEST_HEAD, _WIDEST_NORM = 576, 16384  # what the kernels have room for
 
 def serves(settings: Any) -> bool:
     """True if there are kernels on this machine for checkpoints of such a configuration."""
-    return settings.model_type in _MODEL_TYPES and native_available()
+    return settings.model_type in _MODEL_TYPES and library.available()
 
 
 def reason_against(module: Any, backend: str, cache_dtype: torch.dtype) -> str | None:

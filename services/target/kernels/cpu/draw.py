@@ -21,15 +21,6 @@ from services.target.masks import Mask
 _SAMPLING = struct.Struct("<dddqQ")  # csrc/draw.h
 
 
-def available() -> bool:
-    """True if the kernel can be had on this machine."""
-    try:
-        library.load()
-    except library.Unavailable:
-        return False
-    return True
-
-
 def pack(params: SamplingParams) -> bytes:
     """How the rows of a session are drawn."""
     temperature = 0.0 if params.greedy else params.temperature

@@ -116,3 +116,12 @@ def load() -> ctypes.CDLL:
         function = getattr(library, "outrider_" + name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def available() -> bool:
+    """True if the library can be had on this machine."""
+    try:
+        load()
+    except Unavailable:
+        return False
+    return True
