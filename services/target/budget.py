@@ -17,18 +17,24 @@ from outrider.speculation.tree import TreeSlice
 from services.target.cost import FREE, StepCost
 
 _KEPT = 0.97  # what remains of the evidence after a step that adds to it
-_KEPT_IDLE = 0.998  # ... after one that does not: what was given up is tried again, but seldom
 _PRIOR = 2.0  # promised nodes that the prior counts for
 _LEAST, _MOST = 0.01, 2.0
+_SOONEST, _LATEST = 8, 128  # steps after which a drafter that was given up is tried again
 
 
 class Calibration:
-    """Accepted over promised nodes, of one session or of all. Evidence fades, for texts change."""
+    """Accepted over promised nodes, of one session or of all. Evidence fades, for texts change.
+
+    A drafter whose hints are left aside gives no evidence. So now and then one node is tried all the same (`due`), ever
+    more seldom as long as that fails.
+    """
 
     def __init__(self, prior: float = 1.0) -> None:
         self._prior = prior
         self._promised = 0.0
         self._accepted = 0.0
+        self._pause = _SOONEST
+        self._steps = _LATEST  # since evidence came; a new session is tried at once
 
     @property
     def ratio(self) -> float:
@@ -36,11 +42,20 @@ class Calibration:
         ratio = (self._accepted + _PRIOR * self._prior) / (self._promised + _PRIOR)
         return min(max(ratio, _LEAST), _MOST)
 
+    @property
+    def due(self) -> bool:
+        """True if one node should be tried, whatever it seems to be worth."""
+        return self._steps >= self._pause
+
     def observe(self, promised: float, accepted: int) -> None:
         """Take in one step. promised: sum of its nodes' probabilities. accepted: nodes on the accepted path."""
-        kept = _KEPT if promised else _KEPT_IDLE
-        self._promised = self._promised * kept + promised
-        self._accepted = self._accepted * kept + accepted
+        self._steps += 1
+        if not promised:
+            return
+        self._steps = 0
+        self._pause = _SOONEST if accepted else min(2 * self._pause, _LATEST)
+        self._promised = self._promised * _KEPT + promised
+        self._accepted = self._accepted * _KEPT + accepted
 
 
 def promised(draft: TreeSlice) -> float:

@@ -13,6 +13,7 @@ opens at or past its limit of tokens, for there is nothing left to commit and it
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -230,24 +231,28 @@ class TargetEngine(Engine):
         entries = [self._entries[chunk.session.id] for chunk in chunks if chunk.last]
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         least = 0.0 if self._fixed_rows else self.budget.least_probability(rows, len(entries), keys)
-        drafts = [self._candidates(entry, least_score(least, entry.calibration.ratio)) for entry in entries]
+        drafts = [self._candidates(entry, least) for entry in entries]
         if not self._fixed_rows:
             ratios = [entry.calibration.ratio for entry in entries]
             counts = self.budget.choose(drafts, ratios, rows, keys)
-            drafts = [draft.head(count) for draft, count in zip(drafts, counts, strict=True)]
+            drafts = [
+                draft.head(max(count, 1) if entry.calibration.due else count)
+                for entry, draft, count in zip(entries, drafts, counts, strict=True)
+            ]
         return {
             entry.session.id: self._reserve(entry.session, draft) for entry, draft in zip(entries, drafts, strict=True)
         }
 
     def _candidates(self, entry: Entry, least: float) -> TreeSlice:
-        """The likeliest nodes of a session, above a log-score."""
+        """The likeliest nodes of a session, least: in probability, unless one is due to be tried."""
         depth = self._room(entry.session) - 1  # the bonus token needs a place too
         if self._max_depth is not None:
             depth = min(depth, self._max_depth)
         if depth < 1:
             return EMPTY_SLICE
         admits = entry.admits if entry.matcher is not None else None
-        return entry.tree.select(self.max_rows - 1, depth, self._max_children, least, admits)
+        lowest = -math.inf if entry.calibration.due else least_score(least, entry.calibration.ratio)
+        return entry.tree.select(self.max_rows - 1, depth, self._max_children, lowest, admits)
 
     def _reserve(self, session: Session, draft: TreeSlice) -> TreeSlice:
         """As much of a draft as there are pages for, which it gets."""

@@ -88,16 +88,26 @@ def test_calibration_finds_what_scores_are_worth():
         assert calibration.ratio == pytest.approx(worth, abs=0.2)
 
 
-def test_what_was_given_up_is_tried_again_but_seldom():
+def test_what_was_given_up_is_tried_again_but_ever_more_seldom():
     calibration = Calibration()
+    assert calibration.due, "a new session is tried at once"
     for _ in range(50):
         calibration.observe(promised(draft(0.9, 0.9, 0.9)), 0)
     assert calibration.ratio < 0.05
-    steps = 0
-    while calibration.ratio < 0.1:
-        calibration.observe(promised(draft()), 0)
-        steps += 1
-    assert 100 < steps < 2000
+    tries = []
+    for step in range(1000):
+        if calibration.due:
+            tries.append(step)
+        calibration.observe(0.9 if calibration.due else 0.0, 0)
+    assert 5 < len(tries) < 15
+    calibration.observe(0.9, 1)  # one success, and it is asked again soon
+    before = calibration.ratio
+    for _ in range(8):
+        assert not calibration.due
+        calibration.observe(0.0, 0)
+    assert calibration.due
+    calibration.observe(0.9, 1)
+    assert calibration.ratio > max(before, 0.1)
 
 
 def test_new_sessions_begin_where_the_others_are():

@@ -80,7 +80,8 @@ class ProgramRunner:
         self._dtype: torch.dtype = module.dtype
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._writes: dict[str, Callable[[Tensor], object]] = {}
-        self._program = Program(torch.get_num_threads(), module.dtype, module.config.hidden_size)
+        self.threads = torch.get_num_threads()
+        self._program = Program(self.threads, module.dtype, module.config.hidden_size)
         self.weight_bytes = 0
         _Builder(self, module, probe, number_format or own, positions).build()
 

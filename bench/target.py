@@ -1,0 +1,248 @@
+"""The target alone, on a CPU: steps against the memory that they must read, and hints against plain decoding.
+
+step   whole engine steps of one session with 1, 8 and 16 rows, by number format of the weights. The floor is the time
+       in which the weights and the session's keys and values can be read, at the bandwidth measured beside it
+many   plain decoding of several sessions at once
+first  the first token of a short prompt
+hints  tokens a second from 1 to 64 sessions: plain, with a good drafter's hints, with a useless one's. Both claim to
+       be right nine times in ten; the good one is eight times in ten, the other never. They cost no time of their own
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.report import RESULTS, Report
+from outrider import checkpoint
+from outrider.config import TargetConfig
+from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import Proposal, path_hash
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from services.target.app import build_engine
+from services.target.budget import Budget
+from services.target.engine import TargetEngine
+from services.target.kernels.cpu.bandwidth import read_bandwidth
+from services.target.kv_cache import token_bytes
+from services.target.model.native import ProgramRunner
+
+GREEDY = SamplingParams(temperature=0.0)
+CONTEXT = 200  # tokens
+CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
+HINTED = 8  # tokens of a hint
+Hints = Callable[[int, list[int]], Proposal | None]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and write docs/benchmarks/target.*."""
+    parser = argparse.ArgumentParser(prog="python -m bench target", description=__doc__)
+    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
+    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--steps", type=int, default=60, help="timed steps of each figure")
+    args = parser.parse_args(argv)
+    steps = Report("target-steps", "The target on a CPU: steps against their memory floor")
+    hints = Report("target-hints", "The target on a CPU: hints against plain decoding")
+    for name in args.formats:
+        engine = engine_of(name, max(args.sessions))
+        measure_steps(steps, engine, name, args.steps)
+        if name == args.formats[0]:
+            for sessions in args.sessions:
+                measure_hints(hints, engine, sessions, args.steps)
+    steps.notes += [
+        "floor: weights, keys and values that a step reads, at the bandwidth of all threads together",
+        "of floor: floor / step; against plain: a step with so many rows / one with a single row",
+    ]
+    hints.notes += [
+        f"hints of {HINTED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
+        "plain: tokens a second of the engine; ratios are of runs in turns, so that the machine's moods cancel",
+    ]
+    plot(hints)
+    steps.write()
+    hints.write()
+
+
+def engine_of(name: str, sessions: int) -> TargetEngine:
+    """An engine of the default model with weights in a number format."""
+    flags = {"quantization": name} if name.startswith("int") else {"dtype": name}
+    config = TargetConfig(max_running_requests=sessions, max_total_tokens=64 * 1024, disable_radix_cache=True, **flags)
+    return build_engine(checkpoint.resolve(config.model_path), config)
+
+
+def opening(session_id: int, prompt: NDArray[np.uint32], new: int) -> OpenSession:
+    """A greedy session of a fixed length."""
+    return OpenSession(session_id, prompt, len(prompt), GREEDY, StopConditions(new, ignore_eos=True))
+
+
+def prompt_of(seed: int, length: int) -> NDArray[np.uint32]:
+    """Token ids that are likely enough for any vocabulary."""
+    return np.random.default_rng(seed).integers(300, 20_000, length).astype(np.uint32)
+
+
+# --- steps ---
+
+
+def measure_steps(report: Report, engine: TargetEngine, name: str, steps: int) -> None:
+    """Rows of one session, several sessions, and the first token."""
+    runner = engine.model.runner
+    assert isinstance(runner, ProgramRunner), "the floor is that of a compiled program"
+    bandwidth = read_bandwidth(runner.threads)
+    bytes_read = runner.weight_bytes + CONTEXT * token_bytes(engine.model.shapes, engine.model.cache_dtype)
+    floor = bytes_read / bandwidth
+    plain = 0.0
+    for rows in (1, 8, 16):
+        seconds = verified_step(engine, rows, steps)
+        plain = plain or seconds
+        report.add(
+            weights=name, what=f"step of {rows} rows", ms=1e3 * seconds, floor_ms=1e3 * floor,
+            **{"of floor": floor / seconds, "against plain": seconds / plain, "tokens/s": ""},
+            **{"GB/s": bandwidth / 1e9},
+        )  # fmt: skip
+    seconds = many(engine, 8, steps)
+    report.add(weights=name, what="8 sessions, plain", ms=1e3 * seconds, **{"tokens/s": 8 / seconds})
+    seconds = min(first_token(engine, seed) for seed in range(5))
+    report.add(weights=name, what="first token of a prompt of 48 tokens", ms=1e3 * seconds)
+
+
+class _Everything(Budget):
+    def choose(self, drafts, *_):  # noqa: ANN001, ANN002, ANN202
+        return [len(draft) for draft in drafts]
+
+
+def verified_step(engine: TargetEngine, rows: int, steps: int) -> float:
+    """Median seconds of a step with so many rows of a session; no draft is ever right."""
+    budget, most = engine.budget, engine.max_rows
+    engine.budget, engine.max_rows = _Everything(), rows
+    engine.open(opening(1, prompt_of(1, CONTEXT), steps + 8))
+    path = prompt_of(1, CONTEXT).tolist()
+    times = []
+    while not engine.idle:
+        engine.hints(1).clear()
+        for depth in range(rows - 1):
+            engine.hints(1).add(depth - 1, 7, 0.0)
+        start = time.perf_counter()
+        output = engine.step()
+        times.append(time.perf_counter() - start)
+        path += [token for commit in output.commits for token in commit.tokens.tolist()]
+    engine.budget, engine.max_rows = budget, most
+    return float(np.median(times[4:-1]))
+
+
+def many(engine: TargetEngine, sessions: int, steps: int) -> float:
+    """Median seconds of a plain step of so many sessions."""
+    for i in range(sessions):
+        engine.open(opening(i, prompt_of(i, 48), steps + 40))
+    times = []
+    while engine.scheduler.running or engine.scheduler.waiting:
+        start = time.perf_counter()
+        output = engine.step()
+        if len(output.commits) == sessions:
+            times.append(time.perf_counter() - start)
+    return float(np.median(times[2:-1]))
+
+
+def first_token(engine: TargetEngine, seed: int) -> float:
+    """Seconds from a prompt's arrival to its first token."""
+    start = time.perf_counter()
+    engine.open(opening(1, prompt_of(seed, 48), 2))
+    while not engine.step().commits:
+        pass
+    seconds = time.perf_counter() - start
+    engine.close(1)
+    return seconds
+
+
+# --- hints ---
+
+
+def measure_hints(report: Report, engine: TargetEngine, sessions: int, steps: int) -> None:
+    """Tokens a second with and without hints, in turns."""
+    new = 4 * steps
+    prompts = {i: prompt_of(i, 48) for i in range(1, sessions + 1)}
+    texts = decode(engine, prompts, new, None)[0]
+    ratios: dict[str, list[float]] = {"good": [], "useless": []}
+    plain: list[float] = []
+    for kind, measured in ratios.items():
+        hints = hints_of(kind, prompts, texts)
+        decode(engine, prompts, new, hints)  # the engine learns what the hints are worth
+        for _ in range(3):
+            seconds = []
+            for used in (None, hints):
+                said, taken = decode(engine, prompts, new, used)
+                assert said == texts, "hints never change the text"
+                seconds.append(taken)
+            plain.append(sessions * new / seconds[0])
+            measured.append(seconds[0] / seconds[1])
+    report.add(
+        sessions=sessions,
+        plain=float(np.median(plain)),
+        **{f"{kind} / plain": float(np.median(measured)) for kind, measured in ratios.items()},
+    )
+
+
+def hints_of(kind: str, prompts: dict[int, NDArray[np.uint32]], texts: dict[int, list[int]]) -> Hints:
+    """A drafter that knows the texts, and is right as often as its kind says."""
+    rng = np.random.default_rng(0)
+    score = np.full(HINTED, np.log(CLAIMED), np.float32)
+
+    def hint(session_id: int, path: list[int]) -> Proposal | None:
+        done = len(path) - len(prompts[session_id])
+        right = np.array(texts[session_id][done : done + HINTED], np.uint32)
+        if not len(right):
+            return None
+        wrong = rng.random(len(right)) > (GOOD if kind == "good" else 0.0)
+        tokens = np.where(wrong, (right + 1) % 1000, right).astype(np.uint32)
+        parents = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+        return Proposal(session_id, len(path), path_hash(np.array(path)), tokens, parents, score[: len(tokens)])
+
+    return hint
+
+
+def decode(
+    engine: TargetEngine, prompts: dict[int, NDArray[np.uint32]], new: int, hints: Hints | None
+) -> tuple[dict[int, list[int]], float]:
+    """New tokens of every session, and the seconds that steps took once all prompts were computed."""
+    paths = {i: prompt.tolist() for i, prompt in prompts.items()}
+    for i, prompt in prompts.items():
+        engine.open(opening(i, prompt, new))
+    while any(len(paths[i]) == len(prompts[i]) for i in prompts):
+        for commit in engine.step().commits:
+            paths[commit.session_id] += commit.tokens.tolist()
+    seconds = 0.0
+    while not engine.idle:
+        proposals = [
+            hint
+            for i, path in paths.items()
+            if hints is not None and len(path) - len(prompts[i]) < new and (hint := hints(i, path)) is not None
+        ]
+        start = time.perf_counter()
+        engine.receive(proposals, ())
+        output = engine.step()
+        seconds += time.perf_counter() - start
+        for commit in output.commits:
+            paths[commit.session_id] += commit.tokens.tolist()
+    return {i: path[len(prompts[i]) :] for i, path in paths.items()}, seconds
+
+
+def plot(report: Report, folder: Path = RESULTS) -> None:
+    """Ratios by sessions."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    sessions = [row["sessions"] for row in report.rows]
+    for kind in ("good", "useless"):
+        axes.plot(sessions, [row[f"{kind} / plain"] for row in report.rows], marker="o", label=f"{kind} hints")
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="sessions", ylabel="tokens a second / plain", ylim=(0, None))
+    axes.set_xticks(sessions, [str(n) for n in sessions])
+    axes.legend(frameon=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{report.name}.png", dpi=120)
+    plt.close(figure)
