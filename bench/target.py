@@ -22,7 +22,7 @@ from bench.report import RESULTS, Report
 from outrider import checkpoint
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import Proposal, path_hash
+from outrider.speculation.proposal import ALL_WANTED, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.app import build_engine
 from services.target.budget import Budget
@@ -213,11 +213,12 @@ def decode(
         for commit in engine.step().commits:
             paths[commit.session_id] += commit.tokens.tolist()
     seconds = 0.0
+    wanted = dict.fromkeys(prompts, ALL_WANTED)
     while not engine.idle:
         proposals = [
             hint
             for i, path in paths.items()
-            if hints is not None and len(path) - len(prompts[i]) < new and (hint := hints(i, path)) is not None
+            if hints is not None and wanted[i] and (hint := hints(i, path)) is not None
         ]
         start = time.perf_counter()
         engine.receive(proposals, ())
@@ -225,6 +226,7 @@ def decode(
         seconds += time.perf_counter() - start
         for commit in output.commits:
             paths[commit.session_id] += commit.tokens.tolist()
+            wanted[commit.session_id] = commit.wanted
     return {i: path[len(prompts[i]) :] for i, path in paths.items()}, seconds
 
 

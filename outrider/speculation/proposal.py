@@ -120,6 +120,9 @@ class Logprobs:
         return Logprobs(self.first + count, self.values[count:], self.top_tokens[count:], self.top_values[count:])
 
 
+ALL_WANTED = 0xFFFFFFFF  # nodes: as many as there are
+
+
 @dataclass(frozen=True)
 class Commit:
     """What one verification step committed in one session.
@@ -129,6 +132,7 @@ class Commit:
     root_hash:   path hash after the commit
     verified, accepted: draft nodes in the step, and those of them on the accepted path
     cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone
+    wanted:      draft nodes that the next step could verify with profit; 0 if hints are not worth their making
     logprobs:    of the tokens, where the session asked for them
     prompt_logprobs: of the prompt's tokens but the first, where the session asked; with the first commit alone
     """
@@ -143,3 +147,4 @@ class Commit:
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    wanted: int = ALL_WANTED

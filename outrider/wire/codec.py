@@ -65,7 +65,6 @@ def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
 
 def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
     """A CommitBatch message."""
-    cached = [c.cached_tokens for c in commits]
     return common_pb2.CommitBatch(
         session_ids=pack((c.session_id for c in commits), U64),
         base_lengths=pack((c.base_length for c in commits), U32),
@@ -75,7 +74,8 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
         verified_counts=pack((c.verified for c in commits), U32),
         accepted_counts=pack((c.accepted for c in commits), U32),
         finish_reasons=pack((int(c.finish_reason) for c in commits), U8),
-        cached_counts=pack(cached, U32) if any(cached) else b"",
+        cached_counts=pack((c.cached_tokens for c in commits), U32),
+        wanted_counts=pack((c.wanted for c in commits), U32),
     )
 
 
@@ -92,16 +92,13 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
         unpack(message.verified_counts, U32, count).tolist(),
         unpack(message.accepted_counts, U32, count).tolist(),
         unpack(message.finish_reasons, U8, count).tolist(),
-        _or_zeros(message.cached_counts, count),
+        unpack(message.cached_counts, U32, count).tolist(),
+        unpack(message.wanted_counts, U32, count).tolist(),
     )
     return [
-        Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason), cached)
-        for session_id, base, span, root, verified, accepted, reason, cached in zip(*columns, strict=True)
+        Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason), cached, wanted=wanted)
+        for session_id, base, span, root, verified, accepted, reason, cached, wanted in zip(*columns, strict=True)
     ]
-
-
-def _or_zeros(data: bytes, length: int) -> list[int]:
-    return unpack(data, U32, length).tolist() if data else [0] * length
 
 
 def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int, int]]:
@@ -118,7 +115,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
         unpack(batch.verified_counts, U32, size).tolist(),
         unpack(batch.accepted_counts, U32, size).tolist(),
         unpack(batch.finish_reasons, U8, size).tolist(),
-        _or_zeros(batch.cached_counts, size),
+        unpack(batch.cached_counts, U32, size).tolist(),
         strict=True,
     )
     return iter(columns)

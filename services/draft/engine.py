@@ -122,6 +122,7 @@ class DraftEngine(Engine):
 
     def _apply(self, session: DraftSession, commit: Commit, known: int) -> None:
         tokens = commit.tokens[known:]
+        session.wanted = commit.wanted
         path = session.path_of(tokens.tolist())
         running, ready = session.id in self._running, False
         try:

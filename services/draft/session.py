@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from outrider.serving.messages import OpenSession
 from outrider.speculation.noise import position_keys
-from outrider.speculation.proposal import Proposal
+from outrider.speculation.proposal import ALL_WANTED, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.features import FeatureRows
 
@@ -60,6 +60,7 @@ class DraftSession:
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.root_expanded = False
         self.rounds_waited = 0  # since the engine last grew this tree
+        self.wanted = ALL_WANTED  # nodes, by the last commit
         self.answered = True  # the last commit has been followed by a proposal, if only an empty one
         self.features = FeatureRows()
         self.frontier: list[tuple[float, int]] = []  # (-path_score, node), best first
@@ -104,7 +105,7 @@ class DraftSession:
 
     def wishes(self, count: int) -> list[tuple[float, int]]:
         """Up to `count` nodes to expand, as (log-probability to reach it, node), best first."""
-        if self.max_depth < 1:
+        if self.max_depth < 1 or not self.wanted:
             return []
         if not self.root_expanded:
             return [(0.0, ROOT)]
@@ -188,7 +189,7 @@ class DraftSession:
         self._expanded = [self._expanded[old] for old in kept]
         self._sent = [self._sent[old] for old in kept]
         self.root_expanded = root_expanded
-        self.answered = False
+        self.answered = not self.wanted  # nobody waits for what is not wanted
         self.frontier = []
         for node in range(len(kept)):
             self._enter_frontier(node)
@@ -214,6 +215,8 @@ class DraftSession:
         """The nodes above the floor that have not been sent, hung on what has; they count as sent afterwards."""
         tree, floor = self.tree, self.limits.log_floor
         fresh = [i for i in range(len(tree)) if not self._sent[i] and tree.path_score[i] >= floor]
+        if len(fresh) > self.wanted:  # the best; no child is better than its parent
+            fresh = sorted(sorted(fresh, key=lambda i: -tree.path_score[i])[: self.wanted])
         groups: dict[int, list[int]] = {}  # by anchor, in the tree's order: parents first
         anchor_of: dict[int, int] = {}
         for node in fresh:

@@ -17,9 +17,11 @@ from outrider.speculation.tree import TreeSlice
 from services.target.cost import FREE, StepCost
 
 _KEPT = 0.97  # what remains of the evidence after a step that adds to it
+_KEPT_AFTER_PAUSE = 0.3  # ... and when a drafter that was given up turns out right: it may be another by now
 _PRIOR = 2.0  # promised nodes that the prior counts for
 _LEAST, _MOST = 0.01, 2.0
-_SOONEST, _LATEST = 8, 128  # steps after which a drafter that was given up is tried again
+_SPREAD = 7919  # a prime: neighbouring sessions are tried in unlike steps
+_SOONEST, _AGAIN, _LATEST = 8, 64, 128  # steps after which a drafter that was given up is tried again
 
 
 class Calibration:
@@ -29,12 +31,17 @@ class Calibration:
     more seldom as long as that fails.
     """
 
-    def __init__(self, prior: float = 1.0) -> None:
+    def __init__(self, prior: float = 1.0, pause: int = _SOONEST, steps: int = 0) -> None:
+        """pause: steps between tries; steps: how many of them are over."""
         self._prior = prior
         self._promised = 0.0
         self._accepted = 0.0
-        self._pause = _SOONEST
-        self._steps = _LATEST  # since evidence came; a new session is tried at once
+        self._pause = pause
+        self._steps = steps  # since evidence came
+
+    def heir(self, session_id: int) -> Calibration:
+        """A new session's, where all others are: with tries as seldom, and not in the same step as everybody's."""
+        return Calibration(self.ratio, self._pause, session_id * _SPREAD % self._pause)
 
     @property
     def ratio(self) -> float:
@@ -52,10 +59,14 @@ class Calibration:
         self._steps += 1
         if not promised:
             return
+        kept = _KEPT_AFTER_PAUSE if accepted and self._steps >= _SOONEST else _KEPT
         self._steps = 0
-        self._pause = _SOONEST if accepted else min(2 * self._pause, _LATEST)
-        self._promised = self._promised * _KEPT + promised
-        self._accepted = self._accepted * _KEPT + accepted
+        if accepted and promised > 1.0:  # more than a try: its worth is known
+            self._pause = _SOONEST
+        else:  # a try that succeeds is no reason for many more where hints that succeed do not pay
+            self._pause = max(self._pause // 2, _AGAIN) if accepted else min(2 * self._pause, _LATEST)
+        self._promised = self._promised * kept + promised
+        self._accepted = self._accepted * kept + accepted
 
 
 def promised(draft: TreeSlice) -> float:

@@ -85,6 +85,7 @@ class TargetEngine(Engine):
         self._patience = Patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self.budget = Budget()  # what rows cost is measured by the warm-up
+        self._least = 0.0  # probability below which no node paid in the last step
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
@@ -111,7 +112,7 @@ class TargetEngine(Engine):
         except OutriderError:
             self.features.close(session.id)
             raise
-        calibration = Calibration(self._calibration.ratio)
+        calibration = self._calibration.heir(session.id)
         self._entries[session.id] = self._drawing.entry(request, session, stop_ids, calibration)
 
     def close(self, session_id: int, *, trusted: bool = True) -> None:
@@ -223,6 +224,8 @@ class TargetEngine(Engine):
 
     def _plan(self) -> list[Work]:
         chunks = self.scheduler.plan()
+        rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
+        self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
         drafts = self._drafts(chunks) if any(len(entry.tree) for entry in self._entries.values()) else {}
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
@@ -230,8 +233,7 @@ class TargetEngine(Engine):
         """The nodes to verify, by session: those that pay in this step, as far as there is room."""
         entries = [self._entries[chunk.session.id] for chunk in chunks if chunk.last]
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
-        least = 0.0 if self._fixed_rows else self.budget.least_probability(rows, len(entries), keys)
-        drafts = [self._candidates(entry, least) for entry in entries]
+        drafts = [self._candidates(entry, 0.0 if self._fixed_rows else self._least) for entry in entries]
         if not self._fixed_rows:
             ratios = [entry.calibration.ratio for entry in entries]
             counts = self.budget.choose(drafts, ratios, rows, keys)
@@ -300,7 +302,8 @@ class TargetEngine(Engine):
         verified = sum(commit.verified for commit in output.commits)
         accepted = sum(commit.accepted for commit in output.commits)
         self._calibration.observe(sum(promised(work.draft) for work in works), accepted)
-        self._patience.end([commit.session_id for commit in output.commits], committed, verified > 0)
+        waited_for = [commit.session_id for commit in output.commits if commit.wanted]
+        self._patience.end(waited_for, len(output.commits), committed, verified > 0)
         output.features = self.features.flush()
         output.load = self.load()
 
@@ -317,10 +320,18 @@ class TargetEngine(Engine):
             self.close(session.id)
         accepted = len(verdict.path)
         entry.calibration.observe(promised(draft), accepted)
+        wanted = self._wanted(entry)
         commit = Commit(
-            session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason, logprobs=told
-        )
+            session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason,
+            wanted=wanted, logprobs=told,
+        )  # fmt: skip
         return commit if base > session.opened_length else replace(commit, **self._first(entry))
+
+    def _wanted(self, entry: Entry) -> int:
+        """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        if self._fixed_rows or min(entry.calibration.ratio, 1.0) > self._least:
+            return self.max_rows - 1
+        return int(entry.calibration.due)
 
     @staticmethod
     def _first(entry: Entry) -> dict[str, Any]:

@@ -74,13 +74,16 @@ class Patience:
         self._drafted.discard(session_id)
         self._awaited.discard(session_id)
 
-    def end(self, sessions: Collection[int], tokens: int, verified: bool = True) -> None:
-        """A step has ended that committed tokens in these sessions. verified: whether any hint was worth its rows."""
+    def end(self, sessions: Collection[int], count: int, tokens: int, verified: bool = True) -> None:
+        """A step has ended that committed tokens in `count` sessions. sessions: those of them whose hints are wanted.
+
+        verified: whether any hint was worth its rows.
+        """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
         drafted = self._drafted.intersection(sessions)
         if drafted and tokens:
-            self._measure(tokens / len(sessions), seconds)
+            self._measure(tokens / count, seconds)
         self._idle_steps = 0 if verified else self._idle_steps + 1
         # Hints that the budget leaves aside are not worth a wait, but when it is tried whether waiting makes them so.
         if drafted and self.waiting and (self._probing or self._idle_steps < 2 * TURN):

@@ -24,7 +24,7 @@ def work(clock, patience, steps, *, answer, gain, step=0.030):
         waits.append(waited)
         patience.begin()
         clock.now += step
-        patience.end([1], 1 + gain if fresh else 1)
+        patience.end([1], 1, 1 + gain if fresh else 1)
     return waits
 
 
@@ -53,11 +53,11 @@ def test_without_drafter_or_sessions_nothing_is_awaited():
     for _ in range(3 * TURN):
         clock.now += 0.03
         patience.begin()
-        patience.end([1, 2], 2)
+        patience.end([1, 2], 2, 2)
         assert patience.remaining == 0.0
     patience.answered(1, fresh=True)
     clock.now += 0.03
-    patience.end([1, 2], 2)
+    patience.end([1, 2], 2, 2)
     assert patience.remaining > 0.0
     patience.forget(1)
     assert patience.remaining == 0.0

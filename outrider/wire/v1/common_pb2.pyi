@@ -170,7 +170,7 @@ class ProposalBatch(_message.Message):
     def __init__(self, session_ids: _Optional[bytes] = ..., anchor_lengths: _Optional[bytes] = ..., anchor_hashes: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., log_scores: _Optional[bytes] = ..., committed_lengths: _Optional[bytes] = ...) -> None: ...
 
 class CommitBatch(_message.Message):
-    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts")
+    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts", "wanted_counts")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -180,6 +180,7 @@ class CommitBatch(_message.Message):
     ACCEPTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     session_ids: bytes
     base_lengths: bytes
     token_counts: bytes
@@ -189,7 +190,8 @@ class CommitBatch(_message.Message):
     accepted_counts: bytes
     finish_reasons: bytes
     cached_counts: bytes
-    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ...) -> None: ...
+    wanted_counts: bytes
+    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ..., wanted_counts: _Optional[bytes] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "code", "message", "param")
