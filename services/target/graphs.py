@@ -137,7 +137,7 @@ class _Step:
         from services.target.kernels.triton_attention import StaticAttention
 
         pages = min(2 * self._cache.pages, _MOST_PAGES)
-        return StaticAttention(self.size, pages, kinds, batch.device)
+        return StaticAttention(self.size, pages, kinds, batch.device, ordered=getattr(made[0], "ordered", False))
 
 
 class GraphRunner:

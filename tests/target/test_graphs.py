@@ -30,10 +30,10 @@ SIZES = [1, 2, 4, 8, 12, 16]
 SHAPES = [LayerShape(2, 16, 16)] * 2
 
 
-def modules(folder, backend="torch_native"):
+def modules(folder, backend="torch_native", *, ordered=False):
     """A runner of the model's own modules, whatever else could run it."""
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME)
-    return ModuleRunner(module.eval().requires_grad_(False), choose(backend, CPU))
+    return ModuleRunner(module.eval().requires_grad_(False), choose(backend, CPU, ordered=ordered))
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +141,8 @@ def test_what_cannot_be_captured_runs_as_it_comes(inner, caplog):
     assert torch.equal(outcome(runner, build(works, CPU), cache)[0], expected)
 
 
-@pytest.mark.parametrize("backend", ["torch_native", "triton"])
-def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend):
+@pytest.mark.parametrize(("backend", "ordered"), [("torch_native", False), ("triton", False), ("triton", True)])
+def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend, ordered):
     if backend == "triton":
         pytest.importorskip("triton", reason="Triton is not installed")
         if os.environ.get("TRITON_INTERPRET") != "1":
@@ -155,7 +155,7 @@ def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend):
         return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 5)]
 
     expected = run(engine_of(plain), requests, hints()).new
-    runner = GraphRunner(modules(tmp_path, backend), [1, 4, 12], direct)
+    runner = GraphRunner(modules(tmp_path, backend, ordered=ordered), [1, 4, 12], direct)
     engine = engine_of(replace(plain, runner=runner), speculative_num_draft_tokens=4)
     runner.capture(engine.cache, CPU)
     assert run(engine, requests, hints()).new == expected

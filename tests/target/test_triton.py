@@ -10,7 +10,12 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import build, pad, tree_mask
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.scheduler import Chunk
+from outrider.serving.session import Session
+from outrider.speculation.tree import ROOT, TreeSlice
+from services.target.batch import Work, build, pad, tree_mask
 from services.target.engine import TargetEngine
 from services.target.kernels import choose
 from services.target.kernels.cpu.attention import NativeAttention
@@ -182,15 +187,18 @@ def test_moves_in_all_pools():
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from services.target.kernels import triton_cache, triton_kernels
+from services.target.kernels import triton_cache, triton_kernels, triton_product
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
     "row_bytes": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32", "item_count": "i32",
-    "pages": "i32", "words": "i32", "folds": "i32"}
+    "pages": "i32", "words": "i32", "paths": "i32", "folds": "i32", "x": "bf16", "y": "bf16", "weight": "bf16",
+    "bias": "bf16", "tile_group": "i64", "tile_row": "i64", "group_end": "i64"}
 HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0, D=128, DV=128, DV_PAD=128, D_PAD=1024,
     PAGE=16, M=64, N=64, SPLIT=512, PART=1024, AT_ONCE=8, LIMIT=0.0,
-    TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False)
-for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows):
+    TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
+    ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024)
+for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
+               triton_product._product, triton_product._sum):
     names = kernel.arg_names
     floats = ("scale", "softcap", "v_scale")
     signature = {n: "constexpr" if n in HEADS else "*" + POINTERS[n] if n in POINTERS else
@@ -207,8 +215,8 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     result = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
-    assert list(shared) == ["attend", "fold", "write_rows", "move_rows"]
-    assert shared["attend"] < 227 << 10
+    assert list(shared) == ["attend", "fold", "write_rows", "move_rows", "_product", "_sum"]
+    assert max(shared.values()) < 227 << 10
 
 
 def test_backends_are_refused_by_name(monkeypatch):
@@ -239,3 +247,39 @@ def test_an_engine_says_the_same_through_it(tmp_path):
         config = TargetConfig(device="cpu", attention_backend=backend, max_total_tokens=512)
         texts.append(run(TargetEngine(load(folder, config), config), requests, random_hints()).new)
     assert texts[0] == texts[1]
+
+
+def test_a_branchs_keys_are_added_in_the_order_of_plain_decoding():
+    """With `ordered`, every node has the bits of a plain row behind its path, wherever it stands in the tree."""
+    torch.manual_seed(3)
+    rng = np.random.default_rng(3)
+    parents = np.array([ROOT, 0, ROOT, 2, 1, 3, 3, 6, 4, 0, 7], np.int32)
+    depths = np.array([1, 2, 1, 2, 3, 3, 3, 4, 4, 2, 5], np.int32)
+    draft = TreeSlice(rng.integers(0, VOCAB, 11).astype(np.uint32), parents, depths, np.zeros(11, np.float32))
+    committed = 57  # so that paths cross from one split into the next
+    allocator = PageAllocator(40, 4)
+    rng.shuffle(allocator._free)
+    session = Session(opening(1, rng.integers(0, VOCAB, committed).tolist()), PrefixCache(allocator))
+    session.table.reserve(committed + 11)
+    batch = build([Work(Chunk(session, committed - 1, committed), draft)], CPU)
+    pools, q = torch.randn(2, 41, 4, 2, 16), torch.randn(len(batch), 4, 16)
+    for options in ({}, {"window": 7}, {"sinks": torch.randn(4)}):
+        found = TritonAttention(batch, SMALL, ordered=True)(q, *pools, scaling=0.25, **options)
+        expected = paged_attention(q, *pools, batch, scaling=0.25, **options)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        slots = session.table.slots(0, committed + 11)
+        for node, depth in enumerate(depths):
+            path = [node]
+            while parents[path[-1]] != ROOT:
+                path.append(parents[path[-1]])
+            plain = pools.clone().flatten(1, 2)  # keys and values of the path where plain decoding would put them
+            plain[:, slots[committed : committed + depth]] = pools.flatten(1, 2)[
+                :, slots[committed + np.array(path[::-1])]
+            ]
+            alone = Session(opening(1, rng.integers(0, VOCAB, committed + depth).tolist()), PrefixCache(allocator))
+            alone.table._extend(session.table.pages.tolist())
+            row = build([Work(Chunk(alone, committed + depth - 1, committed + depth))], CPU)
+            decoded = TritonAttention(row, SMALL)(
+                q[node + 1 :][:1], *plain.unflatten(1, (41, 4)), scaling=0.25, **options
+            )
+            assert torch.equal(found[node + 1], decoded[0]), node

@@ -6,6 +6,7 @@ fused attention, on any device; `triton_attention` reads pages in place on CUDA,
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import os
@@ -42,9 +43,10 @@ class Attention(Protocol):
 Planner = Callable[[Batch], Attention]
 
 
-def choose(backend: str, device: torch.device) -> Planner:
+def choose(backend: str, device: torch.device, *, ordered: bool = False) -> Planner:
     """What makes the attention of a batch on a device. backend: that of --attention-backend.
 
+    ordered: keys are added up in the order of plain decoding, also along branches of a draft; native always does so.
     Raises ConfigError for a backend that is not known, or not there.
     """
     if backend == "auto":
@@ -61,7 +63,7 @@ def choose(backend: str, device: torch.device) -> Planner:
         raise ConfigError(f"--attention-backend triton needs a CUDA device, not {device}; leave it at auto")
     from services.target.kernels.triton_attention import TritonAttention
 
-    return TritonAttention
+    return functools.partial(TritonAttention, ordered=True) if ordered else TritonAttention
 
 
 def _best(device: torch.device) -> str:

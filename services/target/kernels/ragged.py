@@ -11,7 +11,7 @@ too, a row's result does not depend on the rest of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +24,12 @@ Ints = NDArray[np.int32]
 
 # Columns of the tables.
 #   tile: first row in the batch; rows; place of the first row in its span; keys in the cache before the span; key of
-#         the span's first node; first entry in `pages`; first entry in `words`; first key that is seen
+#         the span's first node; first entry in `pages`; first entry in `words`; first key that is seen; first key that
+#         is looked up in `paths`, and where it stands there
 #   item: tile; first split; split behind the last; first partial row, or -1 if the item is its tile's only one
 #   fold: first partial row; partial rows between splits; splits (0: the row has its result)
-TILE_COLUMNS, ITEM_COLUMNS, FOLD_COLUMNS = 8, 4, 3
+TILE_COLUMNS, ITEM_COLUMNS, FOLD_COLUMNS = 10, 4, 3
+_NO_PATH = np.iinfo(np.int32).max
 _WORD_BITS = 32
 # Programs that a device should have to do, as a multiple of those that it runs at once, before tiles stay whole.
 _ROUNDS = 2
@@ -46,30 +48,38 @@ class Load:
 class Tables:
     """Items of a batch for the layers that share a height of tiles and a window. items: costliest first."""
 
-    tiles: Ints  # [tiles, 8]
+    tiles: Ints  # [tiles, 10]
     items: Ints  # [items, 4]
     folds: Ints  # [T, 3]
     partial_rows: int
 
 
 class Ragged:
-    """The spans of a batch as arrays. S spans, T rows. Rows of padding see nothing."""
+    """The spans of a batch as arrays, in pieces that tiles are cut from. S spans, T rows. Rows of padding see nothing.
 
-    def __init__(self, spans: Sequence[Span], node_words: int | None = None) -> None:
-        """node_words: words of bits a node; by default as many as the largest draft needs."""
-        inert = np.array([span.inert for span in spans], dtype=bool)
-        self.first = _column([span.first for span in spans])
-        self.rows = _column([span.rows for span in spans])
-        # A span of padding starts so far below zero that its rows end before the first key.
-        self.start = np.where(inert, -self.rows, _column([span.start for span in spans]))
-        self.own = np.where(inert, -self.rows, _column([span.start + span.committed for span in spans]))
-        self.positions = np.concatenate([span.positions for span in spans])
-        self.first_page = _starts(_column([len(span.pages) for span in spans]))
-        self.pages: Ints = np.concatenate([span.pages for span in spans])
+    A piece is a span. Or, where keys shall be visited in the order of a row's own path, as plain decoding does, it is a
+    span up to the last node of a chain, and each of its other nodes, which then looks like a plain row: `paths` says
+    where the keys of its path lie, as positions in its span's pages.
+    """
+
+    def __init__(self, spans: Sequence[Span], node_words: int | None = None, *, ordered: bool = False) -> None:
+        """node_words: words of bits a node; by default as many as the largest draft needs. ordered: see above."""
         nodes = _column([span.nodes for span in spans])
         self.node_words = node_words or words_for(int(nodes.max()))
-        self.first_word = _starts(nodes) * self.node_words
         self.words = ancestor_words([span.parents for span in spans if span.nodes], self.node_words)
+        self.positions = np.concatenate([span.positions for span in spans])
+        self.pages: Ints = np.concatenate([span.pages for span in spans])
+        paths: list[int] = []
+        pieces: list[tuple[int, ...]] = []
+        page = word = 0
+        for span in spans:
+            pieces += _pieces(span, page, word, paths, ordered=ordered)
+            page += len(span.pages)
+            word += span.nodes * self.node_words
+        self.paths = np.array(paths, np.int32)
+        columns = np.array(pieces, np.int64).T
+        self.first, self.rows, self.start, self.own = columns[:4]
+        self.first_page, self.first_word, self.path_key, self.first_path = columns[4:]
 
     def tables(self, height: int, window: int | None, split: int, load: Load, programs_per_item: int) -> Tables:
         """Lay out the work. height: rows a tile; window: keys seen back, in positions; split: keys."""
@@ -84,6 +94,7 @@ class Ragged:
             low = np.maximum(np.minimum.reduceat(self.positions, first_row) - window + 1, 0)
         columns = (
             first_row, rows, place, self.start[span], self.own[span], self.first_page[span], self.first_word[span], low,
+            self.path_key[span], self.first_path[span],
         )  # fmt: skip
         tiles = np.stack(columns, axis=1).astype(np.int32)
         first, stop = low // split, -(-end // split)
@@ -93,6 +104,25 @@ class Ragged:
         base = _starts(partial)
         return Tables(tiles, _items(first, stop, rows, base, shared), _folds(first, stop, rows, base, shared),
                       int(partial.sum()))  # fmt: skip
+
+
+def _pieces(span: Span, page: int, word: int, paths: list[int], *, ordered: bool) -> Iterator[tuple[int, ...]]:
+    """Columns of a span's pieces; adds to `paths`. page, word: the first of the span in `pages` and `words`."""
+    if span.inert:  # starts so far below zero that its rows end before the first key
+        yield span.first, span.rows, -span.rows, -span.rows, page, word, _NO_PATH, 0
+        return
+    own = span.start + span.committed
+    scattered = np.flatnonzero(span.parents != np.arange(-1, span.nodes - 1)) if ordered else ()
+    first = int(scattered[0]) if len(scattered) else span.nodes
+    yield span.first, span.committed + first, span.start, own, page, word, _NO_PATH, 0
+    for node in range(first, span.nodes):
+        row = span.committed + node
+        position = int(span.positions[row])
+        yield span.first + row, 1, position, position + 1, page, word, own, len(paths)
+        path = [node]
+        while (parent := int(span.parents[path[-1]])) != ROOT:
+            path.append(parent)
+        paths.extend(own + ancestor for ancestor in reversed(path))
 
 
 def _column(values: list[int]) -> NDArray[np.int64]:

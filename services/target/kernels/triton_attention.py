@@ -37,6 +37,8 @@ _PER_PROCESSOR = 2
 _FOLDS_AT_ONCE = 8
 # Items of a captured step beyond one a tile.
 _STATIC_ITEMS = 4096
+# Entries of paths in a captured step, for each of its rows.
+_STATIC_PATH = 16
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,13 @@ def _workspace(rows: int, heads: int, value_dim: int, device: torch.device) -> t
 class TritonAttention:
     """Attention of one batch; call it once a layer."""
 
-    def __init__(self, batch: Batch, tile: Tile | None = None) -> None:
-        """tile: for measurements; by default by shape."""
+    def __init__(self, batch: Batch, tile: Tile | None = None, *, ordered: bool = False) -> None:
+        """tile: for measurements; by default by shape. ordered: keys are visited in the order of plain decoding."""
+        self.ordered = ordered
         self._batch = batch
         self._tile = tile
         self._ragged: Ragged | None = None
-        self._pages = self._words = torch.empty(0)
+        self._pages = self._words = self._paths = torch.empty(0)
         self._tables: dict[Kind, tuple[DeviceTables, bool]] = {}
 
     def __call__(
@@ -128,7 +131,8 @@ class TritonAttention:
         assert self._ragged is not None
         return launch(
             layout, q, k_pool, v_pool, self._batch.positions, tables, self._pages, self._words,
-            partial=partial, tree=len(self._ragged.words) > 0, words_a_node=self._ragged.node_words,
+            self._paths, partial=partial, tree=len(self._ragged.words) > 0, words_a_node=self._ragged.node_words,
+            ordered=len(self._ragged.paths) > 0,
             scaling=scaling, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
@@ -141,13 +145,13 @@ class TritonAttention:
         if kind not in self._tables:
             shared: list[NDArray[np.int32]] = []
             if self._ragged is None:
-                self._ragged = Ragged(self._batch.spans)
-                shared = [self._ragged.pages, self._ragged.words]
+                self._ragged = Ragged(self._batch.spans, ordered=self.ordered)
+                shared = [self._ragged.pages, self._ragged.words, self._ragged.paths]
             host = tabulate(self._ragged, kind, device)
             count = np.array([len(host.items)], np.int32)
             tensors = upload([host.tiles, host.items, host.folds, count, *shared], device)
             if shared:
-                self._pages, self._words = tensors[4:]
+                self._pages, self._words, self._paths = tensors[4:]
             self._tables[kind] = DeviceTables(*tensors[:4]), host.partial_rows > 0
         return self._tables[kind]
 
@@ -155,31 +159,41 @@ class TritonAttention:
 class StaticAttention:
     """Attention for steps that are captured: tables in fixed places, which batch after batch is laid out in."""
 
-    def __init__(self, rows: int, pages: int, kinds: Sequence[Kind], device: torch.device) -> None:
-        """rows: of a step, with padding; pages: most pages of a batch; kinds: those of the model's layers."""
+    def __init__(
+        self, rows: int, pages: int, kinds: Sequence[Kind], device: torch.device, *, ordered: bool = False
+    ) -> None:
+        """rows: of a step, with padding; pages: most pages of a batch; kinds: those of the model's layers.
+
+        ordered: as TritonAttention
+        """
+        self._ordered = ordered
         self._node_words = words_for(rows)
         self._rows, self._kinds, self._device = rows, kinds, device
         tables = [[rows, TILE_COLUMNS], [rows + _STATIC_ITEMS, ITEM_COLUMNS], [rows, FOLD_COLUMNS], [1]]
-        shapes = [shape for _ in kinds for shape in tables] + [[rows, self._node_words], [pages]]
+        shapes = [shape for _ in kinds for shape in tables] + [
+            [rows, self._node_words],
+            [pages],
+            [rows * _STATIC_PATH if ordered else 1],
+        ]
         self.limits = [np.zeros(shape, np.int32) for shape in shapes]
         self._tables: dict[Kind, DeviceTables] = {}
-        self._words = self._pages = self._positions = torch.empty(0)
+        self._words = self._pages = self._paths = self._positions = torch.empty(0)
 
     def arrays(self, batch: Batch) -> list[NDArray[np.int32]] | None:
-        """The tables of a padded batch, in the order of the limits; None if it has more pages than fit."""
-        ragged = Ragged(batch.spans, self._node_words)
-        if len(ragged.pages) > len(self.limits[-1]):
+        """The tables of a padded batch, in the order of the limits; None if it has more than fits."""
+        ragged = Ragged(batch.spans, self._node_words, ordered=self._ordered)
+        if len(ragged.pages) > len(self.limits[-2]) or len(ragged.paths) > len(self.limits[-1]):
             return None
         arrays: list[NDArray[np.int32]] = []
         for kind in self._kinds:
             host = tabulate(ragged, kind, self._device, _STATIC_ITEMS)
             arrays += [host.tiles, host.items, host.folds, np.array([len(host.items)], np.int32)]
-        return [*arrays, ragged.words, ragged.pages]
+        return [*arrays, ragged.words, ragged.pages, ragged.paths]
 
     def attach(self, tensors: Sequence[Tensor], positions: Tensor) -> None:
         """Use tensors that lie where `arrays` are put, and the rows' positions."""
         self._tables = {kind: DeviceTables(*tensors[4 * i : 4 * i + 4]) for i, kind in enumerate(self._kinds)}
-        self._words, self._pages = tensors[-2:]
+        self._words, self._pages, self._paths = tensors[-3:]
         self._positions = positions
 
     def __call__(
@@ -199,7 +213,7 @@ class StaticAttention:
         layout = Layout.of(q, k_pool, v_pool)
         return launch(
             layout, q, k_pool, v_pool, self._positions, self._tables[layout.kind(window)], self._pages, self._words,
-            partial=True, tree=True, words_a_node=self._node_words,
+            self._paths, partial=True, tree=True, words_a_node=self._node_words, ordered=self._ordered,
             scaling=scaling, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
@@ -261,10 +275,12 @@ def launch(
     tables: DeviceTables,
     pages: Tensor,
     words: Tensor,
+    paths: Tensor,
     *,
     partial: bool,
     tree: bool,
     words_a_node: int,
+    ordered: bool,
     scaling: float,
     window: int | None,
     softcap: float | None,
@@ -288,14 +304,14 @@ def launch(
     programs = processors(q.device) * _PER_PROCESSOR
     triton_kernels.attend[(programs,)](
         q, k_pool, v_pool, out, acc, ml, positions, tables.tiles, tables.items, tables.count, pages, words,
-        q if sinks is None else sinks,
+        paths, q if sinks is None else sinks,
         scale, cap, v_scale, window or 0, words_a_node,
         q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], out.stride(0), out.stride(1),
         KV_HEADS=layout.kv_heads, GROUP=layout.group, HEADS=layout.heads, BLOCKS=layout.blocks,
         D1=wide_keys, D2=max(16, 1 << (rest - 1).bit_length()) if rest else 0, D=key_dim,
         DV=value_dim, DV_PAD=padded_value, PAGE=layout.page_size, M=tile.lanes, N=tile.keys, SPLIT=tile.split,
         TREE=tree, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        WIDE=interpreted() and q.dtype == torch.bfloat16,
+        WIDE=interpreted() and q.dtype == torch.bfloat16, ORDERED=ordered,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if partial:

@@ -46,18 +46,23 @@ def _finish(m, z, acc, sink, v_scale, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def _blocks(
-    m, z, acc, begin, end, stop, q1, q2, k_pool, v_pool, pages, words, limit, node, own, start, low_position,
-    position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
+    m, z, acc, begin, end, stop, q1, q2, k_pool, v_pool, pages, words, path, path_key, limit, node, own, start,
+    low_position, position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
     D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, PAGE: tl.constexpr,
     N: tl.constexpr, WORDS, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, WIDE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """Attend over the keys begin .. end - 1, in blocks that begin at multiples of N. stop: ends the keys there are."""
     d1, dv = tl.arange(0, D1), tl.arange(0, DV_PAD)
     for block in tl.range(begin, end, N):
         key = block + tl.arange(0, N)
         inside = key < stop
-        page = tl.load(pages + key // PAGE, mask=inside, other=0).to(tl.int64)
-        slot = key % PAGE
+        at = key
+        if ORDERED:
+            on_path = inside & (key >= path_key)
+            at = tl.where(on_path, tl.load(path + (key - path_key), mask=on_path, other=0), key)
+        page = tl.load(pages + at // PAGE, mask=inside, other=0).to(tl.int64)
+        slot = at % PAGE
         k_row = k_pool + page * k_page + slot * k_slot
         k1 = tl.load(k_row[None, :] + d1[:, None], mask=inside[None, :] & (d1 < D)[:, None], other=0.0)
         if WIDE:
@@ -107,29 +112,34 @@ def _blocks(
 
 @triton.jit(do_not_specialize=["words_a_node"])
 def attend(
-    q, k_pool, v_pool, out, partial_acc, partial_ml, positions, tiles, items, item_count, pages, words, sinks,
-    scale, softcap, v_scale, window, words_a_node,
+    q, k_pool, v_pool, out, partial_acc, partial_ml, positions, tiles, items, item_count, pages, words, paths,
+    sinks, scale, softcap, v_scale, window, words_a_node,
     q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_row, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+    ORDERED: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KV_HEADS * GROUP, D]; pools: [pages, PAGE, KV_HEADS, D or DV]; out: [T, KV_HEADS * GROUP, DV].
 
     partial_acc: [partial rows, heads, DV], partial_ml: [partial rows, heads, 2] float32. A group's heads are cut into
     BLOCKS of HEADS. scale: of scores, times log2(e). D1 + D2 >= D is the width of keys in powers of two.
+    ORDERED: whether tiles may look up in `paths` where some of their keys lie.
     """
     total = tl.load(item_count) * (KV_HEADS * BLOCKS)
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         item = items + (work // (KV_HEADS * BLOCKS)) * 4
         kv_head = (work // BLOCKS) % KV_HEADS
-        tile = tiles + tl.load(item) * 8
+        tile = tiles + tl.load(item) * 10
         first_split, last_split, partial = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         row0, rows, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         start, own = tl.load(tile + 3), tl.load(tile + 4)
         page_row, word_row = pages + tl.load(tile + 5), words + tl.load(tile + 6)
         low = tl.load(tile + 7)
+        path_key, path = 0, paths
+        if ORDERED:
+            path_key, path = tl.load(tile + 8), paths + tl.load(tile + 9)
 
         lane = tl.arange(0, M)
         row = lane // HEADS  # of the tile
@@ -162,16 +172,18 @@ def attend(
             acc = tl.zeros([M, DV_PAD], tl.float32)
             m, z, acc = _blocks(
                 m, z, acc, begin, plain_end, stop, q1, q2, k_pool + kv_head * k_head, v_pool + kv_head * v_head,
-                page_row, word_row, limit, node, own, start, low_position, positions + row0 - place,
+                page_row, word_row, path, path_key, limit, node, own, start, low_position, positions + row0 - place,
                 scale, softcap, k_page, k_slot, v_page, v_slot,
                 D1, D2, D, DV, DV_PAD, PAGE, N, words_a_node, False, WINDOW, SOFTCAP, WIDE,
+                ORDERED,
             )  # fmt: skip
             if TREE:
                 m, z, acc = _blocks(
                     m, z, acc, plain_end, end, stop, q1, q2, k_pool + kv_head * k_head, v_pool + kv_head * v_head,
-                    page_row, word_row, limit, node, own, start, low_position, positions + row0 - place,
+                    page_row, word_row, path, path_key, limit, node, own, start, low_position, positions + row0 - place,
                     scale, softcap, k_page, k_slot, v_page, v_slot,
                     D1, D2, D, DV, DV_PAD, PAGE, N, words_a_node, True, WINDOW, SOFTCAP, WIDE,
+                    ORDERED,
                 )  # fmt: skip
             m_all, z_all, acc_all = _fold(m_all, z_all, acc_all, m, z, acc)
 

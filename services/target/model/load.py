@@ -37,7 +37,7 @@ _NAMED_TENSORS = 5
 def load(folder: Path, config: TargetConfig) -> Model:
     """Load a model from a folder. Raises ConfigError saying what does not fit."""
     device = pick_device(config.device)
-    planner = choose(config.attention_backend, device)
+    planner = choose(config.attention_backend, device, ordered=config.deterministic)
     if config.deterministic:
         deterministic.check_flags(config, device)
     checkpoint.weight_files(folder)  # raises for missing files
