@@ -50,11 +50,6 @@ class Trunk:
         """Trunk and scratch, for the audit."""
         return self.table, self.scratch
 
-    @property
-    def free_slots(self) -> int:
-        """Nodes that can still be expanded."""
-        return len(self._free)
-
     def attach(self, tokens: NDArray[np.uint32]) -> None:
         """Take from the prefix cache what comes next of the committed tokens, but never the last one's row."""
         self.computed += self.table.attach(tokens[:-1], self.computed)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.uint8]
+_Bytes = NDArray[np.uint8]  # [rows, row bytes]
 
 
 @dataclass
@@ -19,15 +19,15 @@ class _Tail:
     """Rows of a session that may still become part of a cached page. first: position of the first one, in tokens."""
 
     first: int = 0
-    parts: list[Rows] = field(default_factory=list)
+    parts: list[_Bytes] = field(default_factory=list)
 
-    def add(self, first: int, rows: Rows) -> None:
+    def add(self, first: int, rows: _Bytes) -> None:
         end = self.first + sum(len(part) for part in self.parts)
         if first != end:
             self.first, self.parts = first, []
         self.parts.append(rows)
 
-    def page(self, first: int, size: int) -> Rows | None:
+    def page(self, first: int, size: int) -> _Bytes | None:
         """The rows first .. first + size - 1 if all are here; those before them are forgotten."""
         whole = self.parts[0] if len(self.parts) == 1 else np.concatenate(self.parts) if self.parts else None
         start = first - self.first
@@ -40,12 +40,12 @@ class _Tail:
 class FeatureStore:
     """A `PageObserver`: rows by page, up to a number of bytes; beyond it, those kept longest are let go."""
 
-    def __init__(self, page_size: int, limit: int, taken: Callable[[int, int, Rows], None]) -> None:
+    def __init__(self, page_size: int, limit: int, taken: Callable[[int, int, _Bytes], None]) -> None:
         """page_size: in tokens. limit: in bytes. taken: told session, first position and rows of each page found."""
         self._page_size = page_size
         self._limit = limit
         self._taken = taken
-        self._pages: dict[int, Rows] = {}
+        self._pages: dict[int, _Bytes] = {}
         self._tails: dict[int, _Tail] = {}
         self.bytes = 0
 
@@ -57,7 +57,7 @@ class FeatureStore:
         """The session has given its pages back."""
         self._tails.pop(session_id, None)
 
-    def add(self, session_id: int, first: int, rows: Rows) -> None:
+    def add(self, session_id: int, first: int, rows: _Bytes) -> None:
         """Rows of committed tokens, as they were sent. first: position of the first one."""
         self._tails[session_id].add(first, rows)
 

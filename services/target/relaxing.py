@@ -15,13 +15,13 @@ from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from services.target import sampler
 from services.target.batch import Work
-from services.target.sampler import RowRequest, Rows
+from services.target.sampler import RowParams, RowRequest
 
 
 def relax(
     thresholds: Thresholds,
     logits: Tensor,
-    rows: Rows,
+    rows: RowParams,
     tokens: Tensor,
     works: Sequence[Work],
     requests: Sequence[RowRequest],

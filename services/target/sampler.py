@@ -76,7 +76,7 @@ def _rough_gumbel(bits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowParams:
     """How each of R sampled rows is drawn. Tensors lie on the device; `any_*` flags on the host.
 
     temperature: [R] float64, 1 for greedy rows; greedy: [R] bool
@@ -111,7 +111,7 @@ class RowRequest:
     banned: Sequence[Sequence[int]]
 
 
-def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
+def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
     """Lay out the sessions' requests row by row."""
     counts = [len(request.positions) for request in requests]
     params = [request.params for request in requests]
@@ -137,7 +137,7 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
         pairs[:, 0].copy(),
         pairs[:, 1].copy(),
     ]
-    return Rows(
+    return RowParams(
         *upload(columns, device),
         all_greedy=not drawn,
         any_filter=any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in drawn),
@@ -146,7 +146,7 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> Rows:
     )
 
 
-def draw(logits: Tensor, rows: Rows, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
+def draw(logits: Tensor, rows: RowParams, adjustments: Adjustments | None = None, mask: Mask | None = None) -> Tensor:
     """The token after each row. logits: [R, V], any float dtype. Returns [R] int64; -1 where logits are not finite."""
     return pick(adjusted(logits, (rows.banned_rows, rows.banned_tokens), adjustments, mask), rows)
 
@@ -172,7 +172,7 @@ def adjusted(
     return logits.float()
 
 
-def pick(logits: Tensor, rows: Rows, *, hurry: bool = False) -> Tensor:
+def pick(logits: Tensor, rows: RowParams, *, hurry: bool = False) -> Tensor:
     """The token after each row, given adjusted logits. Returns [R] int64; -1 where they are not finite.
 
     hurry: do not wait for the device to find out whether the likeliest tokens were enough; rows for which they were not
@@ -185,7 +185,7 @@ def pick(logits: Tensor, rows: Rows, *, hurry: bool = False) -> Tensor:
     return torch.where(best.isfinite(), tokens, -1)
 
 
-def probabilities(logits: Tensor, rows: Rows, parents: Tensor, tokens: Tensor) -> Tensor:
+def probabilities(logits: Tensor, rows: RowParams, parents: Tensor, tokens: Tensor) -> Tensor:
     """How probable tokens are to be drawn after rows that are not greedy, given adjusted logits.
 
     parents, tokens: [n] int64, rows and token ids. Returns [n] float32.
@@ -196,7 +196,7 @@ def probabilities(logits: Tensor, rows: Rows, parents: Tensor, tokens: Tensor) -
     return (scaled[parents, tokens] - scaled.logsumexp(dim=-1)[parents]).exp()
 
 
-def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows, hurry: bool) -> Tensor:
+def _draw_noisy(logits: Tensor, best: Tensor, rows: RowParams, hurry: bool) -> Tensor:
     """argmax(log p + noise); as log p is used up to a constant a row, nothing is normalised. Returns [R] int64."""
     unsure = None
     if rows.any_filter:
@@ -213,7 +213,7 @@ def _draw_noisy(logits: Tensor, best: Tensor, rows: Rows, hurry: bool) -> Tensor
     return drawn if unsure is None else torch.where(unsure, UNSURE, drawn)
 
 
-def _kept(logits: Tensor, best: Tensor, rows: Rows, hurry: bool = False) -> tuple[Tensor, Tensor | None]:
+def _kept(logits: Tensor, best: Tensor, rows: RowParams, hurry: bool = False) -> tuple[Tensor, Tensor | None]:
     """Which tokens the filters leave, [R, V] bool, and in a hurry, in which rows this is not sure, [R] bool.
 
     logits: [R, V] float32.
@@ -236,7 +236,7 @@ def _kept(logits: Tensor, best: Tensor, rows: Rows, hurry: bool = False) -> tupl
     return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None], unsure
 
 
-def _count_kept(logits: Tensor, best: Tensor, rows: Rows, width: int) -> tuple[Tensor, Tensor]:
+def _count_kept(logits: Tensor, best: Tensor, rows: RowParams, width: int) -> tuple[Tensor, Tensor]:
     """The `width` largest logits [R, width] in descending order, and how many of them the filters leave [R] int64.
 
     Rows without filters count V. A row without top_k that counts `width` may have more tokens left.

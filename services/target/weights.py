@@ -33,7 +33,7 @@ _IDLE_SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class HeaderEntry:
     """What a header says of a tensor. start, stop: its bytes, counted from the end of the header."""
 
     dtype: str
@@ -42,7 +42,7 @@ class Entry:
     stop: int
 
 
-def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[str, Entry], int] | None:
+def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[str, HeaderEntry], int] | None:
     """The tensors of a safetensors file that begins with these bytes, and the length of its header.
 
     None if the header is not there as a whole. where: names the file in errors.
@@ -58,7 +58,7 @@ def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[
         content = json.loads(bytes(data[8 : 8 + size]))
         content.pop("__metadata__", None)
         entries = {
-            name: Entry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            name: HeaderEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
             for name, entry in content.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -67,7 +67,7 @@ def read_header(data: bytes | bytearray | memoryview, where: str) -> tuple[dict[
 
 
 def check(
-    entries: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str], *, whole: bool
+    entries: Mapping[str, HeaderEntry], shapes: Mapping[str, tuple[int, ...]], ignored: frozenset[str], *, whole: bool
 ) -> None:
     """Refuse tensors that the model does not have. whole: also refuse if one of the model's is missing.
 
@@ -103,7 +103,7 @@ class Folder:
         self.files = {file: _file_header(file) for file in checkpoint.weight_files(path)}
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, HeaderEntry]:
         """All tensors."""
         return {name: entry for entries in self.files.values() for name, entry in entries.items()}
 
@@ -124,7 +124,7 @@ class Folder:
                 yield {name: content.get_tensor(name) for name in entries if name in names}
 
 
-def _file_header(file: Path) -> dict[str, Entry]:
+def _file_header(file: Path) -> dict[str, HeaderEntry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -145,7 +145,7 @@ class Incoming:
         """shapes: of the model's tensors."""
         self._shapes = shapes
         self._data = bytearray()
-        self._header: tuple[dict[str, Entry], int] | None = None
+        self._header: tuple[dict[str, HeaderEntry], int] | None = None
         self.digest = b""  # of all that came
 
     def add(self, part: bytes) -> None:

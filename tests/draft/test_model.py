@@ -131,7 +131,7 @@ def test_trunk_tree_and_commit_equal_recomputation(folder):
     assert [session.tree.token[i] for i in range(len(session.tree))] == [9, 4]
     session.add(0, [11], [-1], [-0.1])
     expand([1, 2])
-    assert trunk.free_slots == 64 - 3
+    assert len(trunk._free) == 64 - 3
 
     # A miss: the tree is gone, the root is fed as a row of the trunk.
     model.moves = trunk.accept(session.length, 1, session.path_of([77]))
