@@ -5,13 +5,16 @@ import sys
 import pytest
 
 
-@pytest.fixture
-def module_cache(tmp_path, monkeypatch):
-    """Model code that comes with a checkpoint is copied before its import: not into the user's cache, and afresh."""
+@pytest.fixture(scope="session", autouse=True)
+def module_cache(tmp_path_factory):
+    """Model code that comes with a checkpoint is copied before its import: not into the user's cache.
+
+    One place for all tests, since the parent of all such modules is imported only once.
+    """
     import transformers
 
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
-        del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("modules")
+        patch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+        patch.setattr(sys, "path", list(sys.path))
+        yield

@@ -19,9 +19,6 @@ NEW = 16
 CHUNKS = {1: 7, 16: 512, 64: 13}  # by page size
 
 
-pytestmark = pytest.mark.usefixtures("module_cache")
-
-
 def greedy(folder, remote=False):
     """New tokens by `transformers` alone, with its own attention and cache."""
     transformers.utils.logging.disable_progress_bar()

@@ -77,7 +77,7 @@ class ShiftForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_state_beside_attention_is_noticed(tmp_path, module_cache):
+def test_a_state_beside_attention_is_noticed(tmp_path):
     """Each token's embedding is mixed with the one before; every layer attends through our interface all the same."""
     folder = write_model(tmp_path / "model")
     (folder / "configuration_shift.py").write_text(CONFIGURATION)
