@@ -6,7 +6,13 @@ import importlib
 import shutil
 import sys
 
-BENCHMARKS = {"streams": "bench.streams.run", "system": "bench.system", "target": "bench.target", "gpu": "bench.gpu"}
+BENCHMARKS = {
+    "streams": "bench.streams.run",
+    "system": "bench.system",
+    "target": "bench.target",
+    "deterministic": "bench.deterministic",
+    "gpu": "bench.gpu",
+}
 
 
 def main() -> None:
