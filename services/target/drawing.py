@@ -5,8 +5,9 @@ Between the engine, which knows sessions, and the device, which knows rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from outrider.speculation.tree import SpeculationTree
 from services.target import logprobs, penalties, sampler
 from services.target.batch import Batch, Work
 from services.target.budget import Calibration
+from services.target.download import Download
 from services.target.features import Features
 from services.target.grammar import Matcher
 from services.target.kernels.cpu import draw as compiled
@@ -33,7 +35,7 @@ from services.target.masks import Guided, Mask, Masks
 from services.target.model.base import Model
 from services.target.penalties import Tally
 from services.target.relaxing import relax
-from services.target.upload import use_device
+from services.target.upload import upload, use_device
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Draws:
-    """What a step drew. tokens: [R], after each root and its nodes, session by session."""
+    """What a step drew. tokens: [R], after each root and its nodes, session by session.
+
+    redrawn: [R] bool, where a token is another than the device took it for at first; None if that is nowhere
+    """
 
     tokens: NDArray[np.int64]
     scores: Scores | None = None
     firsts: Mapping[int, int] = field(default_factory=dict)  # of a session that asked: the first of its rows in scores
+    redrawn: NDArray[np.bool_] | None = None
 
     def logprobs(self, entry: Entry, path: Sequence[int], count: int) -> Logprobs | None:
         """Of the `count` first tokens along the accepted nodes of a session that is about to commit them."""
@@ -101,6 +107,44 @@ class Draws:
         first = self.firsts[session.id]
         rows = [first, *(first + node + 1 for node in path)][:count]
         return self.scores.logprobs(session.length, rows, entry.top)
+
+
+@dataclass
+class _Scored:
+    """Log-probabilities of new tokens: on the device, and whose rows they are; see Draws."""
+
+    scores: Scores
+    firsts: Mapping[int, int]
+
+
+class Launched:
+    """A step that the device has been given: its draws can be read once, when it is done."""
+
+    def __init__(
+        self,
+        tokens: Tensor | NDArray[np.int64],
+        scored: _Scored | None = None,
+        prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
+        redraw: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host."""
+        self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
+        self._scored, self._prompts, self._redraw = scored, prompts, redraw
+        scores = [part for part in (scored and scored.scores, prompts and prompts[0]) if part]
+        self._download = Download([self.tokens, *(tensor for part in scores for tensor in part)])
+
+    @torch.inference_mode()
+    def read(self) -> Draws:
+        """What was drawn. Waits for this step alone, the only time in it, unless it must redraw."""
+        tensors = self._download.read()
+        tokens: NDArray[np.int64] = np.asarray(tensors.pop(0).numpy())
+        scores = Scores(*(tensors.pop(0) for _ in range(3))) if self._scored else None
+        if self._prompts is not None:
+            self._prompts[1](Scores(*tensors))
+        redrawn = None
+        if self._redraw is not None and (tokens == sampler.UNSURE).any():
+            redrawn, tokens = tokens == sampler.UNSURE, self._redraw().cpu().numpy()
+        return Draws(tokens, scores, self._scored.firsts if self._scored else {}, redrawn)
 
 
 class Drawing:
@@ -133,8 +177,8 @@ class Drawing:
         )
 
     @torch.inference_mode()
-    def draw(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> Draws:
-        """Compute a batch and draw after its roots and nodes. Waits for the device, the only time in a step.
+    def launch(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> Launched:
+        """Have a batch computed, and tokens drawn after its roots and nodes, without waiting for the device.
 
         works: those of the batch. entries: of their sessions, by id.
         """
@@ -146,26 +190,29 @@ class Drawing:
         rows = sampler.gather(requests, device) if requests else None
         adjustments = self._adjustments(drawing, drawn)
         logits = self._forward(batch)
+        prompts = None
         if len(batch.rows.sampled) > batch.drawn:
-            self._score_prompts(logits, batch.drawn, works, entries)
+            prompts = self._score_prompts(logits, batch.drawn, works, entries)
         if not drawing:
-            return Draws(np.empty(0, np.int64))
+            return Launched(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
         mask = self._mask(drawing, drawn)
         if rows is None:
-            return self._draw_compiled(batch, logits, drawing, drawn, adjustments, mask)
+            return self._launch_compiled(batch, logits, drawing, drawn, adjustments, mask, prompts)
         banned = (rows.banned_rows, rows.banned_tokens)
         adjusted = sampler.adjusted(logits[: batch.drawn], banned, adjustments, mask)
         hurry = device.type != "cpu" and self._thresholds.exact and all(entry.top is None for entry in drawn)
         tokens = sampler.pick(adjusted, rows, hurry=hurry)
         if not self._thresholds.exact:
             tokens = relax(self._thresholds, adjusted, rows, tokens, drawing, requests)
-        scores, firsts = self._score(logits, tokens, drawing, drawn)
-        drawn_tokens = tokens.cpu().numpy()
-        if hurry and (drawn_tokens == sampler.UNSURE).any():
-            drawn_tokens = sampler.pick(adjusted, rows).cpu().numpy()
-        return Draws(np.asarray(drawn_tokens), scores.cpu() if scores is not None else None, firsts)
+        scored = self._score(logits, tokens, drawing, drawn)
+        redraw = None
+        if hurry and rows.may_be_unsure:
+            # Logits of captured steps last until the next one is launched, which may be before the draws are read.
+            kept = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
+            redraw = partial(sampler.pick, kept, rows)
+        return Launched(tokens, scored, prompts, redraw)
 
-    def _draw_compiled(
+    def _launch_compiled(
         self,
         batch: Batch,
         logits: Tensor,
@@ -173,22 +220,20 @@ class Drawing:
         drawn: Sequence[Entry],
         adjustments: penalties.Adjustments | None,
         mask: Mask | None,
-    ) -> Draws:
+        prompts: tuple[Scores, Callable[[Scores], None]] | None,
+    ) -> Launched:
         """The kernel's draws. works, drawn: the sessions, row after row."""
         counts = np.array([len(work.draft) + 1 for work in works])
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), adjustments)
         positions = batch.rows.positions[batch.rows.sampled[: batch.drawn]] + 1
         tokens = compiled.draw(adjusted, [entry.sampling for entry in drawn], counts, positions, mask)
-        scores, firsts = self._score(logits, torch.from_numpy(tokens), works, drawn)
-        return Draws(tokens, scores, firsts)
+        return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
-    def _score(
-        self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]
-    ) -> tuple[Scores | None, dict[int, int]]:
+    def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:
         """Log-probabilities of the drawn tokens of sessions that asked."""
         tops = [entry.top for entry in drawn if entry.top is not None]
         if not tops:
-            return None, {}
+            return None
         wanted: list[NDArray[np.int64]] = []
         firsts: dict[int, int] = {}
         row = count = 0
@@ -199,22 +244,28 @@ class Drawing:
                 wanted.append(np.arange(row, row + size))
                 count += size
             row += size
-        rows = torch.from_numpy(np.concatenate(wanted)).to(logits.device)
-        return logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts
+        (rows,) = upload([np.concatenate(wanted)], logits.device)
+        return _Scored(logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts)
 
-    def _score_prompts(self, logits: Tensor, first: int, works: Sequence[Work], entries: Mapping[int, Entry]) -> None:
-        """Keep the log-probabilities of prompts. first: the first row that is only scored."""
+    def _score_prompts(
+        self, logits: Tensor, first: int, works: Sequence[Work], entries: Mapping[int, Entry]
+    ) -> tuple[Scores, Callable[[Scores], None]]:
+        """The log-probabilities of prompts, and what keeps them. first: the first row that is only scored."""
         asked = [(entries[work.chunk.session.id], work.scored) for work in works if work.scored]
-        tokens = np.concatenate([logprobs.next_tokens(entry.session.tokens, part) for entry, part in asked])
+        next_tokens = np.concatenate([logprobs.next_tokens(entry.session.tokens, part) for entry, part in asked])
         scored = [(entry.prompt_scores, part) for entry, part in asked if entry.prompt_scores is not None]
         assert len(scored) == len(asked), "a session whose prompt is scored keeps the scores"
-        rows = torch.arange(first, first + len(tokens), device=logits.device)
+        rows = torch.arange(first, first + len(next_tokens), device=logits.device)
+        (tokens,) = upload([next_tokens], logits.device)
         top = max(keeper.top for keeper, _ in scored)
-        scores = logprobs.score(logits, rows, torch.from_numpy(tokens).to(logits.device), top).cpu()
-        row = 0
-        for keeper, part in scored:
-            keeper.put(scores.logprobs(part.start + 1, slice(row, row + len(part)), keeper.top))
-            row += len(part)
+
+        def keep(scores: Scores) -> None:
+            row = 0
+            for keeper, part in scored:
+                keeper.put(scores.logprobs(part.start + 1, slice(row, row + len(part)), keeper.top))
+                row += len(part)
+
+        return logprobs.score(logits, rows, tokens, top), keep
 
     def _forward(self, batch: Batch) -> Tensor:
         """The logits of the sampled rows, [R, V]; features set out for the host before the tokens do."""

@@ -186,7 +186,7 @@ class TargetEngine(Engine):
             return replace(output, load=self.load())
         batch = self.features.mark(build(works, self.model.device), works)
         self._step_tokens = len(batch)
-        self._settle(works, self._drawing.draw(batch, works, self._entries), output)
+        self._settle(works, self._drawing.launch(batch, works, self._entries).read(), output)
         return output
 
     def load(self) -> EngineLoad:

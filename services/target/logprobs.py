@@ -6,7 +6,7 @@ Only rows of sessions that asked are touched, a few at a time, for a row's worki
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ def scored_rows(vocab_size: int) -> int:
     return max(16, _SCORED_BYTES // (4 * vocab_size))
 
 
-@dataclass(frozen=True)
-class Scores:
+class Scores(NamedTuple):
     """Of n rows: log-probabilities [n] of a token each, and of the k likeliest, [n, k] tokens and log-probabilities."""
 
     values: Tensor
@@ -40,10 +39,6 @@ class Scores:
             self.top_tokens[rows, :top].numpy().astype(np.uint32),
             self.top_values[rows, :top].numpy(),
         )
-
-    def cpu(self) -> Scores:
-        """On the host. Waits for the device."""
-        return Scores(self.values.cpu(), self.top_tokens.cpu(), self.top_values.cpu())
 
 
 def score(logits: Tensor, rows: Tensor, tokens: Tensor, top: int) -> Scores:

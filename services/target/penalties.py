@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import ROOT, TreeSlice
+from services.target.upload import upload
 
 
 class Tally:
@@ -97,8 +98,8 @@ class Adjustments:
 
     tokens, scales, shifts: [D] int64, float64, float64: the shared entries of all sessions, one session after another
     rows, firsts, sizes: [n] int64: for each row that has shared entries, which `sizes` of them, from `firsts` on
-    pairs: sum of sizes
     own_rows, own_tokens, own_scales, own_shifts: [m]: the entries of single rows, which go before shared ones
+    pairs: sum of sizes
     """
 
     tokens: Tensor
@@ -107,11 +108,11 @@ class Adjustments:
     rows: Tensor
     firsts: Tensor
     sizes: Tensor
-    pairs: int
     own_rows: Tensor
     own_tokens: Tensor
     own_scales: Tensor
     own_shifts: Tensor
+    pairs: int
 
 
 def gather(sessions: Sequence[tuple[int, Tally, TreeSlice]], device: torch.device) -> Adjustments | None:
@@ -125,20 +126,17 @@ def gather(sessions: Sequence[tuple[int, Tally, TreeSlice]], device: torch.devic
     rows = np.concatenate([np.arange(first, first + len(draft) + 1) for first, _, draft in sessions])
     own_rows, own_tokens, own_scales, own_shifts = zip(*own, strict=True) if own else ((), (), (), ())
 
-    def column(values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(device)
-
-    return Adjustments(
-        *(column(np.concatenate(columns)) for columns in zip(*shared, strict=True)),
-        rows=column(rows),
-        firsts=column(np.repeat(np.cumsum(sizes) - sizes, counts)),
-        sizes=column(np.repeat(sizes, counts)),
-        pairs=int(sizes @ counts),
-        own_rows=column(np.array(own_rows, np.int64)),
-        own_tokens=column(np.array(own_tokens, np.int64)),
-        own_scales=column(np.array(own_scales, np.float64)),
-        own_shifts=column(np.array(own_shifts, np.float64)),
-    )
+    columns: list[NDArray[np.generic]] = [
+        *(np.concatenate(columns) for columns in zip(*shared, strict=True)),
+        rows,
+        np.repeat(np.cumsum(sizes) - sizes, counts),
+        np.repeat(sizes, counts),
+        np.array(own_rows, np.int64),
+        np.array(own_tokens, np.int64),
+        np.array(own_scales, np.float64),
+        np.array(own_shifts, np.float64),
+    ]
+    return Adjustments(*upload(columns, device), pairs=int(sizes @ counts))
 
 
 def apply(logits: Tensor, adjustments: Adjustments) -> None:

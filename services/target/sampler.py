@@ -98,6 +98,11 @@ class RowParams:
     any_top_p_alone: bool
     max_top_k: int
 
+    @property
+    def may_be_unsure(self) -> bool:
+        """True if `pick` may answer UNSURE in a hurry."""
+        return self.any_top_p_alone and not self.all_greedy
+
 
 @dataclass(frozen=True)
 class RowRequest:

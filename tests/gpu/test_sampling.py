@@ -10,6 +10,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, logprobs
 from services.target import logprobs as device_logprobs
 from services.target import masks, penalties, sampler
+from services.target.download import Download
 from services.target.penalties import Tally
 from services.target.sampler import RowRequest
 from services.target.warmup import warm_up
@@ -53,8 +54,11 @@ def test_scores_are_those_of_the_oracle():
     logits = np.random.default_rng(0).standard_normal((9, 700)).astype(np.float32) * 4
     tokens = np.random.default_rng(1).integers(0, 700, 9)
     there = torch.from_numpy(logits).cuda()
-    scores = device_logprobs.score(there, torch.arange(9).cuda(), torch.from_numpy(tokens).cuda(), 5).cpu()
-    told, expected = scores.logprobs(0, slice(0, 9), 5), logprobs(logits, tokens, 0, 5)
+    scores = device_logprobs.score(there, torch.arange(9).cuda(), torch.from_numpy(tokens).cuda(), 5)
+    told, expected = (
+        device_logprobs.Scores(*Download(scores).read()).logprobs(0, slice(0, 9), 5),
+        logprobs(logits, tokens, 0, 5),
+    )
     np.testing.assert_allclose(told.values, expected.values, atol=2e-5)
     np.testing.assert_array_equal(told.top_tokens, expected.top_tokens)
 

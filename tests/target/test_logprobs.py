@@ -67,7 +67,7 @@ def test_scores_on_the_device_are_those_of_the_oracle(monkeypatch):
     tokens = np.random.default_rng(1).integers(0, 300, 40)
     monkeypatch.setattr(device, "_PIECE_BYTES", 7 * 300 * 4)  # several pieces
     rows = torch.arange(39, -1, -1)
-    scores = device.score(torch.from_numpy(logits), rows, torch.from_numpy(tokens[::-1].copy()), 5).cpu()
+    scores = device.score(torch.from_numpy(logits), rows, torch.from_numpy(tokens[::-1].copy()), 5)
     close(scores.logprobs(0, list(range(39, -1, -1)), 3), logprobs(logits, tokens, 0, 5))
 
 

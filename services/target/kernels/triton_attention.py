@@ -172,8 +172,8 @@ class StaticAttention:
         tables = [[rows, TILE_COLUMNS], [rows + _STATIC_ITEMS, ITEM_COLUMNS], [rows, FOLD_COLUMNS], [1]]
         shapes = [shape for _ in kinds for shape in tables] + [
             [rows, self._node_words],
-            [pages],
             [rows * _STATIC_PATH if ordered else 1],
+            [pages],  # the largest comes last, as only its own part is transferred; see Slab
         ]
         self.limits = [np.zeros(shape, np.int32) for shape in shapes]
         self._tables: dict[Kind, DeviceTables] = {}
@@ -182,18 +182,18 @@ class StaticAttention:
     def arrays(self, batch: Batch) -> list[NDArray[np.int32]] | None:
         """The tables of a padded batch, in the order of the limits; None if it has more than fits."""
         ragged = Ragged(batch.spans, self._node_words, ordered=self._ordered)
-        if len(ragged.pages) > len(self.limits[-2]) or len(ragged.paths) > len(self.limits[-1]):
+        if len(ragged.paths) > len(self.limits[-2]) or len(ragged.pages) > len(self.limits[-1]):
             return None
         arrays: list[NDArray[np.int32]] = []
         for kind in self._kinds:
             host = tabulate(ragged, kind, self._device, _STATIC_ITEMS)
             arrays += [host.tiles, host.items, host.folds, np.array([len(host.items)], np.int32)]
-        return [*arrays, ragged.words, ragged.pages, ragged.paths]
+        return [*arrays, ragged.words, ragged.paths, ragged.pages]
 
     def attach(self, tensors: Sequence[Tensor], positions: Tensor) -> None:
         """Use tensors that lie where `arrays` are put, and the rows' positions."""
         self._tables = {kind: DeviceTables(*tensors[4 * i : 4 * i + 4]) for i, kind in enumerate(self._kinds)}
-        self._words, self._pages, self._paths = tensors[-3:]
+        self._words, self._paths, self._pages = tensors[-3:]
         self._positions = positions
 
     def __call__(
