@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bench.report import RESULTS, Report
@@ -47,7 +48,9 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     steps = Report("target-steps", "The target on a CPU: steps against their memory floor")
     hints = Report("target-hints", "The target on a CPU: hints against plain decoding")
+    threads = torch.get_num_threads()
     for name in args.formats:
+        torch.set_num_threads(threads)  # loading a program leaves PyTorch one
         engine = engine_of(name, max(args.sessions))
         measure_steps(steps, engine, name, args.steps)
         if name == args.formats[0]:

@@ -12,7 +12,7 @@ Unavailable = build.Unavailable
 
 
 class AttentionShape(ctypes.Structure):
-    """How a layer attends; window and softcap are 0 where there is none, so is value_stride; see csrc/attention.h."""
+    """How a layer attends; window, softcap and value_stride are 0 where there is none; see csrc/attention_plan.h."""
 
     _fields_ = (
         ("heads", c_int64),

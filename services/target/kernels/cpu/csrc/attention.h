@@ -7,33 +7,16 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
-#include <type_traits>
-#include <vector>
 
-#include "batch.h"
-#include "simd.h"
+#include "attention_plan.h"
+#include "keys.h"
+#include "softmax.h"
 
 namespace outrider {
 
 constexpr int kBlock = 32;        // keys
-constexpr int64_t kSplit = 128;   // keys
-constexpr int kMaxQueries = 32;   // query vectors that share a block of keys
 constexpr int kMaxColumns = 96;   // keys that are laid out at a time: a block of the cache, or one and 64 nodes
 constexpr int kMaxDim = 576;
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-
-struct AttentionShape {
-  int64_t heads, kv_heads, key_dim, value_dim;
-  float scaling;
-  int64_t window;      // keys seen back, the row's own included; 0 is all
-  float softcap;       // 0 is off
-  const float* sinks;  // [heads] or null
-  int64_t value_stride;  // numbers from one value to the next in the pool, if values are the first part of keys; else 0
-
-  int64_t value_pitch() const { return value_stride ? value_stride : value_dim; }
-};
 
 // Queries and results as float32 rows of some stride, in numbers; pools as [slot][kv_head][dim].
 template <class T>
@@ -46,92 +29,6 @@ struct AttentionCall {
   const T* keys;
   const T* values;
 };
-
-// A block of rows of one span, some query heads, some splits of the keys. It is done key head by key head, or a part of
-// the query heads of one, `width` at a time.
-struct AttentionTask {
-  int32_t span, rows, width;
-  int32_t head, heads;    // first query head, and how many
-  int32_t split, splits;  // first split, and how many
-  int64_t row;
-  int64_t partial;  // where its unfinished results go, [splits][heads / width][rows][width]; -1 if it does all splits
-  bool near;        // its keys are few enough to be brought near at once
-};
-
-// 16 x 16 numbers of 32 bits.
-inline void transpose16(__m512i* r) {
-  __m512i t[16];
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {  // r[i], r[4+i], r[8+i], r[12+i]: 128-bit lanes hold columns i, 4+i, 8+i, 12+i
-    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
-    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
-  }
-  for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
-    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
-    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
-    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
-  }
-}
-
-// How keys are multiplied: float32 number by number, bfloat16 in pairs with queries rounded to bfloat16, too.
-template <class T>
-struct Dot {
-  static constexpr int kStep = 4 / int(sizeof(T));  // numbers of a key in 32 bits
-  static __m512 add(__m512 sum, __m512i keys, int32_t query) {
-    if constexpr (std::is_same_v<T, float>) {
-      return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_set1_epi32(query)), _mm512_castsi512_ps(keys), sum);
-    } else {
-      return _mm512_dpbf16_ps(sum, __m512bh(keys), __m512bh(_mm512_set1_epi32(query)));
-    }
-  }
-  static __m512i load_words(const T* from, int64_t count) {
-    if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_epi32(lanes(count), from);
-    else if (count >= 32) return _mm512_loadu_si512(from);
-    else return _mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from);
-  }
-};
-
-// What a query vector has gathered so far.
-struct Softmax {
-  float largest, sum;
-};
-
-// Take a split's result into that of the splits before it. width: numbers of a value.
-inline void merge(Softmax& total, float* totals, const Softmax& part, const float* sums, int64_t width) {
-  if (part.sum == 0.0f) return;
-  if (total.sum == 0.0f) {
-    total = part;
-    std::memcpy(totals, sums, width * sizeof(float));
-    return;
-  }
-  const float largest = std::max(total.largest, part.largest);
-  const float old = std::exp(total.largest - largest), fresh = std::exp(part.largest - largest);
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const __mmask16 mask = lanes(width - d);
-    const __m512 scaled = _mm512_mul_ps(load(totals + d, mask), _mm512_set1_ps(old));
-    store(totals + d, _mm512_fmadd_ps(load(sums + d, mask), _mm512_set1_ps(fresh), scaled), mask);
-  }
-  total = {largest, total.sum * old + part.sum * fresh};
-}
-
-inline void divide(float* to, const float* sums, float sum, int64_t width) {
-  for (int64_t d = 0; d < width; d += kLanes) {
-    const __mmask16 mask = lanes(width - d);
-    store(to + d, _mm512_div_ps(load(sums + d, mask), _mm512_set1_ps(sum)), mask);
-  }
-}
 
 template <class T>
 class AttentionWorker {
@@ -462,61 +359,6 @@ class AttentionWorker {
   alignas(64) float values_[kMaxColumns * kMaxDim];
   alignas(64) float sum_[kMaxQueries * kMaxDim];
   alignas(64) float totals_[kMaxQueries * kMaxDim];
-};
-
-// The tasks of a batch; the same for every layer of like heads.
-//
-// Few rows wait for memory: their splits are tasks of their own, each of several key heads where there are tasks enough,
-// because these lie side by side. Many rows, those of a prompt, are kept busy by arithmetic: a task is all splits of a
-// key head.
-struct AttentionPlan {
-  std::vector<AttentionTask> tasks;
-  std::vector<AttentionTask> joined;  // those whose splits were taken apart
-  int64_t partials = 0;               // query vectors with unfinished results
-
-  AttentionPlan() = default;
-  AttentionPlan(const Batch& batch, const AttentionShape& shape, int threads) {
-    const int64_t group = shape.heads / shape.kv_heads;
-    width_ = int32_t(std::min<int64_t>(group, kMaxQueries));
-    const int64_t bytes = kSplit * (shape.key_dim + shape.value_dim) * 2;
-    // Query heads of one task. Of a wider group not all are done at a time, and the next key head's must not join them.
-    const int64_t together = (group > kMaxQueries ? 1 : std::max<int64_t>(1, kNear / bytes)) * group;
-    const bool many = batch.spans >= kTasksPerThread * threads;
-    for (int64_t span = 0; span < batch.spans; ++span) {
-      const int64_t rows = batch.first[span + 1] - batch.first[span];
-      const bool few = rows <= kFewRows, apart = few && batch.start[span] + rows > kSplit;
-      const int64_t step = apart || (few && many) ? together : group;
-      for (int64_t row = batch.first[span]; row < batch.first[span + 1]; row += kMaxQueries / width_) {
-        for (int64_t head = 0; head < shape.heads; head += step) {
-          add(batch, span, row, int32_t(head), int32_t(std::min(step, shape.heads - head)), apart, few);
-        }
-      }
-    }
-  }
-
- private:
-  static constexpr int64_t kFewRows = 16;
-  static constexpr int64_t kTasksPerThread = 4;
-  static constexpr int64_t kNear = 256 << 10;  // bytes of a split that stay near while its heads are done
-
-  void add(const Batch& batch, int64_t span, int64_t row, int32_t head, int32_t heads, bool apart,
-           bool few) {
-    const int64_t rows = std::min<int64_t>(kMaxQueries / width_, batch.first[span + 1] - row);
-    int64_t seen = 0;
-    for (int64_t r = row; r < row + rows; ++r) seen = std::max(seen, batch.positions[r] + 1);
-    const int32_t splits = int32_t((seen + kSplit - 1) / kSplit);
-    AttentionTask task{int32_t(span), int32_t(rows), width_, head, heads, 0, splits, row, -1, few};
-    if (!apart) return tasks.push_back(task);
-    task.partial = partials;
-    joined.push_back(task);
-    partials += int64_t{task.splits} * rows * heads;
-    for (AttentionTask part = task; part.split < task.splits; ++part.split, part.partial += rows * heads) {
-      part.splits = 1;
-      tasks.push_back(part);
-    }
-  }
-
-  int32_t width_ = 1;
 };
 
 // Merge the splits of a task that were taken apart, in order.

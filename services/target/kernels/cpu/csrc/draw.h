@@ -9,10 +9,10 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <vector>
 
 #include "noise.h"
+#include "survey.h"
 
 namespace outrider {
 
@@ -21,99 +21,6 @@ struct Sampling {
   double temperature, top_p, min_p;
   int64_t top_k;
   uint64_t seed;
-};
-
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-// A float32 that is not above the bound, for what is at least the bound must not be left out.
-inline float below(double bound) { return std::nextafter(float(bound), kNone); }
-
-// The logits of a row, of which a grammar may allow some.
-struct LogitRow {
-  const float* logits;      // [vocab]
-  const uint16_t* allowed;  // bit i of word j: token 16 j + i may be drawn; null if all may
-  int64_t vocab;
-
-  // Those of 16 tokens; -inf where there is none that may be drawn.
-  __m512 at(int64_t i) const {
-    __mmask16 mask = lanes(vocab - i);
-    if (allowed && mask) mask = __mmask16(mask & allowed[i / kLanes]);
-    return mask == 0xFFFF ? load(logits + i) : _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits + i);
-  }
-};
-
-// What one pass over a row finds. A block is 16 vectors; group i of a block is what stands in lane i of them.
-struct Survey {
-  static constexpr int64_t kBlock = 16 * kLanes;
-  std::vector<float> maxima;  // of the groups, 16 a block
-  int64_t blocks = 0;
-  float best = kNone;
-  int64_t token = -1;  // the first that has it; -1 if the logits are not finite
-
-  void take(const LogitRow& row) {
-    blocks = (row.vocab + kBlock - 1) / kBlock;
-    if (int64_t(maxima.size()) < blocks * kLanes) maxima.resize(blocks * kLanes);
-    __m512 top = _mm512_set1_ps(kNone);
-    __mmask16 unordered = 0;
-    for (int64_t block = 0; block < blocks; ++block) {
-      __m512 group[2] = {top, top};
-      for (int64_t i = 0; i < kBlock; i += 2 * kLanes) {
-        const __m512 x = row.at(block * kBlock + i), y = row.at(block * kBlock + i + kLanes);
-        unordered = __mmask16(unordered | _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q));
-        group[0] = _mm512_max_ps(group[0], x);
-        group[1] = _mm512_max_ps(group[1], y);
-      }
-      store(maxima.data() + block * kLanes, _mm512_max_ps(group[0], group[1]));
-    }
-    for (int64_t block = 0; block < blocks; ++block) top = _mm512_max_ps(top, groups(block));
-    best = _mm512_reduce_max_ps(top);
-    token = unordered || !std::isfinite(best) ? -1 : first_best(row);
-  }
-
-  __m512 groups(int64_t block) const { return load(maxima.data() + block * kLanes); }
-  bool reaches(int64_t block, __m512 least) const {
-    return _mm512_cmp_ps_mask(groups(block), least, _CMP_GE_OQ) != 0;
-  }
-
-  // A logit that at least `count` tokens reach, and as few others as their groups' maxima tell.
-  float least_of(int64_t count) const {
-    if (count > blocks * kLanes || reached_by(std::numeric_limits<float>::lowest()) < count) return kNone;
-    float low = std::numeric_limits<float>::lowest(), high = best;
-    const int64_t enough = count + count / 4;
-    // The first guess is that logits of interest lie near the best one.
-    for (float width = 1.0f; width < 1e6f; width *= 2.0f) {
-      if (best - width <= low) break;
-      if (reached_by(best - width) >= count) {
-        low = best - width;
-        break;
-      }
-      high = best - width;
-    }
-    for (int turn = 0; turn < 24 && reached_by(low) > enough; ++turn) {
-      const float middle = low + (high - low) * 0.5f;
-      (reached_by(middle) >= count ? low : high) = middle;
-    }
-    return low;
-  }
-
- private:
-  int64_t reached_by(float least) const {
-    int64_t count = 0;
-    const __m512 limit = _mm512_set1_ps(least);
-    for (int64_t block = 0; block < blocks; ++block) {
-      count += __builtin_popcount(_mm512_cmp_ps_mask(groups(block), limit, _CMP_GE_OQ));
-    }
-    return count;
-  }
-
-  int64_t first_best(const LogitRow& row) const {
-    const __m512 limit = _mm512_set1_ps(best);
-    int64_t i = 0;
-    while (!reaches(i / kBlock, limit)) i += kBlock;
-    for (;; i += kLanes) {
-      if (const __mmask16 hit = _mm512_cmp_ps_mask(row.at(i), limit, _CMP_EQ_OQ)) return i + __builtin_ctz(hit);
-    }
-  }
 };
 
 inline __m512i ids_from(int64_t first) {

@@ -1,0 +1,44 @@
+// Softmax sums that grow split by split, and are merged in order.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "simd.h"
+
+namespace outrider {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// What a query vector has gathered so far.
+struct Softmax {
+  float largest, sum;
+};
+
+// Take a split's result into that of the splits before it. width: numbers of a value.
+inline void merge(Softmax& total, float* totals, const Softmax& part, const float* sums, int64_t width) {
+  if (part.sum == 0.0f) return;
+  if (total.sum == 0.0f) {
+    total = part;
+    std::memcpy(totals, sums, width * sizeof(float));
+    return;
+  }
+  const float largest = std::max(total.largest, part.largest);
+  const float old = std::exp(total.largest - largest), fresh = std::exp(part.largest - largest);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const __mmask16 mask = lanes(width - d);
+    const __m512 scaled = _mm512_mul_ps(load(totals + d, mask), _mm512_set1_ps(old));
+    store(totals + d, _mm512_fmadd_ps(load(sums + d, mask), _mm512_set1_ps(fresh), scaled), mask);
+  }
+  total = {largest, total.sum * old + part.sum * fresh};
+}
+
+inline void divide(float* to, const float* sums, float sum, int64_t width) {
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const __mmask16 mask = lanes(width - d);
+    store(to + d, _mm512_div_ps(load(sums + d, mask), _mm512_set1_ps(sum)), mask);
+  }
+}
+
+}  // namespace outrider
