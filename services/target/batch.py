@@ -95,6 +95,74 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The S spans of a batch as arrays, one span after the other.
+
+    first:     [S + 1] int64, the spans' first rows, and the number of all rows
+    start, committed: [S] int64, as of each Span
+    nodes:     [S] int64, draft nodes
+    pages:     [P] int32, page tables; a span's begin at table, [S] int64
+    parents:   [N] int32, of all draft nodes
+    """
+
+    first: NDArray[np.int64]
+    start: NDArray[np.int64]
+    committed: NDArray[np.int64]
+    nodes: NDArray[np.int64]
+    pages: NDArray[np.int32]
+    table: NDArray[np.int64]
+    parents: NDArray[np.int32]
+    page_size: int
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @classmethod
+    def of(
+        cls,
+        start: Sequence[int] | NDArray[np.int64],
+        committed: Sequence[int] | NDArray[np.int64],
+        nodes: Sequence[int] | NDArray[np.int64],
+        pages: NDArray[np.int32],
+        parents: NDArray[np.int32],
+        page_size: int,
+    ) -> Layout:
+        """Spans one after the other, each with as many pages as its keys need."""
+        begin, own, hints = (np.asarray(column, np.int64) for column in (start, committed, nodes))
+        rows = own + hints
+        ends = np.cumsum(-(-(begin + rows) // page_size))
+        assert len(pages) == (ends[-1] if len(ends) else 0), "the rows of a step have places in the cache"
+        table = np.zeros(len(ends), np.int64)
+        table[1:] = ends[:-1]
+        first = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(rows, out=first[1:])
+        return cls(first, begin, own, hints, pages, table, parents, page_size)
+
+    def spans(self, positions: NDArray[np.int64]) -> list[Span]:
+        """The spans as objects. positions: [rows], of the batch."""
+        first, tables = self.first.tolist(), [*self.table.tolist(), len(self.pages)]
+        behind = np.cumsum(self.nodes).tolist()
+        return [
+            Span(
+                row, end - row, start, committed, self.pages[page:last_page], self.page_size,
+                positions[row:end], self.parents[node - nodes : node],
+            )
+            for row, end, start, committed, page, last_page, node, nodes in zip(
+                first[:-1], first[1:], self.start.tolist(), self.committed.tolist(), tables[:-1], tables[1:], behind,
+                self.nodes.tolist(), strict=True,
+            )
+        ]  # fmt: skip
+
+    def followed_by(self, rows: int, page: int) -> Layout:
+        """With a span of committed rows behind, all of whose pages are this one."""
+        pages = np.full(-(-rows // self.page_size), page, np.int32)
+        return Layout.of(
+            np.append(self.start, 0), np.append(self.committed, rows), np.append(self.nodes, 0),
+            np.concatenate([self.pages, pages]), self.parents, self.page_size,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Capture:
     """Hidden states that a forward pass hands back besides the logits.
 
@@ -123,13 +191,14 @@ class Rows:
 class Batch:
     """T rows of S sessions, for a device.
 
+    layout:                the spans of rows that belong to one session each
     ids, positions, slots: [T] int64; a slot is where the row's key and value go
     sampled:               [R] int64, the rows whose logits are wanted. First the `drawn` ones after which a token is
                            drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
     """
 
-    spans: Sequence[Span]
+    layout: Layout
     rows: Rows
     device: torch.device
     drawn: int
@@ -138,6 +207,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.rows.ids)
+
+    @cached_property
+    def spans(self) -> Sequence[Span]:
+        """The layout as objects, for those who go through it span by span."""
+        return self.layout.spans(self.rows.positions)
 
     @property
     def ids(self) -> Tensor:
@@ -178,26 +252,56 @@ def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 def build(works: Sequence[Work], device: torch.device) -> Batch:
     """Lay out a step's work. The page tables must hold start + rows tokens of every session."""
-    spans: list[Span] = []
-    ids: list[NDArray[np.integer]] = []
-    sampled: list[NDArray[np.int64]] = []
-    scored: list[NDArray[np.int64]] = []
-    first = 0
+    starts, stops, counts, last = [], [], [], []
+    ids: list[NDArray[np.uint32]] = []
+    pages: list[NDArray[np.int32]] = []
+    drafts: list[TreeSlice] = []
+    page_size = works[0].chunk.session.table.page_size
+    to_score = False
     for work in works:
-        span = _span(work, first)
-        spans.append(span)
-        ids += [work.chunk.session.tokens[work.chunk.start : work.chunk.stop], work.draft.tokens]
-        if work.chunk.last:
-            sampled.append(np.arange(first + span.committed - 1, first + span.rows))
-        if work.chunk.session.to_score and work.scored:
-            scored.append(first - span.start + np.array(work.scored))
-        first += span.rows
-    flat_ids = np.concatenate(ids).astype(np.int64)
-    positions = np.concatenate([span.positions for span in spans])
-    slots = np.concatenate([span.slots_from(span.start) for span in spans])
-    drawn = sum(map(len, sampled))
-    rows = np.concatenate(sampled + scored) if sampled or scored else np.empty(0, np.int64)
-    return Batch(spans, Rows(flat_ids, positions, slots, rows), device, drawn)
+        chunk, draft = work.chunk, work.draft
+        session, start, stop, nodes = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
+        starts.append(start)
+        stops.append(stop)
+        counts.append(nodes)
+        last.append(stop == session.length)
+        ids.append(session.tokens[start:stop])
+        if nodes:
+            assert last[-1], "only the last committed token has draft nodes below it"
+            ids.append(draft.tokens)
+            drafts.append(draft)
+        pages.append(session.table.pages[: -(-(stop + nodes) // page_size)])
+        to_score = to_score or session.to_score > 0
+    start, stop = np.array(starts), np.array(stops)
+    parents = np.concatenate([draft.parents for draft in drafts]) if drafts else EMPTY_SLICE.parents
+    layout = Layout.of(start, stop - start, counts, np.concatenate(pages), parents, page_size)
+    span, place = _places(layout)
+    keys = start[span] + place
+    positions = keys
+    if drafts:
+        positions = keys.copy()
+        depths = np.concatenate([draft.depths for draft in drafts])
+        positions[place >= layout.committed[span]] = np.repeat(stop - 1, counts) + depths
+    slots = layout.pages[layout.table[span] + keys // page_size].astype(np.int64) * page_size + keys % page_size
+    sampled = np.flatnonzero((place >= layout.committed[span] - 1) & np.array(last)[span])
+    drawn = len(sampled)
+    if to_score and (scored := [_scored(work, first) for work, first in zip(works, layout.first.tolist())]):
+        sampled = np.concatenate([sampled, *scored])
+    return Batch(layout, Rows(np.concatenate(ids).astype(np.int64), positions, slots, sampled), device, drawn)
+
+
+def _places(layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The span of each row, and its place among the rows of the span. [T] each."""
+    spans, rows = np.arange(len(layout)), int(layout.first[-1])
+    if rows == len(spans):
+        return spans, np.zeros(rows, np.int64)
+    span = np.repeat(spans, np.diff(layout.first))
+    return span, np.arange(rows) - layout.first[span]
+
+
+def _scored(work: Work, first: int) -> NDArray[np.int64]:
+    """Rows of a chunk that are only scored. first: that of its span."""
+    return first - work.chunk.start + np.array(work.scored if work.chunk.session.to_score else (), np.int64)
 
 
 def pad(batch: Batch, size: int, page_size: int) -> Batch:
@@ -211,24 +315,11 @@ def pad(batch: Batch, size: int, page_size: int) -> Batch:
     sampled[: len(rows.sampled)] = rows.sampled
     if not more:
         return replace(batch, rows=replace(rows, sampled=sampled))
-    nothing, pages = np.zeros(more, np.int64), np.full(-(-more // page_size), NULL_PAGE, np.int32)
-    span = Span(len(batch), more, 0, more, pages, page_size, nothing, EMPTY_SLICE.parents)
+    nothing = np.zeros(more, np.int64)
     padded = Rows(
         np.concatenate([rows.ids, nothing]),
         np.concatenate([rows.positions, nothing]),
         np.concatenate([rows.slots, NULL_PAGE * page_size + np.arange(more) % page_size]),
         sampled,
     )
-    return replace(batch, spans=[*batch.spans, span], rows=padded)
-
-
-def _span(work: Work, first: int) -> Span:
-    chunk, draft = work.chunk, work.draft
-    assert chunk.last or not len(draft), "only the last committed token has draft nodes below it"
-    rows = len(chunk) + len(draft)
-    positions = np.arange(chunk.start, chunk.start + rows)
-    positions[len(chunk) :] = chunk.stop - 1 + draft.depths
-    table = chunk.session.table
-    assert chunk.start + rows <= table.capacity, "the rows of a step have places in the cache"
-    pages = table.pages[: -(-(chunk.start + rows) // table.page_size)]
-    return Span(first, rows, chunk.start, len(chunk), pages, table.page_size, positions, draft.parents)
+    return replace(batch, layout=batch.layout.followed_by(more, NULL_PAGE), rows=padded)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import Batch, Capture, Rows, pad
+from services.target.batch import Batch, Capture, Layout, Rows, pad
 from services.target.kernels import Attention, Planner
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache
@@ -193,11 +193,9 @@ class GraphRunner:
         if key not in self._steps:
             every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
-            batch = pad(
-                Batch([], Rows(nothing, nothing, nothing, nothing), device, drawn=0, capture=every),
-                size,
-                cache.page_size,
-            )
+            layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), cache.page_size)
+            rows = Rows(nothing, nothing, nothing, nothing)
+            batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size, cache.page_size)
             try:
                 self._steps[key] = _Step(self._runner, batch, cache, self._capturer)
             except RuntimeError as error:  # what the model does on the way cannot be captured

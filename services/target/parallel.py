@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import TargetConfig, to_argv
-from services.target.batch import Batch, Rows, Span
+from services.target.batch import Batch, Layout, Rows
 from services.target.kv_cache import KVCache
 from services.target.model.base import Model, Outputs, Runner
 from services.target.model.load import load
@@ -201,33 +201,28 @@ def follow(model: Model, channel: Channel) -> None:
             model.runner.forward(unpack(body, model.device), cache)
 
 
-_HEADER = 5
-_SPAN = 6
+_HEADER = 7
 
 
 def pack(batch: Batch) -> list[NDArray[np.integer]]:
     """A batch as arrays of integers. What only rank 0 needs of it (the hidden states asked for) stays behind."""
-    rows, spans = batch.rows, batch.spans
-    header = np.array([len(rows.ids), len(rows.sampled), batch.drawn, len(spans), spans[0].page_size])
-    sizes = [[s.first, s.rows, s.start, s.committed, len(s.pages), len(s.parents)] for s in spans]
+    rows, spans = batch.rows, batch.layout
+    header = np.array([
+        len(rows.ids), len(rows.sampled), batch.drawn, len(spans), len(spans.pages), len(spans.parents),
+        spans.page_size,
+    ])  # fmt: skip
     arrays = [rows.ids, rows.positions, rows.slots, rows.sampled]
-    return [header, *arrays, np.array(sizes).ravel(), *(s.pages for s in spans), *(s.parents for s in spans)]
+    return [header, *arrays, spans.start, spans.committed, spans.nodes, spans.pages, spans.parents]
 
 
 def unpack(body: NDArray[np.int64], device: torch.device) -> Batch:
     """A batch from what `pack` made of it."""
-    count, sampled, drawn, spans, page_size = body[:_HEADER].tolist()
+    count, sampled, drawn, spans, pages, parents, page_size = body[:_HEADER].tolist()
     take = _Reader(body[_HEADER:])
     rows = Rows(take(count), take(count), take(count), take(sampled))
-    sizes = take(spans * _SPAN).reshape(spans, _SPAN).tolist()
-    pages = [take(size[4]).astype(np.int32) for size in sizes]
-    parents = [take(size[5]).astype(np.int32) for size in sizes]
-    made = [
-        Span(*size[:4], pages=pages[i], page_size=page_size, parents=parents[i],
-             positions=rows.positions[size[0] : size[0] + size[1]])
-        for i, size in enumerate(sizes)
-    ]  # fmt: skip
-    return Batch(made, rows, device, drawn)
+    columns = take(spans), take(spans), take(spans)
+    layout = Layout.of(*columns, take(pages).astype(np.int32), take(parents).astype(np.int32), page_size)
+    return Batch(layout, rows, device, drawn)
 
 
 class _Reader:

@@ -15,7 +15,7 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import Batch, Rows, Span
+from services.target.batch import Batch, Layout, Rows
 from services.target.engine import TargetEngine
 from services.target.model import shards
 from services.target.model.support import read_settings
@@ -146,23 +146,19 @@ def test_the_service_ends_with_a_rank(target):
 
 def test_batches_travel_whole():
     rng = np.random.default_rng(0)
-    spans, rows = [], 0
-    for start, committed, parents in ((0, 5, []), (37, 1, [-1, 0, 0, -1]), (16, 3, [-1])):
-        count = committed + len(parents)
-        pages = rng.integers(1, 99, (start + count + 15) // 16).astype(np.int32)
-        positions = np.arange(start, start + count)
-        spans.append(Span(rows, count, start, committed, pages, 16, positions, np.array(parents, np.int32)))
-        rows += count
-    flat = Rows(
-        rng.integers(0, 9, rows), np.concatenate([span.positions for span in spans]), rng.integers(0, 9, rows),
-        np.array([4, 5, 6]),
-    )  # fmt: skip
-    batch = Batch(spans, flat, torch.device("cpu"), 2)
+    starts, committed, parents = [0, 37, 16], [5, 1, 3], [[], [-1, 0, 0, -1], [-1]]
+    nodes = list(map(len, parents))
+    keys = np.array(starts) + committed + nodes
+    pages = rng.integers(1, 99, int((-(-keys // 16)).sum())).astype(np.int32)
+    layout = Layout.of(starts, committed, nodes, pages, np.concatenate(parents).astype(np.int32), 16)
+    rows = int(layout.first[-1])
+    flat = Rows(*rng.integers(0, 9, (3, rows)), np.array([4, 5, 6]))
+    batch = Batch(layout, flat, torch.device("cpu"), 2)
     twin = unpack(np.concatenate(pack(batch)).astype(np.int64), torch.device("cpu"))
     assert (twin.drawn, len(twin.spans)) == (2, 3)
     for name in ("ids", "positions", "slots", "sampled"):
         assert np.array_equal(getattr(twin.rows, name), getattr(flat, name))
-    for mine, its in zip(spans, twin.spans, strict=True):
+    for mine, its in zip(batch.spans, twin.spans, strict=True):
         for name in ("first", "rows", "start", "committed", "page_size"):
             assert getattr(mine, name) == getattr(its, name)
         for name in ("pages", "positions", "parents", "slots", "tree_mask"):

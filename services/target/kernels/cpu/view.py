@@ -19,22 +19,21 @@ class View:
 
     def __init__(self, batch: Batch, *, gathered: bool = False) -> None:
         """gathered: the pools hold the batch's pages alone, those of its spans one after the other."""
-        spans, rows = batch.spans, batch.rows
-        pages = np.concatenate([span.pages for span in spans]).astype(np.int32, copy=False)
-        self.pages = pages
+        layout, rows = batch.layout, batch.rows
+        self.pages = layout.pages
         arrays: list[NDArray[np.generic]] = [
             rows.ids,
             rows.positions,
             rows.sampled,
-            np.array([*(span.first for span in spans), len(batch)], np.int64),
-            np.array([span.start for span in spans], np.int64),
-            np.array([span.committed for span in spans], np.int64),
-            np.concatenate([span.parents for span in spans]).astype(np.int32, copy=False),
-            np.arange(len(pages), dtype=np.int32) if gathered else pages,
-            np.cumsum([0, *(len(span.pages) for span in spans[:-1])]),
+            layout.first,
+            layout.start,
+            layout.committed,
+            layout.parents,
+            np.arange(len(self.pages), dtype=np.int32) if gathered else self.pages,
+            layout.table,
         ]
         self._arrays = arrays
         self._view = BatchView(
-            len(batch), len(spans), len(rows.sampled), spans[0].page_size, *(array.ctypes.data for array in arrays)
+            len(batch), len(layout), len(rows.sampled), layout.page_size, *(array.ctypes.data for array in arrays)
         )
         self.pointer = ctypes.byref(self._view)
