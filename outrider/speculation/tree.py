@@ -234,6 +234,8 @@ class SpeculationTree:
             chosen.append(node)
             if max_depth is None or self.depth[node] < max_depth:
                 self._push_children(frontier, node, max_children)
+        if not chosen:
+            return EMPTY_SLICE
         row = {node: i for i, node in enumerate(chosen)}
         row[ROOT] = ROOT
         return TreeSlice(
