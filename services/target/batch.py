@@ -285,8 +285,8 @@ def build(works: Sequence[Work], device: torch.device) -> Batch:
     slots = layout.pages[layout.table[span] + keys // page_size].astype(np.int64) * page_size + keys % page_size
     sampled = np.flatnonzero((place >= layout.committed[span] - 1) & np.array(last)[span])
     drawn = len(sampled)
-    if to_score and (scored := [_scored(work, first) for work, first in zip(works, layout.first.tolist())]):
-        sampled = np.concatenate([sampled, *scored])
+    if to_score:
+        sampled = np.concatenate([sampled, *map(_scored, works, layout.first.tolist())])
     return Batch(layout, Rows(np.concatenate(ids).astype(np.int64), positions, slots, sampled), device, drawn)
 
 
