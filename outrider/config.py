@@ -70,6 +70,8 @@ class KernelOptions:
     """Numbers of sessions to capture steps for; with --speculative-num-draft-tokens N also with N rows each."""
     disable_cuda_graph_padding: bool = False
     """Replay captured steps of exactly the right size only."""
+    disable_overlap_schedule: bool = False
+    """Read each step before the next one is prepared; on CUDA the device else computes meanwhile."""
     enable_torch_compile: bool = False
     """Compile the layers for captured steps with torch.compile; takes minutes at start-up."""
     torch_compile_max_bs: int = 32

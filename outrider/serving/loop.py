@@ -108,6 +108,7 @@ class EngineLoop:
         self._on_fault = on_fault
         self._audited = False  # since the engine last became idle
         self._ended = False
+        self._spent = 0.0  # seconds in steps since one said something
         self._inbox: queue.SimpleQueue[Message | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -163,9 +164,10 @@ class EngineLoop:
     def _step(self) -> None:
         start = time.perf_counter()
         output = self.engine.step()
-        if output.commits or output.proposals or output.failures or output.features:
-            elapsed = int((time.perf_counter() - start) * 1e6)
-            output.load = replace(output.load, step_microseconds=elapsed)
+        self._spent += time.perf_counter() - start
+        if output.said:
+            output.load = replace(output.load, step_microseconds=int(self._spent * 1e6))
+            self._spent = 0.0
             self._publish(output)
 
     def _take_messages(self) -> bool:

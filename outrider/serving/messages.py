@@ -130,6 +130,11 @@ class StepOutput:
     load: EngineLoad = field(default_factory=EngineLoad)
     features: list[FeatureBlock] = field(default_factory=list)
 
+    @property
+    def said(self) -> bool:
+        """True if there is anything to tell but the load."""
+        return bool(self.commits or self.proposals or self.failures or self.features)
+
 
 @dataclass(frozen=True)
 class Message:

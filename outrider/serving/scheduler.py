@@ -124,7 +124,7 @@ class Scheduler:
                 session.attach()
             if session.pending > 1:
                 prompts.append(session)
-            else:
+            elif session.pending:
                 planned.append((session, 1))
         if prompts:
             planned += self._few_scored(self._portions(prompts, len(planned)))
@@ -134,6 +134,10 @@ class Scheduler:
                 chunks.append(Chunk(session, session.computed, session.computed + size))
         # A later reservation may have preempted a session that was planned before.
         return [chunk for chunk in chunks if chunk.session.id in self._running]
+
+    def fits(self) -> bool:
+        """True if there are pages for all that running sessions have yet to compute, so that a plan preempts nobody."""
+        return self._missing(0) <= self.allocator.free_pages
 
     def reserve(self, session: Session, tokens: int) -> bool:
         """Lease pages for a session's first tokens, preempting later arrivals. False if it had to go itself."""
@@ -167,8 +171,7 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self.limits.max_running:
             return
         pages_for = self.allocator.pages_for
-        # Pages for what running sessions have yet to compute.
-        promised = sum(max(0, pages_for(s.length + 1) - len(s.table.pages)) for s in self._running.values())
+        promised = self._missing(1)
         while self._waiting and len(self._running) < self.limits.max_running:
             session = self._waiting.next()
             _, held = session.table.peek(session.sharable)
@@ -179,6 +182,11 @@ class Scheduler:
             self._running[session.id] = session
             session.attach()
             promised += pages_for(session.length + 1) - len(session.table.pages)
+
+    def _missing(self, more: int) -> int:
+        """Pages for what running sessions have yet to compute, and for so many tokens more in each."""
+        pages_for = self.allocator.pages_for
+        return sum(max(0, pages_for(s.length + more) - len(s.table.pages)) for s in self._running.values())
 
     def retract(self) -> int:
         """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did.

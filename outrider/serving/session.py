@@ -12,9 +12,11 @@ from outrider.serving.messages import OpenSession
 class Session:
     """Tokens, cache lengths and pages of one session; one owner, the engine thread.
 
-    Lengths, in tokens:   0 <= computed < length;   prompt_length <= length
+    Lengths, in tokens:   0 <= computed <= length;   prompt_length <= length
         tokens  0 ........ computed | ........ length-1 |
                 in the cache        | pending           |
+
+    Rows count as computed once their step is launched. Nothing is pending while the next token is being drawn.
 
     cached_tokens: prompt tokens that were found in the prefix cache when it began
     to_score: rows from the first on whose logits somebody asked for; scored: how many of them were computed
@@ -52,7 +54,7 @@ class Session:
 
     @property
     def pending(self) -> int:
-        """Committed tokens that are not in the cache; at least 1."""
+        """Committed tokens that are not in the cache; 0 only while the next one is being drawn."""
         return self.length - self.computed
 
     @property
@@ -73,6 +75,14 @@ class Session:
         self._tokens[self.length : end] = tokens
         self.length = end
         self._began = True
+
+    def expect(self) -> None:
+        """Count a token that is being drawn, so that its row can be planned while nobody knows which it is."""
+        self.append(np.zeros(1, np.uint32))
+
+    def unexpect(self) -> None:
+        """Count it no longer: it is about to be known."""
+        self.length -= 1
 
     def attach(self) -> None:
         """Take from the prefix cache what comes next."""

@@ -188,6 +188,23 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Roots:
+    """Ids that only the device knows, as it is still drawing them. rows, sources: [n] int64, on the host.
+
+    The id of each row is the token that is drawn at its place in `tokens`, [R] int64; where none can be, it is 0.
+    """
+
+    rows: NDArray[np.int64]
+    sources: NDArray[np.int64]
+    tokens: Tensor
+
+    def put(self, ids: Tensor) -> None:
+        """Write them where the ids lie, [T] int64."""
+        rows, sources = upload([self.rows, self.sources], ids.device)
+        ids.index_copy_(0, rows, self.tokens.index_select(0, sources).clamp(min=0))
+
+
+@dataclass(frozen=True)
 class Batch:
     """T rows of S sessions, for a device.
 
@@ -196,6 +213,7 @@ class Batch:
     sampled:               [R] int64, the rows whose logits are wanted. First the `drawn` ones after which a token is
                            drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
+    roots:                 ids that are not known on the host
     """
 
     layout: Layout
@@ -203,6 +221,7 @@ class Batch:
     device: torch.device
     drawn: int
     capture: Capture | None = None
+    roots: Roots | None = None
     placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
 
     def __len__(self) -> int:
@@ -238,7 +257,10 @@ class Batch:
         rows = self.rows
         if self.placed is not None:
             return self.placed
-        return upload([rows.ids, rows.positions, rows.slots, rows.sampled], self.device)
+        tensors = upload([rows.ids, rows.positions, rows.slots, rows.sampled], self.device)
+        if self.roots is not None:
+            self.roots.put(tensors[0])
+        return tensors
 
 
 def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:

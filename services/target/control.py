@@ -85,6 +85,7 @@ class Control:
 
     def _update(self, shards: Iterable[Mapping[str, Tensor]], fingerprint: str, update: Update) -> Weights:
         engine, start, replaced = self._engine, time.perf_counter(), 0
+        engine.finish()
         aborted = engine.abort() if update.abort_all_requests else 0
         retracted = 0
         if not update.keep_cache:
@@ -109,6 +110,7 @@ class Control:
 
     def flush_cache(self) -> None:
         """Drop cached prefixes. Raises InvalidRequest while sessions run, or could at any moment."""
+        self._engine.finish()
         scheduler = self._engine.scheduler
         if scheduler.running or (len(scheduler) and not self._engine.paused):
             raise InvalidRequest(
@@ -125,6 +127,7 @@ class Control:
             "retract": self._engine.scheduler.retract,
             "in_place": lambda: 0,
         }
+        self._engine.finish()
         count = modes[mode]()
         self._engine.paused = True
         log.info("paused: %s", mode)

@@ -155,6 +155,7 @@ class Drawing:
         self._cache = cache
         self._features = features
         self._thresholds = thresholds
+        self._hurried = model.device.type != "cpu"  # where waiting for the device costs more than drawing a row twice
         self._compiled = model.device.type == "cpu" and thresholds.exact and library.available()
         self._masks: Masks | None = None
 
@@ -200,7 +201,7 @@ class Drawing:
             return self._launch_compiled(batch, logits, drawing, drawn, adjustments, mask, prompts)
         banned = (rows.banned_rows, rows.banned_tokens)
         adjusted = sampler.adjusted(logits[: batch.drawn], banned, adjustments, mask)
-        hurry = device.type != "cpu" and self._thresholds.exact and all(entry.top is None for entry in drawn)
+        hurry = self._hurried and self._thresholds.exact and all(entry.top is None for entry in drawn)
         tokens = sampler.pick(adjusted, rows, hurry=hurry)
         if not self._thresholds.exact:
             tokens = relax(self._thresholds, adjusted, rows, tokens, drawing, requests)

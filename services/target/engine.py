@@ -1,9 +1,12 @@
 """The target's engine: every step verifies the hints that are there, and commits at least a token a session.
 
     1. plan     which sessions take part, with which committed tokens; the best hints of those that reach their root
-    2. forward  all rows of all sessions through the model, in one pass
-    3. draw     a token after each root and each node
-    4. settle   walk along the draws, commit, compact the cache, end what has ended
+    2. launch   all rows of all sessions through the model, in one pass, and a token drawn after each root and node
+    3. collect  wait for the draws
+    4. settle   walk along them, commit, compact the cache, end what has ended
+
+On CUDA, messages are taken in between launch and collect, and where nobody has hints or special wishes, the next step
+is launched before this one is collected (overlap.py).
 
 Hints are taken as they lie when a step begins, held for a moment where that pays (patience.py); without any, a step is
 plain decoding. A session is refused when it
@@ -16,11 +19,10 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from outrider.config import TargetConfig
 from outrider.errors import EngineFault, InvalidRequest, OutriderError
@@ -34,14 +36,15 @@ from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
 from services.target.batch import Work, build
 from services.target.budget import Budget, Calibration, least_score, promised
+from services.target.compaction import Moves
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
+from services.target.overlap import Flight, expecting, undemanding
 from services.target.patience import Patience
-from services.target.upload import upload
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,9 @@ class TargetEngine(Engine):
         self._drawing = Drawing(model, self.cache, self.features, thresholds(config))
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
-        self._ended: list[Commit] = []  # sessions that were ended from outside, to be told
+        self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
+        self._flight: Flight | None = None  # the step under way
+        self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
         self.paused = False
         self.weight_version = config.weight_version
         self._step_tokens = 0
@@ -149,12 +154,13 @@ class TargetEngine(Engine):
 
     def abort(self) -> int:
         """End all sessions. Returns how many there were."""
+        self.finish()
         ids = list(self._entries)
         for session_id in ids:
             entry = self._entries[session_id]
             none = np.empty(0, np.uint32)
             ended = Commit(session_id, entry.session.length, none, entry.tree.root_hash)
-            self._ended.append(replace(ended, finish_reason=FinishReason.ABORT))
+            self._unsaid.commits.append(replace(ended, finish_reason=FinishReason.ABORT))
             self.close(session_id)
         return len(ids)
 
@@ -163,30 +169,39 @@ class TargetEngine(Engine):
         self.scheduler.prefix.flush()
         self.features.forget()
 
+    def finish(self) -> None:
+        """Collect the step under way, if there is one; the next one tells what it said."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._collect(flight, self._unsaid)
+
     @property
     def idle(self) -> bool:
         """True if there is nothing to do, or nothing may be done."""
-        return not self._ended and (self.paused or not self._entries)
+        return not (self._unsaid.said or self._flight) and (self.paused or not self._entries)
 
     @property
     def patience(self) -> float:
         """Seconds that the next step may still be held for hints, where that pays."""
-        return self._patience.remaining
+        return 0.0 if self._flight else self._patience.remaining
 
     def step(self) -> StepOutput:
-        """Compute one batch and commit what it says."""
-        if self._ended:
-            ended, self._ended = self._ended, []
-            return StepOutput(commits=ended, load=self.load())
+        """Compute one batch and commit what it says; where steps overlap, launch one, or commit the one under way."""
+        if self._unsaid.said:
+            output, self._unsaid = self._unsaid, StepOutput()
+            return replace(output, load=self.load())
         self._patience.begin()
         output = StepOutput(failures=self._take_grammars())
-        works = self._plan()
-        if not works:
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._flight = self._launch_behind(flight)
+        elif (flight := self._launch(self._plan())) is None:
             self.grammars.wait(_GRAMMAR_WAIT)
             return replace(output, load=self.load())
-        batch = self.features.mark(build(works, self.model.device), works)
-        self._step_tokens = len(batch)
-        self._settle(works, self._drawing.launch(batch, works, self._entries).read(), output)
+        elif self.overlap:  # what arrives while the device computes is taken in before this is collected
+            self._flight = flight
+            return replace(output, load=self.load())
+        self._collect(flight, output)
         return output
 
     def load(self) -> EngineLoad:
@@ -222,11 +237,12 @@ class TargetEngine(Engine):
                 self.close(session_id)
         return failures
 
-    def _plan(self) -> list[Work]:
+    def _plan(self, *, hints: bool = True) -> list[Work]:
         chunks = self.scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        drafts = self._drafts(chunks) if any(len(entry.tree) for entry in self._entries.values()) else {}
+        hints = hints and any(len(entry.tree) for entry in self._entries.values())
+        drafts = self._drafts(chunks) if hints else {}
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
     def _drafts(self, chunks: Sequence[Chunk]) -> dict[int, TreeSlice]:
@@ -270,15 +286,53 @@ class TargetEngine(Engine):
         limit = min(session.prompt_length + session.stop.max_tokens, self.max_session_tokens)
         return limit - session.length
 
+    # --- 2. launch ---
+
+    def _launch(self, works: list[Work], behind: Flight | None = None, drawn: Sequence[Session] = ()) -> Flight | None:
+        """Start on a plan, if there is one. behind: the step under way, which draws the roots of `drawn`."""
+        if not works:
+            return None
+        batch = self.features.mark(build(works, self.model.device), works)
+        if behind is not None:
+            batch = behind.roots(batch, works, drawn)
+        self._step_tokens = len(batch)
+        flight = Flight(works, self._drawing.launch(batch, works, self._entries))
+        for work in works:
+            work.chunk.session.computed = work.chunk.stop
+        return flight
+
+    def _launch_behind(self, flight: Flight) -> Flight | None:
+        """Launch the next step before this one is read, unless it could gain by what this one says."""
+        entries = self._entries.values()
+        if not flight.plain or self.features.asked or not all(map(self._foreseeable, entries)):
+            return None
+        drawn = [session for session in flight.drawing(self._entries) if self._room(session) > 1]
+        with expecting(drawn):
+            return self._launch(self._plan(hints=False), flight, drawn) if self.scheduler.fits() else None
+
+    def _foreseeable(self, entry: Entry) -> bool:
+        hinted = self._patience.drafted(entry.session.id) and self._wanted(entry)
+        return not hinted and undemanding(entry)
+
+    # --- 3. collect ---
+
+    def _collect(self, flight: Flight, output: StepOutput) -> None:
+        works, draws = flight.read(self._entries)
+        if draws.redrawn is not None and self._flight is not None:
+            drawing = [work for work in works if work.chunk.last]
+            for work in compress(drawing, draws.redrawn):
+                self._flight.spoiled.add(work.chunk.session.id)
+                work.chunk.session.computed = work.chunk.stop
+        self._settle(works, draws, output)
+
     # --- 4. settle ---
 
     def _settle(self, works: Sequence[Work], draws: Draws, output: StepOutput) -> None:
-        moves: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        moves = Moves()
         first = 0
         for work in works:
             session, draft = work.chunk.session, work.draft
-            session.computed = work.chunk.stop
-            session.scored = min(max(session.scored, session.computed), session.to_score)
+            session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
                 continue
@@ -295,9 +349,9 @@ class TargetEngine(Engine):
             goes_on = verdict.reason == FinishReason.RUNNING
             self.features.settle(work, verdict.path, goes_on=goes_on)
             if goes_on:
-                moves.append(_moves(session, verdict.path))
+                moves.add(session, verdict.path)
             output.commits.append(self._commit(session, draft, verdict, draws))
-        self._move(moves)
+        moves.make(self.cache, self.model.device)
         committed = sum(len(commit.tokens) for commit in output.commits)
         verified = sum(commit.verified for commit in output.commits)
         accepted = sum(commit.accepted for commit in output.commits)
@@ -314,7 +368,7 @@ class TargetEngine(Engine):
         told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
         entry.append(verdict.tokens)
         if verdict.reason == FinishReason.RUNNING:
-            session.computed = session.length - 1
+            session.computed = max(session.computed, session.length - 1)
             session.table.truncate(session.length)
         else:
             self.close(session.id)
@@ -341,21 +395,3 @@ class TargetEngine(Engine):
             "cached_tokens": entry.session.cached_tokens,
             "prompt_logprobs": None if prompt is None else prompt.whole(),
         }
-
-    @torch.inference_mode()
-    def _move(self, moves: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> None:
-        """Compact the cache, for all sessions at once. Pages given back are not leased again before this."""
-        moves = [pair for pair in moves if len(pair[0])]
-        if moves:
-            sides = [np.concatenate(side) for side in zip(*moves, strict=True)]
-            self.cache.move(*upload(sides, self.model.device))
-
-
-def _moves(session: Session, path: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Slots from and to which an accepted path's rows move: node rows lie at length + index, in slice order."""
-    nodes = np.array(path, dtype=np.int64)
-    if not len(nodes):
-        return nodes, nodes
-    slots = session.table.slots(session.length, session.length + int(nodes.max()) + 1)
-    away = nodes != np.arange(len(nodes))
-    return slots[nodes[away]], slots[: len(nodes)][away]

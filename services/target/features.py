@@ -114,6 +114,11 @@ class Features:
             self._store.open(request.session_id)
         return replace(request, cache_salt=f"{request.cache_salt}\0features {request.feature_spec:x}")
 
+    @property
+    def asked(self) -> bool:
+        """True if a session wants features."""
+        return bool(self._wanted)
+
     def close(self, session_id: int) -> None:
         """The session has ended, and its pages are home."""
         if self._wanted.pop(session_id, None) is not None and self._store is not None:

@@ -114,6 +114,8 @@ class _Step:
                 return False
             arrays += tables
         self._slab.fill(arrays)
+        if batch.roots is not None:
+            batch.roots.put(self._placed[0])
         self._batch = replace(batch, placed=self._placed, capture=self._batch.capture)
         return True
 

@@ -69,6 +69,10 @@ class Patience:
         if fresh:
             self._awaited.discard(session_id)
 
+    def drafted(self, session_id: int) -> bool:
+        """True if somebody drafts for the session."""
+        return session_id in self._drafted
+
     def forget(self, session_id: int) -> None:
         """A session has ended."""
         self._drafted.discard(session_id)

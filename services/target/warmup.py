@@ -28,6 +28,14 @@ _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 def warm_up(engine: TargetEngine) -> None:
     """Run an idle engine, so that the first request does not pay for what is done lazily."""
     engine.grammars.load()
+    overlap, engine.overlap = engine.overlap, False
+    try:
+        _run(engine)
+    finally:
+        engine.overlap = overlap
+
+
+def _run(engine: TargetEngine) -> None:
     if isinstance(engine.model.runner, GraphRunner):
         engine.model.runner.capture(engine.cache, engine.model.device)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
