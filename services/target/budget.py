@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outrider.speculation.tree import TreeSlice
-from services.target.cost import FREE, StepCost
+from services.target.cost import StepCost, free
 
 _KEPT = 0.97  # what remains of the evidence after a step that adds to it
 _KEPT_AFTER_PAUSE = 0.3  # ... and when a drafter that was given up turns out right: it may be another by now
@@ -75,10 +75,10 @@ def promised(draft: TreeSlice) -> float:
 
 
 class Budget:
-    """Chooses how many of each session's best nodes a step verifies. `cost` is what was measured at start-up."""
+    """Chooses how many of each session's best nodes a step verifies. `cost`: what steps take."""
 
-    def __init__(self, cost: StepCost = FREE) -> None:
-        self.cost = cost
+    def __init__(self, cost: StepCost | None = None) -> None:
+        self.cost = cost or free()
 
     def least_probability(self, rows: int, sessions: int, keys: int = 0, most: int = 64) -> float:
         """Probability below which no node pays in a step of so many rows and sessions, whatever else is taken.

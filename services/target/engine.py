@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
@@ -44,7 +45,7 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
-from services.target.patience import Patience
+from services.target.patience import Patience, Way
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,8 @@ class TargetEngine(Engine):
         self.paused = False
         self.weight_version = config.weight_version
         self._step_tokens = 0
-        self._patience = Patience()
+        self._collected = 0.0  # when the last step was, by the clock
+        self._patience = Patience((Way.WAIT, Way.GO) if self._fixed_rows else tuple(Way))
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self.budget = Budget()  # what rows cost is measured by the warm-up
         self._least = 0.0  # probability below which no node paid in the last step
@@ -241,7 +243,7 @@ class TargetEngine(Engine):
         chunks = self.scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        hints = hints and any(len(entry.tree) for entry in self._entries.values())
+        hints = hints and self._patience.way is not Way.PLAIN and any(len(entry.tree) for entry in self._entries.values())
         drafts = self._drafts(chunks) if hints else {}
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
@@ -292,11 +294,12 @@ class TargetEngine(Engine):
         """Start on a plan, if there is one. behind: the step under way, which draws the roots of `drawn`."""
         if not works:
             return None
+        started = time.perf_counter()
         batch = self.features.mark(build(works, self.model.device), works)
         if behind is not None:
             batch = behind.roots(batch, works, drawn)
         self._step_tokens = len(batch)
-        flight = Flight(works, self._drawing.launch(batch, works, self._entries))
+        flight = Flight(works, self._drawing.launch(batch, works, self._entries), started)
         for work in works:
             work.chunk.session.computed = work.chunk.stop
         return flight
@@ -324,6 +327,10 @@ class TargetEngine(Engine):
                 self._flight.spoiled.add(work.chunk.session.id)
                 work.chunk.session.computed = work.chunk.stop
         self._settle(works, draws, output)
+        now = time.perf_counter()
+        keys = sum(work.chunk.stop for work in flight.works)
+        self.budget.cost.observe(flight.tokens, keys, now - max(flight.started, self._collected))
+        self._collected = now
 
     # --- 4. settle ---
 
@@ -353,11 +360,11 @@ class TargetEngine(Engine):
             output.commits.append(self._commit(session, draft, verdict, draws))
         moves.make(self.cache, self.model.device)
         committed = sum(len(commit.tokens) for commit in output.commits)
-        verified = sum(commit.verified for commit in output.commits)
         accepted = sum(commit.accepted for commit in output.commits)
         self._calibration.observe(sum(promised(work.draft) for work in works), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
-        self._patience.end(waited_for, len(output.commits), committed, verified > 0)
+        usual = all(len(work.chunk) == 1 for work in works)
+        self._patience.end(waited_for, len(output.commits), committed, usual=usual)
         output.features = self.features.flush()
         output.load = self.load()
 
@@ -383,6 +390,8 @@ class TargetEngine(Engine):
 
     def _wanted(self, entry: Entry) -> int:
         """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        if self._patience.way is Way.PLAIN:
+            return 0
         if self._fixed_rows or min(entry.calibration.ratio, 1.0) > self._least:
             return self.max_rows - 1
         return int(entry.calibration.due)

@@ -29,17 +29,24 @@ from services.target.drawing import Draws, Entry, Launched
 class Flight:
     """A step that was launched and has not been read.
 
+    started: when it was, by the clock
     rows:    of each work, how many tokens are drawn for it
     spoiled: sessions whose roots turned out to be others than the device took
     """
 
     works: Sequence[Work]
     launched: Launched
+    started: float
     rows: Sequence[int] = ()
     spoiled: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.rows = [len(work.draft) + 1 if work.chunk.last else 0 for work in self.works]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the batch."""
+        return sum(len(work.chunk) + len(work.draft) for work in self.works)
 
     @property
     def plain(self) -> bool:

@@ -1,22 +1,39 @@
-"""Whether, and how long, a step waits for the hints to the last one's commits: only as far as measurements say it pays.
+"""Whether hints are asked for, and how long a step waits for them: only as far as measurements say it pays.
 
 A drafter that answers within a millisecond makes a step of thirty worth more; one that needs as long as the step does
-not. So two ways of working are measured against one another, in turns of some steps: going at once, and waiting until
-every session that is drafted for has had an answer, at most a small part of a step. The one that commits more tokens a
-session and second is used; now and then the other has a turn, because texts, drafters and load change.
+not; and one that shares the machine with the target may cost more than its hints bring. So three ways of working are
+measured against one another, in turns of some steps, at each load by itself:
+
+    WAIT   until every session that is drafted for has had an answer, at most a small part of a step
+    GO     with the hints that lie there
+    PLAIN  without hints; drafters are told that none are wanted
+
+The one that commits most tokens a session and second is used. Now and then the others have a turn, because texts,
+drafters and load change; what is far behind, ever more seldom.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 TURN = 16  # steps
-_TURNS_BETWEEN_PROBES = 16
-_KEPT = 0.9  # what remains of a measurement at the next turn of its kind
+_SOONEST, _LATEST = 16, 128  # turns after which a way that is not the best is tried again
+_FAR_BEHIND = 0.9  # of the best one's rate
+_KEPT = 0.9  # what remains of a measurement with each turn after it
+_KEPT_LEAST = 0.3
 _PART_OF_STEP = 0.2
 _LONGEST = 0.02  # seconds
+
+
+class Way(Enum):
+    """A way of working."""
+
+    WAIT = auto()
+    GO = auto()
+    PLAIN = auto()
 
 
 @dataclass
@@ -25,32 +42,67 @@ class _Measured:
 
     tokens: float = 0.0
     seconds: float = 0.0
+    turn: int = 0  # when it was measured last
+    due: int = 0  # when it is tried again, if it is not the best
+    pause: int = _SOONEST
 
     @property
     def rate(self) -> float:
         """Tokens a session and second; without a measurement, as good as can be."""
         return self.tokens / self.seconds if self.seconds else float("inf")
 
-    def add(self, tokens: float, seconds: float) -> None:
-        self.tokens = self.tokens * _KEPT + tokens
-        self.seconds = self.seconds * _KEPT + seconds
+    def add(self, turn: int, tokens: float, seconds: float) -> None:
+        """Take in a turn."""
+        kept = max(_KEPT ** (turn - self.turn), _KEPT_LEAST)
+        self.tokens = self.tokens * kept + tokens
+        self.seconds = self.seconds * kept + seconds
+        self.turn = turn
+
+
+class _Contest:
+    """The ways at one load."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._measured = {way: _Measured() for way in ways}
+        self._turns = 0
+        self.way = ways[0]  # of the present turn
+
+    def end_turn(self, tokens: float, seconds: float) -> None:
+        """A turn has ended; choose the next one's way."""
+        self._turns += 1
+        present = self._measured[self.way]
+        present.add(self._turns, tokens, seconds)
+        best = max(self._measured, key=lambda way: self._measured[way].rate)
+        if self.way is best or present.rate >= _FAR_BEHIND * self._measured[best].rate:
+            present.pause = _SOONEST
+        else:
+            present.pause = min(2 * present.pause, _LATEST)
+        present.due = self._turns + present.pause
+        due = [way for way, measured in self._measured.items() if way is not best and measured.due <= self._turns]
+        self.way = due[0] if due else best
 
 
 class Patience:
     """Decides for one engine; knows sessions by id."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, ways: Sequence[Way] = tuple(Way), clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._measured = {True: _Measured(), False: _Measured()}
-        self.waiting = True  # the way of the present turn
+        self._ways = ways
+        self._contests: dict[int, _Contest] = {}  # by the number of bits of the number of sessions
+        self._load = 0
         self._turn = [0.0, 0.0]  # tokens a session, seconds
-        self._steps = self._turns = 0
-        self._idle_steps = 0  # since anything was verified
-        self._probing = False
+        self._steps = 0
         self._step_seconds = 0.0
+        self._has_drafter = False
         self._awaited: set[int] = set()
         self._drafted: set[int] = set()
         self._ended = self._deadline = clock()
+
+    @property
+    def way(self) -> Way:
+        """How to work at present."""
+        contest = self._contests.get(self._load)
+        return contest.way if contest is not None else self._ways[0]
 
     @property
     def remaining(self) -> float:
@@ -65,6 +117,7 @@ class Patience:
 
     def answered(self, session_id: int, fresh: bool) -> None:
         """A hint has come, or word that there is none. fresh: its drafter knew of the last commit."""
+        self._has_drafter = True
         self._drafted.add(session_id)
         if fresh:
             self._awaited.discard(session_id)
@@ -78,23 +131,25 @@ class Patience:
         self._drafted.discard(session_id)
         self._awaited.discard(session_id)
 
-    def end(self, sessions: Collection[int], count: int, tokens: int, verified: bool = True) -> None:
-        """A step has ended that committed tokens in `count` sessions. sessions: those of them whose hints are wanted.
+    def end(self, wanted: Collection[int], count: int, tokens: int, *, usual: bool = True) -> None:
+        """A step has ended that committed tokens in `count` sessions.
 
-        verified: whether any hint was worth its rows.
+        wanted: those of them whose hints are wanted. usual: False for a step that says little, as prompts were in it.
         """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
-        drafted = self._drafted.intersection(sessions)
-        if drafted and tokens:
-            self._measure(tokens / count, seconds)
-        self._idle_steps = 0 if verified else self._idle_steps + 1
-        # Hints that the budget leaves aside are not worth a wait, but when it is tried whether waiting makes them so.
-        if drafted and self.waiting and (self._probing or self._idle_steps < 2 * TURN):
+        if self._has_drafter and count and usual:
+            self._measure(count, tokens / count, seconds)
+        if self.way is Way.WAIT and (drafted := self._drafted.intersection(wanted)):
             self._awaited = drafted
             self._deadline = now + min(_PART_OF_STEP * self._step_seconds, _LONGEST)
 
-    def _measure(self, tokens: float, seconds: float) -> None:
+    def _measure(self, count: int, tokens: float, seconds: float) -> None:
+        load = count.bit_length()
+        if load != self._load:
+            self._load, self._turn, self._steps, self._step_seconds = load, [0.0, 0.0], 0, 0.0
+            self._contests.setdefault(load, _Contest(self._ways))
+            return
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.
         if self._step_seconds and seconds > 4 * self._step_seconds:
             seconds = self._step_seconds
@@ -103,9 +158,5 @@ class Patience:
         self._turn[1] += seconds
         self._steps += 1
         if self._steps == TURN:
-            self._measured[self.waiting].add(*self._turn)
+            self._contests[load].end_turn(*self._turn)
             self._turn, self._steps = [0.0, 0.0], 0
-            self._turns += 1
-            best = self._measured[True].rate >= self._measured[False].rate
-            self._probing = self._turns % _TURNS_BETWEEN_PROBES == 0
-            self.waiting = best != self._probing

@@ -31,6 +31,27 @@ def test_cost_between_and_beyond_what_was_measured():
     assert "1: 10.0, 4: 10.0, 14: 20.0" in BENT.describe()
 
 
+def test_steps_correct_what_was_measured_on_a_busy_machine():
+    true = StepCost({1: 0.007, 8: 0.008, 16: 0.010, 32: 0.016, 64: 0.028})
+    cost = StepCost(dict.fromkeys((1, 8, 16, 32, 64), 0.024))  # others were starting: all alike, and far too long
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        rows = int(rng.choice([1, 3, 8, 12, 16, 20, 40, 64]))
+        seconds = float(true.seconds(np.array([rows]))[0]) * rng.uniform(0.9, 1.1)
+        cost.observe(rows, 0, 10 * seconds if rng.random() < 0.02 else seconds)
+    counts = np.array([1, 8, 12, 16, 32, 64, 80])
+    assert cost.seconds(counts) == pytest.approx(true.seconds(counts), rel=0.25)
+    cost.observe(128, 0, 5.0)  # a prompt chunk
+    assert cost.seconds(np.array([1]))[0] == pytest.approx(0.007, rel=0.25)
+
+
+def test_points_that_no_step_comes_near_are_corrected_as_the_others_are():
+    cost = StepCost({1: 0.020, 8: 0.022, 64: 0.080})
+    for _ in range(200):
+        cost.observe(1, 0, 0.005)
+    assert cost.seconds(np.array([1, 8, 64])) == pytest.approx([0.005, 0.0055, 0.020], rel=0.05)
+
+
 def test_what_is_free_is_taken_and_what_is_not_must_pay():
     budget = Budget(BENT)
     assert budget.choose([draft(0.01, 0.001, 0.0001)], [1.0], rows=1) == [3]  # four rows cost as much as one

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.target.patience import TURN, Patience
+from services.target.patience import TURN, Patience, Way
 
 
 class Clock:
@@ -13,25 +13,30 @@ class Clock:
         return self.now
 
 
-def work(clock, patience, steps, *, answer, gain, step=0.030):
-    """Steps of one session whose hints take `answer` seconds and, if awaited, bring `gain` tokens. Returns waits."""
+def work(clock, patience, steps, *, answer, gain, step=0.030, drafting=0.0, sessions=1):
+    """Steps of a session whose hints take `answer` seconds and, if awaited, bring `gain` tokens. Returns waits.
+
+    drafting: seconds that a step takes longer because the drafter uses the machine too.
+    """
     waits = []
     for _ in range(steps):
         waited = min(patience.remaining, answer)
         fresh = waited == answer and patience.remaining > 0
         clock.now += waited
-        patience.answered(1, fresh)
+        drafted = patience.way is not Way.PLAIN
+        if drafted:
+            patience.answered(1, fresh)
         waits.append(waited)
         patience.begin()
-        clock.now += step
-        patience.end([1], 1, 1 + gain if fresh else 1)
+        clock.now += step + drafting * drafted
+        patience.end([1] if drafted else [], sessions, sessions * (1 + gain if fresh and drafted else 1))
     return waits
 
 
 @pytest.mark.parametrize(("answer", "gain", "pays"), [(0.001, 1, True), (0.005, 0, False), (0.025, 3, False)])
 def test_it_waits_where_that_pays(answer, gain, pays):
     clock = Clock()
-    patience = Patience(clock)
+    patience = Patience(clock=clock)
     work(clock, patience, 4 * TURN, answer=answer, gain=gain)
     waits = work(clock, patience, 32 * TURN, answer=answer, gain=gain)
     share = sum(wait > 0 for wait in waits) / len(waits)
@@ -41,7 +46,7 @@ def test_it_waits_where_that_pays(answer, gain, pays):
 
 def test_it_changes_its_mind():
     clock = Clock()
-    patience = Patience(clock)
+    patience = Patience(clock=clock)
     work(clock, patience, 64 * TURN, answer=0.004, gain=0)
     waits = work(clock, patience, 96 * TURN, answer=0.001, gain=2)[-16 * TURN :]
     assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
@@ -49,15 +54,60 @@ def test_it_changes_its_mind():
 
 def test_without_drafter_or_sessions_nothing_is_awaited():
     clock = Clock()
-    patience = Patience(clock)
+    patience = Patience(clock=clock)
     for _ in range(3 * TURN):
         clock.now += 0.03
         patience.begin()
         patience.end([1, 2], 2, 2)
         assert patience.remaining == 0.0
-    patience.answered(1, fresh=True)
-    clock.now += 0.03
-    patience.end([1, 2], 2, 2)
+    for _ in range(2):  # the first one may have begun with a pause
+        patience.answered(1, fresh=True)
+        clock.now += 0.03
+        patience.end([1, 2], 2, 2)
     assert patience.remaining > 0.0
     patience.forget(1)
     assert patience.remaining == 0.0
+
+
+def share_of(way, clock, patience, steps, **kwargs):
+    count = 0
+    for _ in range(steps):
+        count += patience.way is way
+        work(clock, patience, 1, **kwargs)
+    return count / steps
+
+
+def test_a_drafter_that_costs_more_than_it_brings_is_told_to_rest():
+    clock = Clock()
+    patience = Patience(clock=clock)
+    dear = {"answer": 0.001, "gain": 0.2, "drafting": 0.020}
+    work(clock, patience, 16 * TURN, **dear)
+    assert share_of(Way.PLAIN, clock, patience, 256 * TURN, **dear) > 0.95
+    cheap = {**dear, "drafting": 0.0}
+    work(clock, patience, 256 * TURN, **cheap)
+    assert share_of(Way.WAIT, clock, patience, 64 * TURN, **cheap) > 0.85
+
+
+def test_each_load_has_its_own_answer():
+    clock = Clock()
+    patience = Patience(clock=clock)
+    for _ in range(20):
+        few = share_of(Way.WAIT, clock, patience, 8 * TURN, answer=0.001, gain=1.0)
+        many = share_of(Way.PLAIN, clock, patience, 8 * TURN, answer=0.001, gain=0.2, drafting=0.040, sessions=8)
+    assert min(few, many) > 0.8
+
+
+def test_steps_with_prompts_in_them_are_no_measure():
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 64 * TURN, answer=0.001, gain=1.0)
+    for _ in range(8):
+        clock.now += 3.0
+        patience.end([1], 1, 1, usual=False)
+        assert share_of(Way.WAIT, clock, patience, TURN, answer=0.001, gain=1.0) > 0.8
+
+
+def test_a_way_that_is_not_allowed_is_not_taken():
+    clock = Clock()
+    patience = Patience((Way.WAIT, Way.GO), clock)
+    assert share_of(Way.PLAIN, clock, patience, 64 * TURN, answer=0.001, gain=0.0, drafting=0.020) == 0.0
