@@ -45,7 +45,7 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
-from services.target.patience import Patience, Way
+from services.target.patience import HINTED, Patience, Way
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ _GRAMMAR_WAIT = 0.01  # seconds that a step without work waits for a grammar
 class TargetEngine(Engine):
     """Sessions, pages and the speculation trees around a loaded model."""
 
-    def __init__(self, model: Model, config: TargetConfig) -> None:
-        """Raises ConfigError for limits that cannot be met."""
+    def __init__(self, model: Model, config: TargetConfig, ways: Sequence[Way] = tuple(Way)) -> None:
+        """ways: those of working that are weighed. Raises ConfigError for limits that cannot be met."""
         check_limits(config)
         self.model = model
         pages = pages_that_fit(
@@ -89,7 +89,7 @@ class TargetEngine(Engine):
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
-        self._patience = Patience((Way.WAIT, Way.GO) if self._fixed_rows else tuple(Way))
+        self._patience = Patience(HINTED if self._fixed_rows else ways)
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self.budget = Budget()  # what rows cost is measured by the warm-up
         self._least = 0.0  # probability below which no node paid in the last step
@@ -243,8 +243,9 @@ class TargetEngine(Engine):
         chunks = self.scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        hints = hints and self._patience.way is not Way.PLAIN and any(len(entry.tree) for entry in self._entries.values())
-        drafts = self._drafts(chunks) if hints else {}
+        hints = hints and self._patience.way is not Way.PLAIN
+        hinted = hints and any(len(entry.tree) for entry in self._entries.values())
+        drafts = self._drafts(chunks) if hinted else {}
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
     def _drafts(self, chunks: Sequence[Chunk]) -> dict[int, TreeSlice]:

@@ -36,6 +36,9 @@ class Way(Enum):
     PLAIN = auto()
 
 
+HINTED = (Way.WAIT, Way.GO)
+
+
 @dataclass
 class _Measured:
     """Tokens a session, and seconds, of one way of working; older turns count less."""

@@ -10,15 +10,19 @@ from outrider.serving.loop import Engine
 
 
 def target_engine(folder: Path, **options: Any) -> Engine:
-    """A float32 target engine. options: device, page_size, max_step_tokens, max_total_tokens, max_running."""
+    """A float32 target engine that takes hints whatever they cost.
+
+    options: device, page_size, max_step_tokens, max_total_tokens, max_running.
+    """
     from services.target.engine import TargetEngine
     from services.target.model.load import load
+    from services.target.patience import HINTED
 
     names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
     flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}
     flags = {"device": "cpu", "dtype": "float32"} | flags
     config = TargetConfig(model_path=str(folder), **flags)
-    return TargetEngine(load(folder, config), config)
+    return TargetEngine(load(folder, config), config, HINTED)
 
 
 def draft_engine(algorithm: str, folder: Path | None = None, **options: Any) -> Engine:

@@ -15,6 +15,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.load import load
+from services.target.patience import HINTED
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
@@ -32,9 +33,9 @@ def load_modules(folder: Path) -> Model:
 
 
 def engine_of(model: Model, **flags) -> TargetEngine:
-    """An engine with a small cache, which computes small prompts in one piece."""
+    """An engine with a small cache, which computes small prompts in one piece, and takes hints whatever they cost."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512}
-    return TargetEngine(model, TargetConfig(**(small | flags)))
+    return TargetEngine(model, TargetConfig(**(small | flags)), HINTED)
 
 
 def opening(
