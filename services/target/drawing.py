@@ -21,9 +21,10 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.proposal import Logprobs
 from outrider.speculation.tree import SpeculationTree
-from services.target import logprobs, penalties, sampler
+from services.target import compaction, logprobs, penalties, sampler
 from services.target.batch import Batch, Work
 from services.target.budget import Calibration
+from services.target.compaction import Trees
 from services.target.download import Download
 from services.target.features import Features
 from services.target.grammar import Matcher
@@ -35,7 +36,7 @@ from services.target.masks import Guided, Mask, Masks
 from services.target.model.base import Model
 from services.target.penalties import Tally
 from services.target.relaxing import relax
-from services.target.upload import upload, use_device
+from services.target.upload import Parcel, upload, use_device
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,14 @@ class Draws:
     """What a step drew. tokens: [R], after each root and its nodes, session by session.
 
     redrawn: [R] bool, where a token is another than the device took it for at first; None if that is nowhere
+    moved:   whether the rows of accepted nodes have moved in the cache already
     """
 
     tokens: NDArray[np.int64]
     scores: Scores | None = None
     firsts: Mapping[int, int] = field(default_factory=dict)  # of a session that asked: the first of its rows in scores
     redrawn: NDArray[np.bool_] | None = None
+    moved: bool = False
 
     def logprobs(self, entry: Entry, path: Sequence[int], count: int) -> Logprobs | None:
         """Of the `count` first tokens along the accepted nodes of a session that is about to commit them."""
@@ -129,6 +132,7 @@ class Launched:
     ) -> None:
         """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host."""
         self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
+        self.moved = False
         self._scored, self._prompts, self._redraw = scored, prompts, redraw
         scores = [part for part in (scored and scored.scores, prompts and prompts[0]) if part]
         self._download = Download([self.tokens, *(tensor for part in scores for tensor in part)])
@@ -144,7 +148,7 @@ class Launched:
         redrawn = None
         if self._redraw is not None and (tokens == sampler.UNSURE).any():
             redrawn, tokens = tokens == sampler.UNSURE, self._redraw().cpu().numpy()
-        return Draws(tokens, scores, self._scored.firsts if self._scored else {}, redrawn)
+        return Draws(tokens, scores, self._scored.firsts if self._scored else {}, redrawn, self.moved)
 
 
 class Drawing:
@@ -156,6 +160,7 @@ class Drawing:
         self._features = features
         self._thresholds = thresholds
         self._hurried = model.device.type != "cpu"  # where waiting for the device costs more than drawing a row twice
+        self._walks = model.device.type != "cpu"  # trees are walked on the device
         self._compiled = model.device.type == "cpu" and thresholds.exact and library.available()
         self._masks: Masks | None = None
 
@@ -187,20 +192,24 @@ class Drawing:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        requests = [] if self._compiled else list(map(_request, drawing, drawn))
-        rows = sampler.gather(requests, device) if requests else None
-        adjustments = self._adjustments(drawing, drawn)
         logits = self._forward(batch)
+        # The device is busy from here on; what the draws need is laid out meanwhile, and follows in one transfer.
+        parcel = Parcel()
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
         if not drawing:
             return Launched(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
+        if self._compiled:
+            return self._launch_compiled(batch, logits, drawing, drawn, prompts)
+        requests = list(map(_request, drawing, drawn))
+        laid_rows, laid_adjustments = sampler.lay_out(requests, parcel), self._adjustments(drawing, drawn, parcel)
+        laid_trees = self._trees(drawing, batch, parcel)
         mask = self._mask(drawing, drawn)
-        if rows is None:
-            return self._launch_compiled(batch, logits, drawing, drawn, adjustments, mask, prompts)
+        parcel.send(device)
+        rows = laid_rows()
         banned = (rows.banned_rows, rows.banned_tokens)
-        adjusted = sampler.adjusted(logits[: batch.drawn], banned, adjustments, mask)
+        adjusted = sampler.adjusted(logits[: batch.drawn], banned, laid_adjustments(), mask)
         hurry = self._hurried and self._thresholds.exact and all(entry.top is None for entry in drawn)
         tokens = sampler.pick(adjusted, rows, hurry=hurry)
         if not self._thresholds.exact:
@@ -211,7 +220,17 @@ class Drawing:
             # Logits of captured steps last until the next one is launched, which may be before the draws are read.
             kept = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
             redraw = partial(sampler.pick, kept, rows)
-        return Launched(tokens, scored, prompts, redraw)
+        launched = Launched(tokens, scored, prompts, redraw)
+        if laid_trees is not None and redraw is None:
+            self._cache.move_paths(laid_trees().moves(tokens))
+            launched.moved = True
+        return launched
+
+    def _trees(self, drawing: Sequence[Work], batch: Batch, parcel: Parcel) -> Callable[[], Trees] | None:
+        """The trees, if they can be walked on the device. With several ranks the host tells all what moves."""
+        if not self._walks or self._cache.on_move is not None or not any(len(work.draft) for work in drawing):
+            return None
+        return compaction.lay_out(drawing, batch, parcel)
 
     def _launch_compiled(
         self,
@@ -219,13 +238,15 @@ class Drawing:
         logits: Tensor,
         works: Sequence[Work],
         drawn: Sequence[Entry],
-        adjustments: penalties.Adjustments | None,
-        mask: Mask | None,
         prompts: tuple[Scores, Callable[[Scores], None]] | None,
     ) -> Launched:
         """The kernel's draws. works, drawn: the sessions, row after row."""
+        parcel = Parcel()
+        laid = self._adjustments(works, drawn, parcel)
+        parcel.send(logits.device)
+        mask = self._mask(works, drawn)
         counts = np.array([len(work.draft) + 1 for work in works])
-        adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), adjustments)
+        adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
         positions = batch.rows.positions[batch.rows.sampled[: batch.drawn]] + 1
         tokens = compiled.draw(adjusted, [entry.sampling for entry in drawn], counts, positions, mask)
         return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
@@ -288,16 +309,19 @@ class Drawing:
             self._masks = Masks(self._model.vocab_size, self._model.device)
         return self._masks.fill(guided)
 
-    def _adjustments(self, works: Sequence[Work], drawn: Sequence[Entry]) -> penalties.Adjustments | None:
+    @staticmethod
+    def _adjustments(
+        works: Sequence[Work], drawn: Sequence[Entry], parcel: Parcel
+    ) -> Callable[[], penalties.Adjustments | None]:
         if all(entry.tally is None for entry in drawn):
-            return None
+            return lambda: None
         ends = np.cumsum([len(work.draft) + 1 for work in works]).tolist()
         tallies = [
             (end - len(work.draft) - 1, entry.tally, work.draft)
             for work, entry, end in zip(works, drawn, ends, strict=True)
             if entry.tally is not None
         ]
-        return penalties.gather(tallies, self._model.device)
+        return penalties.lay_out(tallies, parcel)
 
 
 def _request(work: Work, entry: Entry) -> sampler.RowRequest:

@@ -356,7 +356,7 @@ class TargetEngine(Engine):
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
             self.features.settle(work, verdict.path, goes_on=goes_on)
-            if goes_on:
+            if goes_on and not draws.moved:
                 moves.add(session, verdict.path)
             output.commits.append(self._commit(session, draft, verdict, draws))
         moves.make(self.cache, self.model.device)

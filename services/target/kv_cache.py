@@ -110,6 +110,16 @@ class KVCache:
             rows = _plain(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
 
+    def move_paths(self, moves: Tensor) -> None:
+        """Copy rows of many sessions between slots in every layer. moves: [2, S, D] int64, from and to; 0 is nothing.
+
+        A session's moves are made in order; no destination of one is a source of another.
+        """
+        if self._on_device:
+            self._mover.move_paths(moves)
+        else:
+            self.move(*moves.flatten(1))
+
 
 def stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows as a pool of this format holds them."""

@@ -8,7 +8,7 @@ path below the root, and carries these few as entries of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target.upload import upload
+from services.target.upload import Parcel
 
 
 class Tally:
@@ -117,10 +117,18 @@ class Adjustments:
 
 def gather(sessions: Sequence[tuple[int, Tally, TreeSlice]], device: torch.device) -> Adjustments | None:
     """Lay out the entries of a step's sessions; None if there are none. sessions: first row, tally, draft."""
+    parcel = Parcel()
+    adjustments = lay_out(sessions, parcel)
+    parcel.send(device)
+    return adjustments()
+
+
+def lay_out(sessions: Sequence[tuple[int, Tally, TreeSlice]], parcel: Parcel) -> Callable[[], Adjustments | None]:
+    """As `gather`, in a parcel that is to be sent."""
     shared = [tally.shared() for _, tally, _ in sessions]
     own = [(first + row, *entry) for first, tally, draft in sessions for row, *entry in tally.own(draft)]
     if not own and not any(len(columns[0]) for columns in shared):
-        return None
+        return lambda: None
     counts = np.array([len(draft) + 1 for _, _, draft in sessions])
     sizes = np.array([len(columns[0]) for columns in shared])
     rows = np.concatenate([np.arange(first, first + len(draft) + 1) for first, _, draft in sessions])
@@ -136,7 +144,8 @@ def gather(sessions: Sequence[tuple[int, Tally, TreeSlice]], device: torch.devic
         np.array(own_scales, np.float64),
         np.array(own_shifts, np.float64),
     ]
-    return Adjustments(*upload(columns, device), pairs=int(sizes @ counts))
+    placed, pairs = parcel.add(columns), int(sizes @ counts)
+    return lambda: Adjustments(*placed(), pairs=pairs)
 
 
 def apply(logits: Tensor, adjustments: Adjustments) -> None:

@@ -8,7 +8,7 @@ tokens where it can be had (kernels/cpu/draw.py), and this is its plain twin.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target import masks, penalties
 from services.target.masks import Mask
 from services.target.penalties import Adjustments
-from services.target.upload import upload
+from services.target.upload import Parcel
 
 # The winner is among the best of the approximate scores: these err by less than 0.3, and the chance that as many
 # tokens as this come within that of the best one is below 1e-20.
@@ -118,6 +118,14 @@ class RowRequest:
 
 def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
     """Lay out the sessions' requests row by row."""
+    parcel = Parcel()
+    rows = lay_out(requests, parcel)
+    parcel.send(device)
+    return rows()
+
+
+def lay_out(requests: Sequence[RowRequest], parcel: Parcel) -> Callable[[], RowParams]:
+    """As `gather`, in a parcel that is to be sent."""
     counts = [len(request.positions) for request in requests]
     params = [request.params for request in requests]
 
@@ -142,8 +150,9 @@ def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
         pairs[:, 0].copy(),
         pairs[:, 1].copy(),
     ]
-    return RowParams(
-        *upload(columns, device),
+    placed = parcel.add(columns)
+    return lambda: RowParams(
+        *placed(),
         all_greedy=not drawn,
         any_filter=any(p.top_k or p.top_p < 1.0 or p.min_p > 0.0 for p in drawn),
         any_top_p_alone=any((p.top_p < 1.0 or p.min_p > 0.0) and not p.top_k for p in drawn),

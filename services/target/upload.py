@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,25 @@ def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[
     stage(arrays, starts, staging.numpy())
     buffer = staging.to(device, non_blocking=True)
     return [view(buffer, start, array) for start, array in zip(starts, arrays, strict=False)]
+
+
+class Parcel:
+    """Arrays of several parties that go to a device together."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.generic]] = []
+        self._tensors: list[Tensor] = []
+
+    def add(self, arrays: Sequence[NDArray[np.generic]]) -> Callable[[], list[Tensor]]:
+        """Put arrays in. Returns what hands out their tensors once the parcel was sent."""
+        part = slice(len(self._arrays), len(self._arrays) + len(arrays))
+        self._arrays += arrays
+        return lambda: self._tensors[part]
+
+    def send(self, device: torch.device) -> None:
+        """Start the transfer."""
+        if self._arrays:
+            self._tensors = upload(self._arrays, device)
 
 
 def use_device(device: torch.device) -> None:

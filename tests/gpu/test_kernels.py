@@ -1,5 +1,7 @@
 """The CUDA kernels on shapes of real models, against their plain twin. Run by `make gpu`."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,15 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
+from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.tree import EMPTY_SLICE
 from services.target.batch import Work, build, pad
+from services.target.compaction import Moves, lay_out
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape
+from services.target.upload import Parcel
 from tests.target.driving import opening
+from tests.target.test_compaction import random_case
 from tests.target.test_kernels import random_slice
 
 # What libraries warn of on a GPU is theirs.
@@ -139,3 +145,32 @@ def test_rows_are_written_and_moved():
         expected = old.clone()
         expected[destinations] = old[sources]
         assert torch.equal(pool.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_accepted_paths_move_as_the_host_would_move_them(dtype):
+    """Trees walked on the device, and their rows moved in all pools; against the walk and the moves of the host."""
+    rng = np.random.default_rng(1)
+    shapes = [LayerShape(8, 128, 128), LayerShape(1, 576, 512, shared=True), LayerShape(3, 80, 64)]
+    for sessions in (1, 3, 40):
+        works, drawn, allocator = random_case(rng, sessions, 15)
+        works[0] = replace(works[0], draft=random_slice(rng, 1)) if not len(works[0].draft) else works[0]
+        drawn[0] = np.resize(drawn[0], len(works[0].draft) + 1)
+        works[0].chunk.session.table.reserve(works[0].chunk.stop + len(works[0].draft))
+        moves, host = [], Moves()
+        for device in (torch.device("cpu"), CUDA):
+            batch, parcel = build(works, device), Parcel()
+            trees = lay_out(works, batch, parcel)
+            parcel.send(device)
+            moves.append(trees().moves(torch.from_numpy(np.concatenate(drawn)).to(device)))
+        assert torch.equal(moves[0], moves[1].cpu())
+        for work, own in zip(works, drawn, strict=True):
+            host.add(work.chunk.session, accepted_path(work.draft, own)[0])
+        caches = [KVCache(shapes, allocator.total_pages, allocator.page_size, dtype, CUDA) for _ in range(2)]
+        for mine, its in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
+            mine.copy_(torch.randn(mine.shape, device=CUDA))
+            its.copy_(mine)
+        host.make(caches[0], CUDA)
+        caches[1].move_paths(moves[1])
+        for mine, its in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values), strict=True):
+            assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))

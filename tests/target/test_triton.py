@@ -184,21 +184,38 @@ def test_moves_in_all_pools():
         assert torch.equal(pool.flatten(0, 1), expected)
 
 
+def test_paths_of_sessions_move_in_all_pools():
+    pools = [torch.randn(6, 2, 3, 5), torch.randn(6, 2, 700).unsqueeze(3).to(torch.float16)]
+    twin = KVCache([LayerShape(3, 5, 5)], 5, 2, torch.float32, CPU)
+    twin.keys[0].copy_(pools[0])
+    before = pools[1].flatten(0, 1).clone()
+    whole = torch.zeros(2, 7, dtype=torch.int64)  # as Trees.moves hands them out: a part of something longer
+    moves = whole[:, :6].unflatten(1, (2, 3))
+    moves[:, 0] = torch.tensor([[3, 4, 7], [2, 3, 4]])
+    moves[:, 1, :2] = torch.tensor([[8, 11], [8, 9]])
+    triton_cache.Mover(pools).move_paths(moves)
+    twin.move_paths(moves)
+    assert torch.equal(pools[0], twin.keys[0])
+    expected = before.clone()
+    expected[[2, 3, 4, 9]] = before[[3, 4, 7, 11]]
+    assert torch.equal(pools[1].flatten(0, 1), expected)
+
+
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from services.target.kernels import triton_cache, triton_kernels, triton_product
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
-    "row_bytes": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32", "item_count": "i32",
-    "pages": "i32", "words": "i32", "paths": "i32", "folds": "i32", "x": "bf16", "y": "bf16", "weight": "bf16",
-    "bias": "bf16", "tile_group": "i64", "tile_row": "i64", "group_end": "i64"}
+    "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
+    "item_count": "i32", "pages": "i32", "words": "i32", "paths": "i32", "folds": "i32", "x": "bf16", "y": "bf16",
+    "weight": "bf16", "bias": "bf16", "tile_group": "i64", "tile_row": "i64", "group_end": "i64"}
 HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0, D=128, DV=128, DV_PAD=128, D_PAD=1024,
     PAGE=16, M=64, N=64, SPLIT=512, PART=1024, AT_ONCE=8, LIMIT=0.0,
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024)
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
-               triton_product._product, triton_product._sum):
+               triton_cache.move_paths, triton_product._product, triton_product._sum):
     names = kernel.arg_names
     floats = ("scale", "softcap", "v_scale")
     signature = {n: "constexpr" if n in HEADS else "*" + POINTERS[n] if n in POINTERS else
@@ -215,7 +232,7 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     result = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
-    assert list(shared) == ["attend", "fold", "write_rows", "move_rows", "_product", "_sum"]
+    assert list(shared) == ["attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum"]
     assert max(shared.values()) < 227 << 10
 
 

@@ -70,6 +70,22 @@ def move_rows(pools, row_bytes, sources, destinations, count, PART: tl.constexpr
         tl.store(begin + tl.load(destinations + i) * size + at, row, mask=at < size)
 
 
+@triton.jit(do_not_specialize=["side", "depths"])
+def move_paths(pools, row_bytes, moves, side, depths, PART: tl.constexpr):
+    """moves: [2, S, depths] int64, slots from and, `side` numbers on, to. A program a pool, part of a row, session."""
+    pool = tl.program_id(0)
+    size = tl.load(row_bytes + pool)
+    begin = tl.load(pools + pool).to(tl.pointer_type(tl.uint8))
+    at = tl.program_id(1) * PART + tl.arange(0, PART)
+    first = moves + tl.program_id(2) * depths
+    for depth in range(depths):
+        source = tl.load(first + depth)
+        destination = tl.load(first + side + depth)
+        if source != destination:
+            row = tl.load(begin + source * size + at, mask=at < size)
+            tl.store(begin + destination * size + at, row, mask=at < size)
+
+
 class Mover:
     """Moves rows between slots in all pools of a cache at once."""
 
@@ -81,8 +97,16 @@ class Mover:
         self._row_bytes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self._grid = (len(pools), -(-max(sizes) // _PART))
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
-        self.move(nowhere, nowhere)  # so that the program is there before the first step that needs it
+        self.move(nowhere, nowhere)  # so that the programs are there before the first step that needs them
+        self.move_paths(nowhere.new_zeros(2, 1, 1))
 
     def move(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy rows one after the other. Both [n] int64. No destination may be a later source."""
         move_rows[self._grid](self._pools, self._row_bytes, sources, destinations, len(sources), PART=_PART)
+
+    def move_paths(self, moves: Tensor) -> None:
+        """As `KVCache.move_paths`. moves: [2, S, D] int64."""
+        _, sessions, depths = moves.shape
+        assert moves[0].is_contiguous(), "the kernel walks through each side in order"
+        grid = (*self._grid, sessions)
+        move_paths[grid](self._pools, self._row_bytes, moves, moves.stride(0), depths, PART=_PART)
