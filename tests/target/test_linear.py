@@ -93,3 +93,18 @@ def test_pack_replaces_linear_layers_and_no_others():
 
 def test_half_precision_stays_as_it_is():
     assert pack(nn.Sequential(nn.Linear(8, 8, dtype=torch.float16))) == 0
+
+
+@needs_kernels
+def test_weights_that_share_memory_outlive_one_another():
+    torch.manual_seed(3)
+    made = [nn.Linear(64, 8 + i, bias=False) for i in range(6)]
+    packed = [NativeLinear(linear, Format.FLOAT32) for linear in made]
+    x = torch.randn(3, 64)
+    with torch.inference_mode():
+        for gone in (0, 2):
+            packed[gone] = NativeLinear(made[gone], Format.FLOAT32)  # the old one is freed, its neighbours stay
+        for linear, one in zip(made, packed, strict=True):
+            torch.testing.assert_close(one(x), linear(x))
+        del packed[1:]
+        torch.testing.assert_close(packed[0](x), made[0](x))

@@ -10,8 +10,8 @@ constexpr int64_t kSharedRows = 24;
 
 constexpr int64_t kNormWidth = 16384;
 
-// Panels that a thread takes at once, at most.
-constexpr int64_t kTogether = 16;
+// Bytes of a weight that are asked for before the operation begins.
+constexpr int64_t kAhead = 8192;
 
 // from normalised by its root mean square, times the weight. to may be from.
 void normalise(const Norm& norm, const float* from, float* to, int64_t width) {
@@ -28,15 +28,30 @@ void normalise(const Norm& norm, const float* from, float* to, int64_t width) {
   }
 }
 
-template <class Function>
-void portions(std::atomic<int64_t>& next, int64_t count, Function&& function) {
-  for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) function(i);
+// Where portions of neighbouring panels begin: long ones first, because memory is fastest when read on and on, then
+// shorter ones, so that threads are done at like times.
+std::vector<int64_t> portions_of(int64_t panels, int threads) {
+  std::vector<int64_t> starts{0};
+  while (starts.back() < panels) {
+    const int64_t rest = panels - starts.back(), size = std::max<int64_t>(1, rest / (2 * threads));
+    for (int i = 0; i < threads && starts.back() < panels; ++i) {
+      starts.push_back(std::min(panels, starts.back() + size));
+    }
+  }
+  return starts;
 }
 
 }  // namespace
 
 Program::Program(int threads, bool pools_bfloat16) : pool_(threads), pools_bfloat16_(pools_bfloat16) {
   scratch_.resize(threads);
+}
+
+void Program::add(Operation operation) {
+  if (auto* linear = std::get_if<Linear>(&operation)) {
+    linear->portions = portions_of(linear->weight->panels, pool_.threads());
+  }
+  operations_.push_back(std::move(operation));
 }
 
 int32_t Program::plan_of(const AttentionShape& shape) {
@@ -90,13 +105,23 @@ void Program::work(int thread, const Call& call) {
   for (size_t i = 0; i < operations_.size(); ++i) {
     if (std::holds_alternative<Capture>(operations_[i]) && call.columns == nullptr) continue;
     std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
+    fetch_ahead(thread, i + 1);
     pool_.barrier().wait();
   }
 }
 
-void Program::execute(const Embed& op, int, const Call& call, Counter* next) {
+void Program::fetch_ahead(int thread, size_t operation) const {
+  while (operation < operations_.size() && std::holds_alternative<Capture>(operations_[operation])) ++operation;
+  if (operation == operations_.size()) return;
+  const auto* linear = std::get_if<Linear>(&operations_[operation]);
+  if (linear == nullptr || thread + 1 >= int64_t(linear->portions.size())) return;
+  const char* from = linear->weight->panel(linear->portions[thread]);
+  for (int64_t i = 0; i < std::min(kAhead, linear->weight->panel_bytes); i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
+}
+
+void Program::execute(const Embed& op, int thread, const Call& call, Counter* next) {
   const __m512 scale = _mm512_set1_ps(op.scale);
-  portions(next->next, call.batch.rows, [&](int64_t index) {
+  portions(*next, thread, call.batch.rows, [&](int64_t index) {
     float* to = row(kResidual, index);
     const int64_t from = call.batch.ids[index] * op.width;
     for (int64_t i = 0; i < op.width; i += kLanes) {
@@ -124,7 +149,7 @@ Operand Program::operand_of(const Linear& op, int thread, const Call& call, Coun
     return operand;
   }
   const Operand operand = operand_in(shared_.as<char>(), *op.weight, rows);
-  portions(next->next, (rows + 7) / 8, [&](int64_t part) {
+  portions(*next, thread, (rows + 7) / 8, [&](int64_t part) {
     for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill_row(op, call, operand, i, scratch);
   });
   pool_.barrier().wait();
@@ -135,12 +160,9 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
   if (rows == 0) return;
   const Operand operand = operand_of(op, thread, call, next + 1, rows);
-  // Neighbouring panels go to one thread, as far as there are enough: memory is fastest when read on and on.
-  const int64_t panels = op.weight->panels;
-  const int64_t together = std::max<int64_t>(1, std::min<int64_t>(kTogether, panels / (8 * pool_.threads())));
-  portions(next->next, (panels + together - 1) / together, [&](int64_t portion) {
-    const int64_t end = std::min(panels, (portion + 1) * together);
-    for (int64_t panel = portion * together; panel < end; ++panel) {
+  portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
+    const int64_t end = op.portions[portion + 1];
+    for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
       multiply_panel(*op.weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
         if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
         else store_plain(op, call, panel, first, count, tile);
@@ -178,8 +200,8 @@ void Program::store_plain(const Linear& op, const Call& call, int64_t panel, int
   }
 }
 
-void Program::execute(const AddNorm& op, int, const Call& call, Counter* next) {
-  portions(next->next, call.batch.rows, [&](int64_t index) {
+void Program::execute(const AddNorm& op, int thread, const Call& call, Counter* next) {
+  portions(*next, thread, call.batch.rows, [&](int64_t index) {
     alignas(64) float branch[kNormWidth];
     normalise(op.norm, row(op.input, index), branch, op.width);
     float* to = row(op.output, index);
@@ -190,9 +212,9 @@ void Program::execute(const AddNorm& op, int, const Call& call, Counter* next) {
   });
 }
 
-void Program::execute(const Capture& op, int, const Call& call, Counter* next) {
+void Program::execute(const Capture& op, int thread, const Call& call, Counter* next) {
   if (call.columns == nullptr || call.columns[op.mark] < 0) return;
-  portions(next->next, call.captured_rows, [&](int64_t index) {
+  portions(*next, thread, call.captured_rows, [&](int64_t index) {
     float* to = call.features + index * call.feature_width + call.columns[op.mark];
     const float* from = row(kResidual, call.captured[index]);
     if (op.norm.weight) normalise(op.norm, from, to, op.width);
@@ -231,8 +253,8 @@ void Program::store_heads(const Rotate& op, const Call& call, int64_t index, int
   copy_as(values + (slot * op.kv_heads + head) * op.value_dim, value, op.value_dim);
 }
 
-void Program::execute(const Rotate& op, int, const Call& call, Counter* next) {
-  portions(next->next, call.batch.rows, [&](int64_t index) {
+void Program::execute(const Rotate& op, int thread, const Call& call, Counter* next) {
+  portions(*next, thread, call.batch.rows, [&](int64_t index) {
     const int64_t position = call.batch.positions[index];
     const float* cosines = op.cosines + position * (op.turned / 2);
     const float* sines = op.sines + position * (op.turned / 2);
@@ -250,7 +272,7 @@ void Program::execute(const Rotate& op, int, const Call& call, Counter* next) {
 }
 
 template <class T>
-void Program::attend(const Attend& op, int, const Call& call, Counter* next) {
+void Program::attend(const Attend& op, int thread, const Call& call, Counter* next) {
   const AttentionCall<T> attention{op.shape,
                                    row(kWide, 0),
                                    widths_[kWide],
@@ -262,10 +284,10 @@ void Program::attend(const Attend& op, int, const Call& call, Counter* next) {
   static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<float>) + 64]);
   void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
   auto* worker = new (place) AttentionWorker<T>(call.batch, attention);
-  portions(next->next, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
+  portions(*next, thread, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
   if (plan.joined.empty()) return;
   pool_.barrier().wait();
-  portions(next[1].next, int64_t(plan.joined.size()),
+  portions(next[1], thread, int64_t(plan.joined.size()),
            [&](int64_t i) { join_splits(attention, plan.joined[i], partials_.as<float>()); });
 }
 

@@ -1,7 +1,8 @@
 // A decoder as a list of operations over float32 rows, run by all threads in step with one another.
 //
-// Between two operations that depend on one another stands a barrier. Within one, threads take portions from a counter,
-// so that a thread that is held up holds up little; who computes a portion does not change its bits.
+// Between two operations that depend on one another stands a barrier. Within one, a thread begins with the portion of its
+// number and takes others from a counter, so that one that is held up holds up little; who computes a portion does not
+// change its bits. Before it waits for the others, it asks for the weights that it will begin with.
 #pragma once
 
 #include <atomic>
@@ -42,6 +43,7 @@ struct Linear {
   Activation activation;  // of gated pairs: outputs come as 16 gates, 16 values, ...
   bool head;              // of sampled rows alone, into the caller's logits
   float softcap;          // of the head; 0 is off
+  std::vector<int64_t> portions;  // first panels of what a thread takes at once, and the end
 };
 
 // output += norm(input), for models that normalise what a branch adds.
@@ -90,7 +92,7 @@ struct Call {
 class Program {
  public:
   Program(int threads, bool pools_bfloat16);
-  void add(Operation operation) { operations_.push_back(std::move(operation)); }
+  void add(Operation operation);
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
@@ -102,6 +104,12 @@ class Program {
 
   void prepare(const Call& call);
   void work(int thread, const Call& call);
+  void fetch_ahead(int thread, size_t operation) const;
+  template <class Function>
+  void portions(Counter& next, int thread, int64_t count, Function&& function) {
+    const int threads = pool_.threads();
+    for (int64_t i = thread; i < count; i = threads + next.next.fetch_add(1, std::memory_order_relaxed)) function(i);
+  }
   void execute(const Embed& op, int thread, const Call& call, Counter* next);
   void execute(const Linear& op, int thread, const Call& call, Counter* next);
   void execute(const AddNorm& op, int thread, const Call& call, Counter* next);

@@ -10,14 +10,12 @@
 #pragma once
 
 #include <immintrin.h>
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <new>
-#include <utility>
+
+#include "memory.h"
 
 namespace outrider {
 
@@ -25,42 +23,6 @@ enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 64;
-
-inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
-// Memory on huge pages where the system has them: a step walks through all weights, and would miss the TLB all along.
-class Buffer {
- public:
-  Buffer() = default;
-  explicit Buffer(size_t bytes) : bytes_(bytes) {
-    const size_t step = bytes >= (size_t{2} << 20) ? size_t{2} << 20 : 64;
-    data_ = std::aligned_alloc(step, round_up(bytes ? bytes : 1, step));
-    if (data_ == nullptr) throw std::bad_alloc();
-    if (step > 64) madvise(data_, round_up(bytes, step), MADV_HUGEPAGE);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  Buffer(Buffer&& other) noexcept { swap(other); }
-  Buffer& operator=(Buffer&& other) noexcept {
-    swap(other);
-    return *this;
-  }
-  ~Buffer() { std::free(data_); }
-
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  size_t bytes() const { return bytes_; }
-
- private:
-  void swap(Buffer& other) {
-    std::swap(data_, other.data_);
-    std::swap(bytes_, other.bytes_);
-  }
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-};
 
 struct Weight {
   Format format;
@@ -98,7 +60,7 @@ inline Weight::Weight(Format format, int64_t outputs, int64_t inputs)
       panels((outputs + kPanel - 1) / kPanel),
       k(round_up(inputs, k_step(format))),
       panel_bytes(bytes_of_panel(format, k)),
-      data(panels * panel_bytes),
+      data(Buffer::beside_others(panels * panel_bytes)),
       scales(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
   std::memset(data.as<char>(), 0, panels * panel_bytes);  // what is padded must be finite
   std::memset(scales.as<char>(), 0, scales.bytes());
