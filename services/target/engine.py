@@ -20,7 +20,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -190,20 +189,21 @@ class TargetEngine(Engine):
     def step(self) -> StepOutput:
         """Compute one batch and commit what it says; where steps overlap, launch one, or commit the one under way."""
         if self._unsaid.said:
-            output, self._unsaid = self._unsaid, StepOutput()
-            return replace(output, load=self.load())
+            unsaid, self._unsaid = self._unsaid, StepOutput()
+            return replace(unsaid, load=self.load())
         self._patience.begin()
         output = StepOutput(failures=self._take_grammars())
         flight, self._flight = self._flight, None
         if flight is not None:
             self._flight = self._launch_behind(flight)
+            self._collect(flight, output)
         elif (flight := self._launch(self._plan())) is None:
             self.grammars.wait(_GRAMMAR_WAIT)
-            return replace(output, load=self.load())
         elif self.overlap:  # what arrives while the device computes is taken in before this is collected
             self._flight = flight
-            return replace(output, load=self.load())
-        self._collect(flight, output)
+        else:
+            self._collect(flight, output)
+        output.load = self.load()
         return output
 
     def load(self) -> EngineLoad:
@@ -243,9 +243,8 @@ class TargetEngine(Engine):
         chunks = self.scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        hints = hints and self._patience.way is not Way.PLAIN
-        hinted = hints and any(len(entry.tree) for entry in self._entries.values())
-        drafts = self._drafts(chunks) if hinted else {}
+        hints = hints and self._patience.way is not Way.PLAIN and any(entry.tree for entry in self._entries.values())
+        drafts = self._drafts(chunks) if hints else {}
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
     def _drafts(self, chunks: Sequence[Chunk]) -> dict[int, TreeSlice]:
@@ -321,12 +320,7 @@ class TargetEngine(Engine):
     # --- 3. collect ---
 
     def _collect(self, flight: Flight, output: StepOutput) -> None:
-        works, draws = flight.read(self._entries)
-        if draws.redrawn is not None and self._flight is not None:
-            drawing = [work for work in works if work.chunk.last]
-            for work in compress(drawing, draws.redrawn):
-                self._flight.spoiled.add(work.chunk.session.id)
-                work.chunk.session.computed = work.chunk.stop
+        works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
         keys = sum(work.chunk.stop for work in flight.works)
@@ -367,7 +361,6 @@ class TargetEngine(Engine):
         usual = all(len(work.chunk) == 1 for work in works)
         self._patience.end(waited_for, len(output.commits), committed, usual=usual)
         output.features = self.features.flush()
-        output.load = self.load()
 
     def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
         entry = self._entries[session.id]

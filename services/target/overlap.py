@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 
 import numpy as np
 import torch
@@ -57,16 +58,23 @@ class Flight:
         """Sessions that get tokens from it."""
         return [work.chunk.session for work in self.works if work.chunk.last and self._kept(work, entries)]
 
-    def read(self, entries: Mapping[int, Entry]) -> tuple[Sequence[Work], Draws]:
-        """The works that still count, and their draws. Waits for the device."""
+    def read(self, entries: Mapping[int, Entry], behind: Flight | None) -> tuple[Sequence[Work], Draws]:
+        """The works that still count, and their draws. Waits for the device.
+
+        behind: the next step, if it has been launched; roots of it that turn out to be wrong are spoiled.
+        """
         draws = self.launched.read()
         kept = [self._kept(work, entries) for work in self.works]
+        if behind is not None and draws.redrawn is not None:
+            drawing = [(work, keep) for work, keep in zip(self.works, kept, strict=True) if work.chunk.last]
+            for work, keep in compress(drawing, draws.redrawn):
+                if keep:
+                    behind.spoiled.add(work.chunk.session.id)
+                    work.chunk.session.computed = work.chunk.stop
         if all(kept):
             return self.works, draws
-        mask = np.repeat(kept, self.rows)
-        redrawn = None if draws.redrawn is None else draws.redrawn[mask]
         works = [work for work, keep in zip(self.works, kept, strict=True) if keep]
-        return works, replace(draws, tokens=draws.tokens[mask], redrawn=redrawn)
+        return works, replace(draws, tokens=draws.tokens[np.repeat(kept, self.rows)])
 
     def _kept(self, work: Work, entries: Mapping[int, Entry]) -> bool:
         """False if the session has ended, also if another one was opened in its place, or if its root was wrong."""

@@ -130,7 +130,8 @@ class Traffic:
                 self.engine.open(replace(request, tokens=tokens))
         elif kind == 2:
             self.control.pause("retract" if self.random.random() < 0.5 else "in_place")
-            self.follow(self.engine.step())
+            if not self.engine.idle:  # there is something left to tell
+                self.follow(self.engine.step())
             assert self.engine.idle
             self.control.proceed()
         elif kind == 3:
@@ -153,8 +154,9 @@ class Traffic:
                 self.ended.add(commit.session_id)
 
 
+@pytest.mark.parametrize("hurried", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_traffic(folder, model, seed):
+def test_any_traffic(folder, model, seed, hurried, monkeypatch):
     requests = list(sessions(14, [0.0, 1.0][seed % 2], seed))
     expected = alone(model, requests)
     tight = {"page_size": 4, "max_total_tokens": 160} if seed % 3 == 0 else {"page_size": 8}
@@ -163,6 +165,9 @@ def test_any_traffic(folder, model, seed):
     engine.budget = STEEP if seed % 2 else engine.budget
     control = Control(engine, folder)
     control.folder = folder
+    if hurried:  # rows are drawn twice, see below
+        monkeypatch.setattr(sampler, "_ORDERED", 2)
+        engine._drawing._compiled, engine._drawing._hurried = False, True
     found = Traffic(engine, control, requests, seed).run()
     assert found == {i: expected[i] for i in found}
     assert len(found) > 7
