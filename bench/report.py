@@ -38,23 +38,6 @@ def _gpu() -> str | None:
         return None
 
 
-def read_bandwidth(core: int = 0) -> float:
-    """Bytes a second that one core reads from memory: the dot product of a 256 MB array with itself, best of eight."""
-    program = (
-        "import os, time, numpy as np\n"
-        f"os.sched_setaffinity(0, [{core}])\n"
-        "x = np.ones(1 << 26, np.float32)\n"
-        "def once():\n"
-        "    start = time.perf_counter(); np.dot(x, x); return time.perf_counter() - start\n"
-        "print(x.nbytes / min(once() for _ in range(8)))\n"
-    )
-    environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
-    )
-    return float(result.stdout)
-
-
 def commit() -> str:
     """The commit of the code that was measured; "+changes" if the tree differs from it."""
 

@@ -25,8 +25,9 @@ from typing import Any
 
 import httpx
 
-from bench.report import RESULTS, Report, read_bandwidth
+from bench.report import RESULTS, Report
 from outrider.checkpoint import resolve, weight_files
+from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 WARM_UP = ["Say hello.", "Count to ten."]
@@ -114,14 +115,14 @@ def transformers_generate(model: str, dtype: str, texts: list[str], max_tokens: 
 
 
 def floor(folder: Path, dtype: str) -> str:
-    """The least time of a plain step on one core: every weight read once."""
-    parameters = sum(
-        math.prod(tensor["shape"]) for file in weight_files(folder) for tensor in tensor_headers(file).values()
-    )
-    size = parameters * {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
-    bandwidth = read_bandwidth()
+    """The least time of a plain step: every weight read once."""
+    tensors = [tensor for file in weight_files(folder) for tensor in tensor_headers(file).values()]
+    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}
+    sizes = {"F32": 4, "BF16": 2, "F16": 2}
+    size = sum(math.prod(tensor["shape"]) * itemsize.get(dtype, sizes[tensor["dtype"]]) for tensor in tensors)
+    bandwidth = read_bandwidth(len(os.sched_getaffinity(0)))
     return (
-        f"floor of a plain step on one core: {size / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s, "
+        f"floor of a plain step: {size / 1e6:.0f} MB of weights at {bandwidth / 1e9:.1f} GB/s, "
         f"{1e3 * size / bandwidth:.1f} ms, or {bandwidth / size:.0f} tokens a second and session"
     )
 
@@ -147,7 +148,8 @@ def main(argv: list[str]) -> None:
     """Run the benchmark and write docs/benchmarks/system.*."""
     parser = argparse.ArgumentParser(prog="python -m bench system", description=__doc__)
     parser.add_argument("--model-path", default="default")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="auto", help="of Outrider's target; auto is the checkpoint's own on a CPU")
+    parser.add_argument("--transformers-dtype", default="float32", help="on CPUs the faster one there")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
@@ -157,7 +159,7 @@ def main(argv: list[str]) -> None:
     texts = prompts(args.prompts)
     report = Report("system", "Whole system against transformers generate: new tokens per second")
     report.notes = [
-        f"{Path(model).name}, {args.dtype}",
+        f"{Path(model).name}; Outrider: {args.dtype}, transformers: {args.transformers_dtype}",
         f"{len(texts)} prompts of bench/prompts.jsonl, at most {args.max_tokens} new tokens each",
         "ratio: tokens per second over those of `transformers` generate (one prompt at a time, all cores)",
         "same text: answers equal to those of the same system without a drafter, same seed",
@@ -165,7 +167,7 @@ def main(argv: list[str]) -> None:
         "chain: one child a node, so that a rejected node is one that the target did not draw",
     ]
     report.notes.append(floor(Path(model), args.dtype))
-    seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
+    seconds, tokens = transformers_generate(model, args.transformers_dtype, texts, args.max_tokens)
     base = tokens / seconds
     report.add(system="transformers generate", temperature=0.0, concurrency=1, tokens_per_s=base, ratio=1.0)
     plain: dict[tuple[int, float], list[str]] = {}
@@ -189,7 +191,7 @@ def main(argv: list[str]) -> None:
                 **speculation(answers),
                 same_text=f"{same}/{len(texts)}",
             )
-    seconds, tokens = transformers_generate(model, args.dtype, texts, args.max_tokens)
+    seconds, tokens = transformers_generate(model, args.transformers_dtype, texts, args.max_tokens)
     report.add(system="transformers generate, again", temperature=0.0, concurrency=1, tokens_per_s=tokens / seconds,
                ratio=tokens / seconds / base)  # fmt: skip
     _plot(report)
