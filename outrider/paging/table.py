@@ -55,7 +55,9 @@ class PageTable:
 
     def truncate(self, tokens: int) -> None:
         """Give back the pages behind those that hold a number of tokens."""
-        keep = min(self._allocator.pages_for(tokens), self._count)
+        keep = self._allocator.pages_for(tokens)
+        if keep >= self._count:
+            return
         self._allocator.release(self._pages[keep : self._count].tolist())
         self._count = keep
 

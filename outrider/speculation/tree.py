@@ -190,7 +190,8 @@ class SpeculationTree:
                 self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
             self._hashes[self.length] = path
         if node is None:
-            self.clear()
+            if self.token:
+                self.clear()
             return []
         return list(range(len(self))) if node == ROOT else self._reroot(node)
 

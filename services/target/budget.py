@@ -87,8 +87,8 @@ class Budget:
         """
         if not sessions:
             return 1.0
-        seconds = self.cost.seconds(np.arange(rows, rows + most + 1), keys)
-        return sessions / float(seconds[0]) * float(np.diff(seconds).min())
+        seconds, cheapest = self.cost.step(rows, keys, most)
+        return sessions / seconds * cheapest
 
     def choose(self, drafts: Sequence[TreeSlice], ratios: Sequence[float], rows: int, keys: int = 0) -> list[int]:
         """How many nodes of each draft to verify; its first ones, as it has the best first.

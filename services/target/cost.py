@@ -8,6 +8,7 @@ they take their part of the machine; so every step corrects the points that its 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 
 import numpy as np
@@ -27,10 +28,12 @@ class StepCost:
         counts = sorted(seconds)
         self._rows = np.array(counts, np.float64)
         self._measured = _rising(np.array([seconds[count] for count in counts]))
-        self._ratios = np.zeros(len(counts))  # weighted sums of what steps took over what was measured
-        self._weights = np.zeros(len(counts))
+        self._ratios = [0.0] * len(counts)  # weighted sums of what steps took over what was measured
+        self._weights = [0.0] * len(counts)
         self._observed = 0
         self.seconds_per_key = seconds_per_key
+        self._points = counts
+        self._heights: list[float] = self._measured.tolist()
         self._correct(self._measured)
 
     def _correct(self, seconds: NDArray[np.float64]) -> None:
@@ -38,31 +41,44 @@ class StepCost:
         self._beyond = 0.0
         if len(seconds) > 1:
             self._beyond = float((seconds[-1] - seconds[-2]) / (self._rows[-1] - self._rows[-2]))
+        # Seconds of one row more than at each point, up to the next.
+        self._slopes: list[float] = [*(np.diff(seconds) / np.diff(self._rows)).tolist(), self._beyond]
+        self._corrected: list[float] = seconds.tolist()
 
     def seconds(self, rows: NDArray[np.integer], keys: int = 0) -> NDArray[np.float64]:
         """Seconds of steps. rows: [n], rows in all. keys: of all sessions together. Returns [n] float64."""
         inside = np.interp(rows, self._rows, self._seconds)
         return inside + np.maximum(rows - self._rows[-1], 0.0) * self._beyond + keys * self.seconds_per_key
 
+    def step(self, rows: int, keys: int, most: int = 1) -> tuple[float, float]:
+        """Seconds of a step, and of the cheapest of the next `most` rows that may be added to it. Every step asks."""
+        at = bisect_right(self._points, rows) - 1
+        if at < 0:  # fewer rows than were measured
+            return self._corrected[0] + keys * self.seconds_per_key, 0.0
+        seconds = self._corrected[at] + (rows - self._points[at]) * self._slopes[at]
+        last = bisect_right(self._points, rows + most - 1)
+        return seconds + keys * self.seconds_per_key, min(self._slopes[at:last])
+
     def observe(self, rows: int, keys: int, seconds: float) -> None:
         """Take in what a step took. Those of more rows than were measured, which are prompts, tell nothing."""
-        if rows > self._rows[-1]:
+        points, last = self._points, len(self._points) - 1
+        if rows > points[last]:
             return
-        above = int(np.searchsorted(self._rows, rows))
-        below = max(above - 1, 0) if rows < self._rows[above] else above
-        share = (rows - self._rows[below]) / (self._rows[above] - self._rows[below]) if above > below else 0.0
-        expected = float(self.seconds(np.array([rows]), keys)[0])
-        measured = float(np.interp(rows, self._rows, self._measured)) + keys * self.seconds_per_key
+        below = max(bisect_right(points, rows) - 1, 0)
+        above = min(below + 1, last)
+        share = (rows - points[below]) / (points[above] - points[below]) if rows > points[below] else 0.0
+        expected, _ = self.step(rows, keys)
+        measured = self._heights[below] * (1.0 - share) + self._heights[above] * share + keys * self.seconds_per_key
         ratio = min(seconds, _MOST * expected) / measured
-        self._ratios *= _KEPT
-        self._weights *= _KEPT
+        self._ratios = [kept * _KEPT for kept in self._ratios]
+        self._weights = [kept * _KEPT for kept in self._weights]
         for point, weight in ((below, 1.0 - share), (above, share)):
             self._ratios[point] += weight * ratio
             self._weights[point] += weight
         self._observed += 1
         if self._observed % _EVERY == 0:
-            overall = float(self._ratios.sum() / self._weights.sum())
-            ratios = (self._ratios + _PRIOR * overall) / (self._weights + _PRIOR)
+            overall = sum(self._ratios) / sum(self._weights)
+            ratios = (np.array(self._ratios) + _PRIOR * overall) / (np.array(self._weights) + _PRIOR)
             self._correct(_rising(self._measured * ratios))
 
     def describe(self) -> str:

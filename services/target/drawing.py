@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -48,6 +49,7 @@ class Entry:
     top:           likeliest tokens to tell beside each new one; None for no log-probabilities
     prompt_scores: log-probabilities of its prompt
     sampling:      how its tokens are drawn, as the compiled kernel reads it
+    plain:         True if its tokens are drawn from the model's logits as they are, and nothing is told beside them
     """
 
     session: Session
@@ -59,6 +61,11 @@ class Entry:
     top: int | None
     prompt_scores: PromptScores | None
     sampling: bytes
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        plain = self.tally is None and self.matcher is None and self.top is None and not self.session.stop.min_tokens
+        object.__setattr__(self, "plain", plain)
 
     def append(self, tokens: NDArray[np.uint32]) -> None:
         """Commit tokens, [n]."""
@@ -86,6 +93,9 @@ class Entry:
         return self.tree.token[node] not in self.stop_ids and (
             self.matcher is None or self.matcher.admits(self.tree.path_tokens(node))
         )
+
+
+_IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 
 
 @dataclass(frozen=True)
@@ -134,12 +144,18 @@ class Launched:
         self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.moved = False
         self._scored, self._prompts, self._redraw = scored, prompts, redraw
+        self._here = tokens if isinstance(tokens, np.ndarray) and not scored and not prompts else None
+        if self._here is not None:
+            return
         scores = [part for part in (scored and scored.scores, prompts and prompts[0]) if part]
         self._download = Download([self.tokens, *(tensor for part in scores for tensor in part)])
 
-    @torch.inference_mode()
     def read(self) -> Draws:
         """What was drawn. Waits for this step alone, the only time in it, unless it must redraw."""
+        return self._download_draws() if self._here is None else Draws(self._here)
+
+    @torch.inference_mode()
+    def _download_draws(self) -> Draws:
         tensors = self._download.read()
         tokens: NDArray[np.int64] = np.asarray(tensors.pop(0).numpy())
         scores = Scores(*(tensors.pop(0) for _ in range(3))) if self._scored else None
@@ -193,15 +209,17 @@ class Drawing:
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
         logits = self._forward(batch)
-        # The device is busy from here on; what the draws need is laid out meanwhile, and follows in one transfer.
-        parcel = Parcel()
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
         if not drawing:
             return Launched(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
+        if self._compiled and all(map(_IS_PLAIN, drawn)):
+            return Launched(_draw_compiled(batch, logits[: batch.drawn], drawing, drawn), None, prompts)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
+        # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
+        parcel = Parcel()
         requests = list(map(_request, drawing, drawn))
         laid_rows, laid_adjustments = sampler.lay_out(requests, parcel), self._adjustments(drawing, drawn, parcel)
         laid_trees = self._trees(drawing, batch, parcel)
@@ -245,10 +263,8 @@ class Drawing:
         laid = self._adjustments(works, drawn, parcel)
         parcel.send(logits.device)
         mask = self._mask(works, drawn)
-        counts = np.array([len(work.draft) + 1 for work in works])
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
-        positions = batch.rows.positions[batch.rows.sampled[: batch.drawn]] + 1
-        tokens = compiled.draw(adjusted, [entry.sampling for entry in drawn], counts, positions, mask)
+        tokens = _draw_compiled(batch, adjusted, works, drawn, mask)
         return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
     def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:
@@ -322,6 +338,17 @@ class Drawing:
             if entry.tally is not None
         ]
         return penalties.lay_out(tallies, parcel)
+
+
+def _draw_compiled(
+    batch: Batch, logits: Tensor, works: Sequence[Work], drawn: Sequence[Entry], mask: Mask | None = None
+) -> NDArray[np.int64]:
+    """The kernel's draws. logits: [R, V], adjusted; works, drawn: the sessions, row after row."""
+    counts = np.array([len(work.draft.tokens) + 1 for work in works])
+    positions = batch.rows.positions
+    if batch.drawn < len(batch):
+        positions = positions[batch.rows.sampled[: batch.drawn]]
+    return compiled.draw(logits, list(map(_SAMPLING, drawn)), counts, positions + 1, mask)
 
 
 def _request(work: Work, entry: Entry) -> sampler.RowRequest:

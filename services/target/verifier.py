@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +13,10 @@ from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.tree import TreeSlice
 
+_NOT_FINITE = "the model's logits are not finite; the session cannot go on"
 
-@dataclass(frozen=True)
-class Verdict:
+
+class Verdict(NamedTuple):
     """What one step commits in one session.
 
     path:   accepted nodes that are committed, as indices into the draft
@@ -33,12 +34,23 @@ def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet
     sampled: [N + 1], the tokens drawn after the root and after each node; -1 where nothing could be drawn.
     room: most tokens that may be committed. Raises EngineFault if the bonus token could not be drawn.
     """
+    if not len(draft.tokens):
+        return _settle_bonus(sampled, stop_ids, room)
     path, bonus = accepted_path(draft, sampled)
     if bonus < 0:
-        raise EngineFault("the model's logits are not finite; the session cannot go on")
+        raise EngineFault(_NOT_FINITE)
     tokens = [*draft.tokens[path].tolist(), bonus]
     for count, token in enumerate(tokens[:room], start=1):
         if token in stop_ids:
             return Verdict(path[:count], np.array(tokens[:count], np.uint32), FinishReason.STOP)
     reason = FinishReason.LENGTH if len(tokens) >= room else FinishReason.RUNNING
     return Verdict(path[:room], np.array(tokens[:room], np.uint32), reason)
+
+
+def _settle_bonus(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> Verdict:
+    """Without a draft: most sessions of most steps."""
+    token = int(sampled[0])
+    if token < 0:
+        raise EngineFault(_NOT_FINITE)
+    reason = FinishReason.LENGTH if room <= 1 else FinishReason.RUNNING
+    return Verdict([], sampled.astype(np.uint32), FinishReason.STOP if token in stop_ids else reason)
