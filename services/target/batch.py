@@ -101,7 +101,7 @@ class Layout:
     first:     [S + 1] int64, the spans' first rows, and the number of all rows
     start, committed: [S] int64, as of each Span
     nodes:     [S] int64, draft nodes
-    pages:     [P] int32, page tables; a span's begin at table, [S] int64
+    table:     [S] int64, where the spans' page tables begin in pages, [P] int32
     parents:   [N] int32, of all draft nodes
     """
 
@@ -109,13 +109,40 @@ class Layout:
     start: NDArray[np.int64]
     committed: NDArray[np.int64]
     nodes: NDArray[np.int64]
-    pages: NDArray[np.int32]
     table: NDArray[np.int64]
+    pages: NDArray[np.int32]
     parents: NDArray[np.int32]
     page_size: int
 
     def __len__(self) -> int:
         return len(self.start)
+
+    @property
+    def single(self) -> bool:
+        """True if every span is one row."""
+        return int(self.first[-1]) == len(self)
+
+    @cached_property
+    def span(self) -> NDArray[np.int64]:
+        """The span of each row. [T]."""
+        spans = np.arange(len(self))
+        return spans if self.single else np.repeat(spans, np.diff(self.first))
+
+    @cached_property
+    def places(self) -> NDArray[np.int64]:
+        """The place of each row among those of its span. [T]."""
+        return np.arange(int(self.first[-1])) - self.first[self.span]
+
+    @cached_property
+    def keys(self) -> NDArray[np.int64]:
+        """The place of each row's key among those of its session. [T]."""
+        return self.start if self.single else self.start[self.span] + self.places
+
+    @cached_property
+    def slots(self) -> NDArray[np.int64]:
+        """Where each row's key and value go. [T]."""
+        pages = self.pages[self.table[self.span] + self.keys // self.page_size]
+        return pages.astype(np.int64) * self.page_size + self.keys % self.page_size
 
     @classmethod
     def of(
@@ -136,7 +163,7 @@ class Layout:
         table[1:] = ends[:-1]
         first = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows, out=first[1:])
-        return cls(first, begin, own, hints, pages, table, parents, page_size)
+        return cls(first, begin, own, hints, table, pages, parents, page_size)
 
     def spans(self, positions: NDArray[np.int64]) -> list[Span]:
         """The spans as objects. positions: [rows], of the batch."""
@@ -179,11 +206,10 @@ class Capture:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a batch on the host. ids, positions, slots: [T] int64; sampled: [R] int64."""
+    """The rows of a batch on the host. ids, positions: [T] int64; sampled: [R] int64."""
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
-    slots: NDArray[np.int64]
     sampled: NDArray[np.int64]
 
 
@@ -243,6 +269,11 @@ class Batch:
         return self.layout.spans(self.rows.positions)
 
     @property
+    def inputs(self) -> list[NDArray[np.int64]]:
+        """ids, positions, slots and sampled, on the host."""
+        return [self.rows.ids, self.rows.positions, self.layout.slots, self.rows.sampled]
+
+    @property
     def ids(self) -> Tensor:
         """Token ids."""
         return self._tensors[0]
@@ -264,10 +295,9 @@ class Batch:
 
     @cached_property
     def _tensors(self) -> Sequence[Tensor]:
-        rows = self.rows
         if self.placed is not None:
             return self.placed
-        tensors = upload([rows.ids, rows.positions, rows.slots, rows.sampled], self.device)
+        tensors = upload(self.inputs, self.device)
         if self.roots is not None:
             self.roots.put(tensors[0])
         return tensors
@@ -284,51 +314,56 @@ def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
 
 def build(works: Sequence[Work], device: torch.device) -> Batch:
     """Lay out a step's work. The page tables must hold start + rows tokens of every session."""
-    starts, stops, counts, last = [], [], [], []
-    ids: list[NDArray[np.uint32]] = []
-    pages: list[NDArray[np.int32]] = []
-    drafts: list[TreeSlice] = []
     page_size = works[0].chunk.session.table.page_size
-    to_score = False
+    columns: list[tuple[int, int, int, int]] = []  # of each span: start, committed, nodes, table
+    firsts = [0]
+    ids: list[NDArray[np.uint32]] = []
+    tables: list[NDArray[np.int32]] = []
+    drafts: list[TreeSlice] = []
+    row = page = 0
     for work in works:
         chunk, draft = work.chunk, work.draft
         session, start, stop, nodes = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
-        starts.append(start)
-        stops.append(stop)
-        counts.append(nodes)
-        last.append(stop == session.length)
+        pages = -(-(stop + nodes) // page_size)
+        columns.append((start, stop - start, nodes, page))
         ids.append(session.tokens[start:stop])
+        tables.append(session.table.pages[:pages])
         if nodes:
-            assert last[-1], "only the last committed token has draft nodes below it"
+            assert chunk.last, "only the last committed token has draft nodes below it"
             ids.append(draft.tokens)
             drafts.append(draft)
-        pages.append(session.table.pages[: -(-(stop + nodes) // page_size)])
-        to_score = to_score or session.to_score > 0
-    start, stop = np.array(starts), np.array(stops)
+        row += stop - start + nodes
+        page += pages
+        firsts.append(row)
     parents = np.concatenate([draft.parents for draft in drafts]) if drafts else EMPTY_SLICE.parents
-    layout = Layout.of(start, stop - start, counts, np.concatenate(pages), parents, page_size)
-    span, place = _places(layout)
-    keys = start[span] + place
-    positions = keys
-    if drafts:
-        positions = keys.copy()
-        depths = np.concatenate([draft.depths for draft in drafts])
-        positions[place >= layout.committed[span]] = np.repeat(stop - 1, counts) + depths
-    slots = layout.pages[layout.table[span] + keys // page_size].astype(np.int64) * page_size + keys % page_size
-    sampled = np.flatnonzero((place >= layout.committed[span] - 1) & np.array(last)[span])
+    layout = Layout(np.array(firsts), *np.array(columns).T.copy(), np.concatenate(tables), parents, page_size)
+    assert len(layout.pages) == page, "the rows of a step have places in the cache"
+    sampled, drawn = _sampled(works, layout)
+    return Batch(layout, Rows(np.concatenate(ids).astype(np.int64), _positions(layout, drafts), sampled), device, drawn)
+
+
+def _positions(layout: Layout, drafts: Sequence[TreeSlice]) -> NDArray[np.int64]:
+    """Logical positions of all rows. [T]. drafts: those that are not empty."""
+    if not drafts:
+        return layout.keys
+    positions = layout.keys.copy()
+    depths = np.concatenate([draft.depths for draft in drafts])
+    roots = layout.start + layout.committed - 1
+    positions[layout.places >= layout.committed[layout.span]] = np.repeat(roots, layout.nodes) + depths
+    return positions
+
+
+def _sampled(works: Sequence[Work], layout: Layout) -> tuple[NDArray[np.int64], int]:
+    """Rows whose logits are wanted, and after how many of them a token is drawn."""
+    last = [work.chunk.last for work in works]
+    if layout.single and all(last):
+        sampled = layout.span
+    else:
+        sampled = np.flatnonzero((layout.places >= layout.committed[layout.span] - 1) & np.array(last)[layout.span])
     drawn = len(sampled)
-    if to_score:
+    if any(work.chunk.session.to_score for work in works):
         sampled = np.concatenate([sampled, *map(_scored, works, layout.first.tolist())])
-    return Batch(layout, Rows(np.concatenate(ids).astype(np.int64), positions, slots, sampled), device, drawn)
-
-
-def _places(layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The span of each row, and its place among the rows of the span. [T] each."""
-    spans, rows = np.arange(len(layout)), int(layout.first[-1])
-    if rows == len(spans):
-        return spans, np.zeros(rows, np.int64)
-    span = np.repeat(spans, np.diff(layout.first))
-    return span, np.arange(rows) - layout.first[span]
+    return sampled, drawn
 
 
 def _scored(work: Work, first: int) -> NDArray[np.int64]:
@@ -336,7 +371,7 @@ def _scored(work: Work, first: int) -> NDArray[np.int64]:
     return first - work.chunk.start + np.array(work.scored if work.chunk.session.to_score else (), np.int64)
 
 
-def pad(batch: Batch, size: int, page_size: int) -> Batch:
+def pad(batch: Batch, size: int) -> Batch:
     """The batch with rows of padding up to a size, which attend to themselves in NULL_PAGE. Its own draws come first.
 
     As many rows are sampled as there are; those behind the batch's own are padding, or repeat row 0.
@@ -351,7 +386,6 @@ def pad(batch: Batch, size: int, page_size: int) -> Batch:
     padded = Rows(
         np.concatenate([rows.ids, nothing]),
         np.concatenate([rows.positions, nothing]),
-        np.concatenate([rows.slots, NULL_PAGE * page_size + np.arange(more) % page_size]),
         sampled,
     )
     return replace(batch, layout=batch.layout.followed_by(more, NULL_PAGE), rows=padded)

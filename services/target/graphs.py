@@ -81,10 +81,9 @@ class _Step:
     def __init__(self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer) -> None:
         """batch: all padding, with the capture that every batch of this step asks for."""
         self._runner, self._cache = runner, cache
-        self.size, self._page_size = len(batch), cache.page_size
-        rows = batch.rows
+        self.size = len(batch)
         self._attention = self._static_attention(batch)
-        limits = [rows.ids, rows.positions, rows.slots, rows.sampled]
+        limits = batch.inputs
         self._slab = Slab([*limits, *(self._attention.limits if self._attention else ())], batch.device)
         self._placed = self._slab.tensors[:4]
         if self._attention:
@@ -96,7 +95,7 @@ class _Step:
 
     def forward(self, batch: Batch) -> Outputs | None:
         """As `Runner.forward`; None for a batch that does not fit. The result lasts until the next step."""
-        if not self._fill(pad(batch, self.size, self._page_size)):
+        if not self._fill(pad(batch, self.size)):
             return None
         logits, features = self._replay()
         if batch.capture is not None:
@@ -106,8 +105,7 @@ class _Step:
         return Outputs(logits[: len(batch.rows.sampled)], features)
 
     def _fill(self, batch: Batch) -> bool:
-        rows = batch.rows
-        arrays: list[np.ndarray] = [rows.ids, rows.positions, rows.slots, rows.sampled]
+        arrays = batch.inputs
         if self._attention:
             tables = self._attention.arrays(batch)
             if tables is None:
@@ -196,8 +194,8 @@ class GraphRunner:
             every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
             layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), cache.page_size)
-            rows = Rows(nothing, nothing, nothing, nothing)
-            batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size, cache.page_size)
+            rows = Rows(nothing, nothing, nothing)
+            batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size)
             try:
                 self._steps[key] = _Step(self._runner, batch, cache, self._capturer)
             except RuntimeError as error:  # what the model does on the way cannot be captured

@@ -211,7 +211,7 @@ def pack(batch: Batch) -> list[NDArray[np.integer]]:
         len(rows.ids), len(rows.sampled), batch.drawn, len(spans), len(spans.pages), len(spans.parents),
         spans.page_size,
     ])  # fmt: skip
-    arrays = [rows.ids, rows.positions, rows.slots, rows.sampled]
+    arrays = [rows.ids, rows.positions, rows.sampled]
     return [header, *arrays, spans.start, spans.committed, spans.nodes, spans.pages, spans.parents]
 
 
@@ -219,7 +219,7 @@ def unpack(body: NDArray[np.int64], device: torch.device) -> Batch:
     """A batch from what `pack` made of it."""
     count, sampled, drawn, spans, pages, parents, page_size = body[:_HEADER].tolist()
     take = _Reader(body[_HEADER:])
-    rows = Rows(take(count), take(count), take(count), take(sampled))
+    rows = Rows(take(count), take(count), take(sampled))
     columns = take(spans), take(spans), take(spans)
     layout = Layout.of(*columns, take(pages).astype(np.int32), take(parents).astype(np.int32), page_size)
     return Batch(layout, rows, device, drawn)

@@ -89,14 +89,14 @@ def test_padding_changes_no_logits_and_no_page_of_anybody(inner, rows):
 
 def test_padding_lays_rows_of_nobody_behind():
     batch = build(decoding(5), CPU)
-    padded = pad(batch, 16, 4)
+    padded = pad(batch, 16)
     assert len(padded) == 16
     assert padded.spans[-1].inert
     assert not any(span.inert for span in batch.spans)
-    assert (padded.rows.slots[5:] // 4 == NULL_PAGE).all()
+    assert (padded.layout.slots[5:] // 4 == NULL_PAGE).all()
     assert (padded.rows.sampled[: len(batch.rows.sampled)] == batch.rows.sampled).all()
     assert not padded.rows.sampled[len(batch.rows.sampled) :].any()
-    assert pad(batch, 5, 4).layout is batch.layout
+    assert pad(batch, 5).layout is batch.layout
 
 
 def test_sizes_that_serve():

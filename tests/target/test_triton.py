@@ -132,7 +132,7 @@ def test_words_are_tree_masks():
 
 def test_rows_of_padding_see_nothing():
     batch, q, keys, values = case(7)
-    padded = pad(batch, len(batch) + 21, 16)
+    padded = pad(batch, len(batch) + 21)
     q = torch.cat([q, torch.randn(21, *q.shape[1:])])
     found = TritonAttention(padded, SMALL)(q, keys, values, scaling=0.25)
     assert not found[len(batch) :].any()
