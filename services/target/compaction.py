@@ -34,10 +34,11 @@ class Moves:
             slots = session.table.slots(session.length, session.length + int(nodes[-1]) + 1)
             self._pairs.append((slots[nodes[away]], slots[: len(nodes)][away]))
 
-    @torch.inference_mode()
     def make(self, cache: KVCache, device: torch.device) -> None:
         """Move rows for all sessions at once. Pages given back must not have been leased again before this."""
-        if self._pairs:
+        if not self._pairs:
+            return
+        with torch.inference_mode():
             sides = [np.concatenate(side) for side in zip(*self._pairs, strict=True)]
             cache.move(*upload(sides, device))
 

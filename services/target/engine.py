@@ -334,12 +334,13 @@ class TargetEngine(Engine):
         first = 0
         for work in works:
             session, draft = work.chunk.session, work.draft
-            session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
+            if session.to_score:
+                session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
                 continue
-            sampled = draws.tokens[first : first + len(draft) + 1]
-            first += len(draft) + 1
+            behind = first + len(draft.tokens) + 1
+            sampled, first = draws.tokens[first:behind], behind
             entry = self._entries[session.id]
             try:
                 verdict = settle(draft, sampled, entry.stop_ids, self._room(session))
@@ -350,21 +351,21 @@ class TargetEngine(Engine):
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
             self.features.settle(work, verdict.path, goes_on=goes_on)
-            if goes_on and not draws.moved:
+            if goes_on and verdict.path and not draws.moved:
                 moves.add(session, verdict.path)
-            output.commits.append(self._commit(session, draft, verdict, draws))
+            output.commits.append(self._commit(entry, draft, verdict, draws))
         moves.make(self.cache, self.model.device)
+        drafts = [work.draft for work in works if len(work.draft.tokens)]
         committed = sum(len(commit.tokens) for commit in output.commits)
-        accepted = sum(commit.accepted for commit in output.commits)
-        self._calibration.observe(sum(promised(work.draft) for work in works), accepted)
+        accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
+        self._calibration.observe(sum(map(promised, drafts)), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
-        usual = all(len(work.chunk) == 1 for work in works)
+        usual = all(work.chunk.stop == work.chunk.start + 1 for work in works)
         self._patience.end(waited_for, len(output.commits), committed, usual=usual)
         output.features = self.features.flush()
 
-    def _commit(self, session: Session, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
-        entry = self._entries[session.id]
-        tree = entry.tree
+    def _commit(self, entry: Entry, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
+        session, tree = entry.session, entry.tree
         base = session.length
         told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
         entry.append(verdict.tokens)
@@ -377,7 +378,7 @@ class TargetEngine(Engine):
         entry.calibration.observe(promised(draft), accepted)
         wanted = self._wanted(entry)
         commit = Commit(
-            session.id, base, verdict.tokens, tree.root_hash, len(draft), accepted, verdict.reason,
+            session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
             wanted=wanted, logprobs=told,
         )  # fmt: skip
         return commit if base > session.opened_length else replace(commit, **self._first(entry))
