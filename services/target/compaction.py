@@ -87,7 +87,7 @@ def lay_out(works: Sequence[Work], batch: Batch, parcel: Parcel) -> Callable[[],
     depth = np.concatenate([draft.depths for draft in drafts]).astype(np.int64)
     depths = int(depth.max())
     nodes = np.delete(np.arange(batch.drawn), roots)
-    slots = batch.rows.slots[batch.rows.sampled[: batch.drawn]]
+    slots = batch.layout.slots[batch.rows.sampled[: batch.drawn]]
     columns = np.zeros((5, batch.drawn), np.int64)
     columns[0] = np.arange(batch.drawn)
     columns[0, nodes] = base + 1 + np.concatenate([draft.parents for draft in drafts])

@@ -42,7 +42,7 @@ class Flight:
     spoiled: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.rows = [len(work.draft) + 1 if work.chunk.last else 0 for work in self.works]
+        self.rows = [len(work.draft.tokens) + 1 if work.chunk.last else 0 for work in self.works]
 
     @property
     def tokens(self) -> int:
@@ -86,15 +86,13 @@ class Flight:
         place = {work.chunk.session.id: row for work, row in zip(self.works, np.cumsum(self.rows) - 1, strict=True)}
         taken = {session.id: place[session.id] for session in sessions}
         pairs = [
-            (span.first, taken[work.chunk.session.id])
-            for work, span in zip(works, batch.spans, strict=True)
+            (first, taken[work.chunk.session.id])
+            for work, first in zip(works, batch.layout.first.tolist(), strict=False)
             if work.chunk.session.id in taken
         ]
         if not pairs:
             return batch
-        assert all(
-            span.rows == 1 for work, span in zip(works, batch.spans, strict=True) if work.chunk.session.id in taken
-        )
+        assert all(len(work.chunk) == 1 for work in works if work.chunk.session.id in taken)
         rows, sources = np.array(pairs, np.int64).T.copy()
         roots = Roots(rows, sources, self.launched.tokens)
         if batch.device.type == "cpu":  # where a launch is over when it returns
