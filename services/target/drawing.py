@@ -215,7 +215,7 @@ class Drawing:
         if not drawing:
             return Launched(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
         if self._compiled and all(map(_IS_PLAIN, drawn)):
-            return Launched(_draw_compiled(batch, logits[: batch.drawn], drawing, drawn), None, prompts)
+            return Launched(_draw_compiled(batch, logits[: batch.drawn].float(), drawing, drawn), None, prompts)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
