@@ -259,7 +259,7 @@ def test_broken_logits_end_one_session_while_the_next_step_runs(tmp_path):
     table = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(0))
     table[300] = float("nan")
     model.runner.update({"model.embed_tokens.weight": table})
-    engine = overlapping(model)
+    engine = overlapping(model, page_size=1)
     expected = run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=12)]).new[1]
     assert healthy != expected
     engine.open(opening(1, [5, 6, 7], max_tokens=12))
@@ -273,6 +273,10 @@ def test_broken_logits_end_one_session_while_the_next_step_runs(tmp_path):
     assert text == expected
     assert failures == [2]
     assert engine.behind > 5
+    table[300] = 0.0
+    model.runner.update({"model.embed_tokens.weight": table})
+    again = opening(3, [5, 300, 7, 8], max_tokens=12)  # finds nothing of what was broken
+    assert run(engine, [again]).new == run(engine_of(model), [again]).new
 
 
 # --- ids that only the device knows ---
