@@ -79,6 +79,8 @@ def _rough_gumbel(bits: Tensor) -> Tensor:
 class RowParams:
     """How each of R sampled rows is drawn. Tensors lie on the device; `any_*` flags on the host.
 
+    If all rows are greedy, only what is banned is told, and the other tensors are empty.
+
     temperature: [R] float64, 1 for greedy rows; greedy: [R] bool
     top_k: [R] int64, 0 is off; top_p, min_p: [R] float64, 1 and 0 are off
     keys: [R, 2] int64, the noise keys of the drawn positions
@@ -150,6 +152,8 @@ def lay_out(requests: Sequence[RowRequest], parcel: Parcel) -> Callable[[], RowP
         pairs[:, 0].copy(),
         pairs[:, 1].copy(),
     ]
+    if not drawn:  # nobody looks at how greedy rows are drawn
+        columns[:6] = [column[:0] for column in columns[:6]]
     placed = parcel.add(columns)
     return lambda: RowParams(
         *placed(),

@@ -21,9 +21,12 @@ def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     starts = offsets(arrays)
-    staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    stage(arrays, starts, staging.numpy())
-    buffer = staging.to(device, non_blocking=True)
+    if starts[-1]:
+        staging = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        stage(arrays, starts, staging.numpy())
+        buffer = staging.to(device, non_blocking=True)
+    else:
+        buffer = torch.empty(0, dtype=torch.uint8, device=device)
     return [view(buffer, start, array) for start, array in zip(starts, arrays, strict=False)]
 
 

@@ -20,11 +20,12 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
 from services.target.batch import Roots, Work, build
 from services.target.budget import Calibration
+from services.target.download import Download
 from services.target.drawing import Drawing
 from services.target.kv_cache import KVCache, LayerShape
 from services.target.model.base import Model, Outputs
 from services.target.upload import Slab
-from tests.target.driving import opening, random_tree
+from tests.target.driving import engine_of, opening, random_tree
 
 DEVICE = torch.device("meta")
 VOCAB = 5000  # more than are put in order at first
@@ -64,10 +65,14 @@ def crossings():
         yield mode
 
 
+def model_of():
+    return Model(Runner(), DEVICE, torch.bfloat16, torch.bfloat16, "none", VOCAB, 4, 512, (), SHAPES)
+
+
 def step(params, nodes, **options):
     """A drawing engine on a device, works of some sessions, and their entries."""
     rng = np.random.default_rng(0)
-    model = Model(Runner(), DEVICE, torch.bfloat16, torch.bfloat16, "none", VOCAB, 4, 512, (), SHAPES)
+    model = model_of()
     cache = KVCache(SHAPES, 64, 4, torch.bfloat16, DEVICE)
     features = SimpleNamespace(take=lambda *_: None)
     drawing = Drawing(model, cache, features, Thresholds())
@@ -104,6 +109,33 @@ def test_a_step_takes_two_transfers_there_and_one_back(crossings, name, nodes):
     assert launched.moved == (nodes > 0 and name != "filtered")
     assert not launched.read().tokens.any()
     assert (crossings.up, crossings.down) == (2, 1)
+
+
+def test_greedy_steps_take_one_transfer_there(crossings):
+    drawing, works, entries = step(SAMPLING["greedy"], 0)
+    crossings.up = crossings.down = 0
+    drawing.launch(build(works, DEVICE), works, entries)
+    assert (crossings.up, crossings.down) == (1, 1)
+
+
+def test_a_step_behind_is_launched_before_anything_is_read(crossings, monkeypatch):
+    """An engine at work: rows go there and draws come back, always those of the step before."""
+    events = []
+    forward, read = Runner.forward, Download.read
+    monkeypatch.setattr(Runner, "forward", lambda *arguments: events.append("launch") or forward(*arguments))
+    monkeypatch.setattr(Download, "read", lambda self: events.append("read") or read(self))
+    engine = engine_of(model_of(), max_running_requests=4)
+    engine.overlap = True
+    for i in range(4):
+        engine.open(opening(i, [5, 6, 7 + i], SAMPLING["sampled"], max_tokens=20))
+    counts, commits = [], 0
+    while not engine.idle:
+        crossings.up = crossings.down = 0
+        commits += len(engine.step().commits)
+        counts.append((crossings.up, crossings.down))
+    assert commits == 4 * 20
+    assert events == ["launch", *["launch", "read"] * 19, "read"]
+    assert counts == [(2, 1)] * 20 + [(0, 0)]
 
 
 def test_log_probabilities_come_with_the_tokens(crossings):
