@@ -156,14 +156,13 @@ class TargetEngine(Engine):
     def abort(self) -> int:
         """End all sessions. Returns how many there were."""
         self.finish()
-        ids = list(self._entries)
-        for session_id in ids:
-            entry = self._entries[session_id]
+        entries = list(self._entries.items())
+        for session_id, entry in entries:
             none = np.empty(0, np.uint32)
             ended = Commit(session_id, entry.session.length, none, entry.tree.root_hash)
             self._unsaid.commits.append(replace(ended, finish_reason=FinishReason.ABORT))
             self.close(session_id)
-        return len(ids)
+        return len(entries)
 
     def flush(self) -> None:
         """Forget cached prefixes and what is kept with them. What sessions hold stays theirs."""
@@ -314,8 +313,7 @@ class TargetEngine(Engine):
             return self._launch(self._plan(hints=False), flight, drawn) if self.scheduler.fits() else None
 
     def _foreseeable(self, entry: Entry) -> bool:
-        hinted = self._patience.drafted(entry.session.id) and self._wanted(entry)
-        return not hinted and undemanding(entry)
+        return undemanding(entry) and not (self._patience.drafted(entry.session.id) and self._wanted(entry))
 
     # --- 3. collect ---
 
@@ -323,8 +321,7 @@ class TargetEngine(Engine):
         works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
-        keys = sum(work.chunk.stop for work in flight.works)
-        self.budget.cost.observe(flight.tokens, keys, now - max(flight.started, self._collected))
+        self.budget.cost.observe(flight.tokens, flight.keys, now - max(flight.started, self._collected))
         self._collected = now
 
     # --- 4. settle ---

@@ -50,6 +50,11 @@ class Flight:
         return sum(len(work.chunk) + len(work.draft) for work in self.works)
 
     @property
+    def keys(self) -> int:
+        """Keys that its sessions have, drafts left aside."""
+        return sum(work.chunk.stop for work in self.works)
+
+    @property
     def plain(self) -> bool:
         """True if it commits one token in each session that it draws for, or ends it."""
         return not any(len(work.draft) for work in self.works)
