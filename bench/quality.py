@@ -7,8 +7,8 @@ top-1       how often its likeliest token is float32's
 KL          mean Kullback-Leibler divergence of its distribution from float32's, in nats
 perplexity  of the answers, divided by float32's
 
-A checkpoint that was made from 4-bit weights favours formats with the same grid, and is rounded twice by all others. The
-page says so where its weights take no more than 16 values in a block of 32.
+A checkpoint that was made from 4-bit weights favours formats with the same grid, and is rounded twice by all others.
+The page says so where its weights take no more than 16 values in a block of 32.
 """
 
 from __future__ import annotations
