@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -83,6 +84,17 @@ class GrpcServer:
         await self.server.stop(grace)
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Spare Python's collector the objects that exist now: the libraries' 400,000 hold up everything for 0.2 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @contextlib.asynccontextmanager
 async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
     """Turn OutriderErrors raised inside into the call's gRPC status."""
@@ -128,13 +140,14 @@ async def serve_engine(
     except BaseException:
         await server.stop(grace=0.0)
         raise
-    loop.start(engine, hub.publish)
-    await server.set_serving(True)
-    log.info("ready on %s", address)
-    await stop.wait()
-    log.info("stopping")
-    await server.set_serving(False)
-    hub.close()
-    await server.stop()
-    await asyncio.to_thread(loop.stop)
+    with uncollected():
+        loop.start(engine, hub.publish)
+        await server.set_serving(True)
+        log.info("ready on %s", address)
+        await stop.wait()
+        log.info("stopping")
+        await server.set_serving(False)
+        hub.close()
+        await server.stop()
+        await asyncio.to_thread(loop.stop)
     return 1 if loop.fault else 0

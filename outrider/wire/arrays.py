@@ -37,7 +37,7 @@ def concatenate(arrays: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> bytes:
 
 def split(counts: NDArray[np.integer], total: int) -> list[slice]:
     """Where the parts of `total` elements lie that have so many each. Raises InvalidRequest if they do not add up."""
-    ends = np.cumsum(counts, dtype=np.int64)
-    if (int(ends[-1]) if len(ends) else 0) != total:
+    ends: list[int] = np.cumsum(counts, dtype=np.int64).tolist()
+    if (ends[-1] if ends else 0) != total:
         raise InvalidRequest(f"the counts of a frame do not add up to its {total} elements")
-    return [slice(int(end - count), int(end)) for end, count in zip(ends, counts, strict=True)]
+    return list(map(slice, [0, *ends[:-1]], ends))

@@ -45,22 +45,22 @@ def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
     tokens = unpack(message.tokens, U32)
     parents = unpack(message.parents, I32, len(tokens))
     log_scores = unpack(message.log_scores, F32, len(tokens))
+    counts = unpack(message.node_counts, U32, count)
+    spans = split(counts, len(tokens))
+    places = np.arange(len(tokens)) - np.repeat(np.array([span.start for span in spans], np.int64), counts)
+    if np.any(parents >= places) or np.any(parents < -1):
+        raise InvalidRequest("a proposed node does not stand behind its parent")
     columns = (
         ids.tolist(),
         unpack(message.anchor_lengths, U32, count).tolist(),
         unpack(message.anchor_hashes, U64, count).tolist(),
-        split(unpack(message.node_counts, U32, count), len(tokens)),
+        spans,
         unpack(message.committed_lengths, U32, count).tolist(),
     )
-    proposals = []
-    for session_id, length, path, nodes, committed in zip(*columns, strict=True):
-        own = parents[nodes]
-        if np.any(own >= np.arange(len(own))) or np.any(own < -1):
-            raise InvalidRequest("a proposed node does not stand behind its parent")
-        proposals.append(
-            Proposal(session_id, length, path, tokens[nodes], own, log_scores[nodes], committed_length=committed)
-        )
-    return proposals
+    return [
+        Proposal(session_id, length, path, tokens[span], parents[span], log_scores[span], committed_length=committed)
+        for session_id, length, path, span, committed in zip(*columns, strict=True)
+    ]
 
 
 def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:

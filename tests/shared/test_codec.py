@@ -165,6 +165,9 @@ def test_a_node_before_its_parent_is_refused(parent):
     node = np.zeros(1, np.uint32), np.full(1, parent, np.int32), np.zeros(1, np.float32)
     with pytest.raises(InvalidRequest):
         codec.proposals_from_pb(codec.proposals_to_pb([Proposal(1, 1, 1, *node)]))
+    two = np.zeros(2, np.uint32), np.arange(-1, 1, dtype=np.int32), np.zeros(2, np.float32)
+    with pytest.raises(InvalidRequest):
+        codec.proposals_from_pb(codec.proposals_to_pb([Proposal(2, 1, 1, *two), Proposal(1, 1, 1, *node)]))
 
 
 def test_logprobs_that_do_not_fit_are_refused():

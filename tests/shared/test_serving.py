@@ -1,6 +1,7 @@
 """Engine loop and streams, around an engine whose answers can be worked out by hand."""
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -11,6 +12,7 @@ from outrider.errors import EngineFault, InvalidRequest, Unavailable
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import EngineLoad, Message, OpenSession, StepOutput
+from outrider.serving.rpc import uncollected
 from outrider.serving.stream import StreamHub, _Outbox
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -245,3 +247,10 @@ def test_proposals_make_the_counting_engine_faster():
     engine.receive([Proposal(1, 1, 0, np.array([2, 3, 9], np.uint32), np.arange(-1, 2), np.zeros(3))], [])
     commit = engine.step().commits[0]
     assert (commit.tokens.tolist(), commit.verified, commit.accepted) == ([2, 3, 4], 3, 2)
+
+
+def test_what_exists_at_the_start_is_not_collected_again():
+    assert gc.get_freeze_count() == 0
+    with uncollected():
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
