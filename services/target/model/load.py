@@ -92,7 +92,7 @@ def _runner(
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
         if reason is None:
-            runner = native.ProgramRunner(module, probe, number_format, context_length)
+            runner = native.ProgramRunner(module, probe, number_format, context_length, cache_dtype)
             log.info("running as a compiled program; a step reads %.0f MB of weights", runner.weight_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
             return runner

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from services.target.batch import Batch
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.attention import reads
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
 from services.target.kernels.cpu.weights import Format, PackedWeight
@@ -46,7 +47,7 @@ def reason_against(module: Any, backend: str, cache_dtype: torch.dtype) -> str |
         return f"there are no compiled kernels, because {reason}"
     if backend not in ("auto", "native"):
         return f"--attention-backend is {backend}"
-    if cache_dtype != module.dtype or plain_format(module.dtype) is None:
+    if plain_format(module.dtype) is None or not reads(module.dtype, cache_dtype):
         return f"there are no kernels for {_named(module.dtype)} with a cache in {_named(cache_dtype)}"
     if _activation(config) not in _ACTIVATIONS:
         return f"there is no kernel for the activation {_activation(config)}"
@@ -70,10 +71,13 @@ def _activation(config: Any) -> str:
 class ProgramRunner:
     """A `Runner` of a compiled program."""
 
-    def __init__(self, module: Any, probe: Probe, number_format: Format | None, positions: int) -> None:
+    def __init__(
+        self, module: Any, probe: Probe, number_format: Format | None, positions: int, pools: torch.dtype
+    ) -> None:
         """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
-        number_format: of the weights; None is the model's own. positions: most tokens of a session.
+        number_format: of the weights; None is the model's own. positions: most tokens of a session;
+        pools: dtype of the KV cache.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats are a reason against"
@@ -81,7 +85,7 @@ class ProgramRunner:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._writes: dict[str, Callable[[Tensor], object]] = {}
         self.threads = torch.get_num_threads()
-        self._program = Program(self.threads, module.dtype, module.config.hidden_size)
+        self._program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
         self.weight_bytes = 0
         _Builder(self, module, probe, number_format or own, positions).build()
 

@@ -16,13 +16,16 @@ from services.target.kernels.cpu.view import View
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import gather_pages
 
+# Formats of pools, as in csrc/eight.h.
+POOL_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 _WIDEST = 576  # a head, in csrc/attention.h
 
 
 class NativeAttention:
     """Attention of one batch; call it once a layer. What the kernel cannot compute is left to PyTorch.
 
-    Pools in another format than the queries are converted page by page, layer by layer, as far as the batch needs them.
+    Pools as wide as the queries or narrower are read in place. Wider ones are converted page by page, layer by layer,
+    as far as the batch needs them.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -57,7 +60,7 @@ class NativeAttention:
         if not serves(q.dtype, k_pool.shape[3], v_pool.shape[3]) or not (shared or v_pool.is_contiguous()):
             return self._gathering(q, k_pool, v_pool, scaling=scaling, window=window, softcap=softcap, sinks=sinks)
         view = self._view
-        if k_pool.dtype != q.dtype:
+        if not reads(q.dtype, k_pool.dtype):
             view = self._gathered_view
             pages = torch.from_numpy(view.pages)
             k_pool = gather_pages(k_pool, pages, q.dtype)
@@ -71,9 +74,14 @@ class NativeAttention:
         )  # fmt: skip
         library.load().outrider_attention(
             self._pool.handle, view.pointer, ctypes.byref(shape), queries.data_ptr(), out.data_ptr(),
-            k_pool.data_ptr(), v_pool.data_ptr(), k_pool.dtype == torch.bfloat16,
+            k_pool.data_ptr(), v_pool.data_ptr(), q.dtype == torch.bfloat16, POOL_FORMATS[k_pool.dtype],
         )  # fmt: skip
         return out.to(q.dtype)
+
+
+def reads(computed: torch.dtype, pools: torch.dtype) -> bool:
+    """True for pools that the kernel reads in place for queries of a format."""
+    return pools in POOL_FORMATS and computed in POOL_FORMATS and pools.itemsize <= computed.itemsize <= 4
 
 
 def serves(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from services.target.batch import Batch, Capture
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.attention import POOL_FORMATS, reads
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import PackedWeight
@@ -54,11 +55,16 @@ class Norm:
 class Program:
     """Operations over a step's rows. Tensors that are handed over are kept, and may be overwritten where they lie."""
 
-    def __init__(self, threads: int, pools: torch.dtype, width: int) -> None:
-        """pools: dtype of the KV cache, float32 or bfloat16. width: of the residual stream."""
-        assert pools in (torch.float32, torch.bfloat16), "the kernels read these"
+    def __init__(self, threads: int, computed: torch.dtype, pools: torch.dtype, width: int) -> None:
+        """computed: what keys and queries are multiplied in; pools: of the KV cache, see `attention.reads`.
+
+        width: of the residual stream.
+        """
+        assert reads(computed, pools), "the kernels read these"
         self._functions = library.load()
-        self._handle: int = self._functions.outrider_program_new(threads, pools == torch.bfloat16)
+        self._handle: int = self._functions.outrider_program_new(
+            threads, computed == torch.bfloat16, POOL_FORMATS[pools]
+        )
         weakref.finalize(self, self._functions.outrider_program_free, self._handle)
         self._kept: list[object] = []
         self._caches: dict[int, tuple[KVCache, object, object]] = {}

@@ -79,19 +79,21 @@ void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const 
   });
 }
 
-// q: [rows, heads, key_dim] float32, out: [rows, heads, value_dim] float32; pools float32 or bfloat16.
+// q: [rows, heads, key_dim] float32, out: [rows, heads, value_dim] float32; pools as `format` says. bfloat16: what
+// keys and queries are multiplied in, else float32
 void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape* shape, const float* q, float* out,
-                        const void* keys, const void* values, int32_t bfloat16) {
+                        const void* keys, const void* values, int32_t bfloat16, int32_t format) {
   const Batch batch(*view);
   const AttentionPlan plan(batch, *shape, pool->threads());
   Buffer partials(plan.partials * (2 + shape->value_dim) * sizeof(float));
   std::atomic<int64_t> next{0}, next_join{0};
-  auto work = [&](auto zero) {
-    using T = decltype(zero);
-    const AttentionCall<T> call{*shape, q, shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
-                                static_cast<const T*>(keys), static_cast<const T*>(values)};
+  with_formats(bfloat16 != 0, PoolFormat(format), [&](auto computed, auto stored) {
+    using T = decltype(computed);
+    using P = decltype(stored);
+    const AttentionCall<P> call{*shape, q, shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
+                                static_cast<const P*>(keys), static_cast<const P*>(values)};
     pool->run([&](int) {
-      auto worker = std::make_unique<AttentionWorker<T>>(batch, call);
+      auto worker = std::make_unique<AttentionWorker<T, P>>(batch, call);
       for (int64_t i; (i = next.fetch_add(1)) < int64_t(plan.tasks.size());) {
         worker->run(plan.tasks[i], partials.as<float>());
       }
@@ -101,9 +103,7 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
         join_splits(call, plan.joined[i], partials.as<float>());
       }
     });
-  };
-  if (bfloat16) work(BF16{});
-  else work(float{});
+  });
 }
 
 // For groups of rows that have a matrix each; see product.h.
@@ -179,8 +179,8 @@ void outrider_draw(Pool* pool, const float* logits, int64_t rows, int64_t vocab,
 
 // --- programs ---
 
-Program* outrider_program_new(int32_t threads, int32_t pools_bfloat16) {
-  return new Program(threads, pools_bfloat16 != 0);
+Program* outrider_program_new(int32_t threads, int32_t bfloat16, int32_t pools) {
+  return new Program(threads, bfloat16 != 0, PoolFormat(pools));
 }
 void outrider_program_free(Program* program) { delete program; }
 void outrider_program_width(Program* program, int32_t buffer, int64_t width) {

@@ -19,21 +19,22 @@ constexpr int kMaxColumns = 96;   // keys that are laid out at a time: a block o
 constexpr int kMaxDim = 576;
 
 // Queries and results as float32 rows of some stride, in numbers; pools as [slot][kv_head][dim].
-template <class T>
+template <class P>
 struct AttentionCall {
   AttentionShape shape;
   const float* q;
   int64_t q_stride;
   float* out;
   int64_t out_stride;
-  const T* keys;
-  const T* values;
+  const P* keys;
+  const P* values;
 };
 
-template <class T>
+// T: what keys and queries are multiplied in; P: what pools hold.
+template <class T, class P>
 class AttentionWorker {
  public:
-  AttentionWorker(const Batch& batch, const AttentionCall<T>& call)
+  AttentionWorker(const Batch& batch, const AttentionCall<P>& call)
       : batch_(batch),
         call_(call),
         words_((call.shape.key_dim + Dot<T>::kStep - 1) / Dot<T>::kStep),
@@ -118,9 +119,9 @@ class AttentionWorker {
     }
   }
 
-  static void touch(const T* from, int64_t count) {
+  static void touch(const P* from, int64_t count) {
     const volatile char* at = reinterpret_cast<const volatile char*>(from);
-    for (int64_t i = 0; i < count * int64_t(sizeof(T)); i += 64) (void)at[i];
+    for (int64_t i = 0; i < count * int64_t(sizeof(P)); i += 64) (void)at[i];
   }
 
   void take_query(const float* from) {
@@ -186,7 +187,7 @@ class AttentionWorker {
   void lay_out(int count) {
     const auto& shape = call_.shape;
     for (int column = 0; column < count; ++column) {
-      const T* value = call_.values + (slot_[column] * shape.kv_heads + kv_head_) * shape.value_pitch();
+      const P* value = call_.values + (slot_[column] * shape.kv_heads + kv_head_) * shape.value_pitch();
       for (int64_t d = 0; d < wide_; d += kLanes) {
         _mm512_store_ps(values_ + column * wide_ + d, load(value + d, lanes(shape.value_dim - d)));
       }
@@ -202,7 +203,7 @@ class AttentionWorker {
         __m512i part[kLanes];
         const int64_t d = word * Dot<T>::kStep;
         for (int i = 0; i < kLanes; ++i) {
-          const T* key = call_.keys + (slot_[column + i] * shape.kv_heads + kv_head_) * shape.key_dim + d;
+          const P* key = call_.keys + (slot_[column + i] * shape.kv_heads + kv_head_) * shape.key_dim + d;
           part[i] = column + i < count ? Dot<T>::load_words(key, shape.key_dim - d) : _mm512_setzero_si512();
         }
         transpose16(part);
@@ -345,7 +346,7 @@ class AttentionWorker {
   }
 
   const Batch& batch_;
-  const AttentionCall<T>& call_;
+  const AttentionCall<P>& call_;
   const int64_t words_, wide_;  // of a key, in 32 bits; of a value, in whole vectors
   int64_t span_ = 0, kv_head_ = 0, own_ = 0;
   int queries_ = 0, head_ = 0, heads_ = 1;
@@ -362,8 +363,8 @@ class AttentionWorker {
 };
 
 // Merge the splits of a task that were taken apart, in order.
-template <class T>
-void join_splits(const AttentionCall<T>& call, const AttentionTask& task, const float* partials) {
+template <class P>
+void join_splits(const AttentionCall<P>& call, const AttentionTask& task, const float* partials) {
   const int64_t dim = call.shape.value_dim, queries = int64_t{task.rows} * task.heads;
   for (int64_t query = 0; query < queries; ++query) {  // [heads / width][rows][width]
     const int64_t block = query / (task.rows * task.width), inside = query % (task.rows * task.width);

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "eight.h"
 #include "simd.h"
 
 namespace outrider {
@@ -45,10 +46,18 @@ struct Dot {
       return _mm512_dpbf16_ps(sum, __m512bh(keys), __m512bh(_mm512_set1_epi32(query)));
     }
   }
-  static __m512i load_words(const T* from, int64_t count) {
-    if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_epi32(lanes(count), from);
-    else if (count >= 32) return _mm512_loadu_si512(from);
-    else return _mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from);
+  // The next `count` numbers of a key, which may be stored in a narrower format, as 16 words.
+  template <class P>
+  static __m512i load_words(const P* from, int64_t count) {
+    if constexpr (std::is_same_v<T, float>) {
+      return _mm512_castps_si512(load(from, lanes(count)));
+    } else if constexpr (std::is_same_v<P, BF16>) {
+      if (count >= 32) return _mm512_loadu_si512(from);
+      return _mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from);
+    } else {
+      const __m512 low = load(from, lanes(count)), high = load(from + kLanes, lanes(count - kLanes));
+      return __m512i(_mm512_cvtne2ps_pbh(high, low));
+    }
   }
 };
 

@@ -43,7 +43,7 @@ std::vector<int64_t> portions_of(int64_t panels, int threads) {
 
 }  // namespace
 
-Program::Program(int threads, bool pools_bfloat16) : pool_(threads), pools_bfloat16_(pools_bfloat16) {
+Program::Program(int threads, bool bfloat16, PoolFormat pools) : pool_(threads), bfloat16_(bfloat16), pools_(pools) {
   scratch_.resize(threads);
 }
 
@@ -243,12 +243,12 @@ void copy_as(T* to, const float* from, int64_t count) {
 
 }  // namespace
 
-template <class T>
+template <class P>
 void Program::store_heads(const Rotate& op, const Call& call, int64_t index, int64_t head, int64_t slot) {
   float* key = row(kWide, index) + (op.heads + head) * op.key_dim;
   float* value = row(kWide, index) + (op.heads + op.kv_heads) * op.key_dim + head * op.value_dim;
-  T* keys = static_cast<T*>(const_cast<void*>(call.keys[op.layer]));
-  T* values = static_cast<T*>(const_cast<void*>(call.values[op.layer]));
+  P* keys = static_cast<P*>(const_cast<void*>(call.keys[op.layer]));
+  P* values = static_cast<P*>(const_cast<void*>(call.values[op.layer]));
   copy_as(keys + (slot * op.kv_heads + head) * op.key_dim, key, op.key_dim);
   copy_as(values + (slot * op.kv_heads + head) * op.value_dim, value, op.value_dim);
 }
@@ -265,25 +265,26 @@ void Program::execute(const Rotate& op, int thread, const Call& call, Counter* n
       turn(numbers, cosines, sines, op.turned);
     }
     for (int64_t head = 0; head < op.kv_heads; ++head) {
-      if (pools_bfloat16_) store_heads<BF16>(op, call, index, head, slots_[index]);
-      else store_heads<float>(op, call, index, head, slots_[index]);
+      with_formats(bfloat16_, pools_, [&](auto, auto stored) {
+        store_heads<decltype(stored)>(op, call, index, head, slots_[index]);
+      });
     }
   });
 }
 
-template <class T>
+template <class T, class P>
 void Program::attend(const Attend& op, int thread, const Call& call, Counter* next) {
-  const AttentionCall<T> attention{op.shape,
+  const AttentionCall<P> attention{op.shape,
                                    row(kWide, 0),
                                    widths_[kWide],
                                    row(kAttended, 0),
                                    widths_[kAttended],
-                                   static_cast<const T*>(call.keys[op.layer]),
-                                   static_cast<const T*>(call.values[op.layer])};
+                                   static_cast<const P*>(call.keys[op.layer]),
+                                   static_cast<const P*>(call.values[op.layer])};
   const AttentionPlan& plan = plans_[op.plan];
-  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<float>) + 64]);
+  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<float, float>) + 64]);
   void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
-  auto* worker = new (place) AttentionWorker<T>(call.batch, attention);
+  auto* worker = new (place) AttentionWorker<T, P>(call.batch, attention);
   portions(*next, thread, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
   if (plan.joined.empty()) return;
   pool_.barrier().wait();
@@ -292,8 +293,9 @@ void Program::attend(const Attend& op, int thread, const Call& call, Counter* ne
 }
 
 void Program::execute(const Attend& op, int thread, const Call& call, Counter* next) {
-  if (pools_bfloat16_) attend<BF16>(op, thread, call, next);
-  else attend<float>(op, thread, call, next);
+  with_formats(bfloat16_, pools_, [&](auto computed, auto stored) {
+    attend<decltype(computed), decltype(stored)>(op, thread, call, next);
+  });
 }
 
 }  // namespace outrider

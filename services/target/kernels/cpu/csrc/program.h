@@ -91,7 +91,7 @@ struct Call {
 
 class Program {
  public:
-  Program(int threads, bool pools_bfloat16);
+  Program(int threads, bool bfloat16, PoolFormat pools);
   void add(Operation operation);
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
@@ -116,9 +116,9 @@ class Program {
   void execute(const Rotate& op, int thread, const Call& call, Counter* next);
   void execute(const Attend& op, int thread, const Call& call, Counter* next);
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
-  template <class T>
+  template <class P>
   void store_heads(const Rotate& op, const Call& call, int64_t row, int64_t head, int64_t slot);
-  template <class T>
+  template <class T, class P>
   void attend(const Attend& op, int thread, const Call& call, Counter* next);
   Operand operand_of(const Linear& op, int thread, const Call& call, Counter* next, int64_t rows);
   void fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t row, float* scratch);
@@ -129,7 +129,8 @@ class Program {
   float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
 
   Pool pool_;
-  const bool pools_bfloat16_;
+  const bool bfloat16_;  // keys and queries are multiplied in it, else in float32
+  const PoolFormat pools_;
   std::vector<Operation> operations_;
   std::vector<AttentionShape> shapes_;
   std::vector<AttentionPlan> plans_;
