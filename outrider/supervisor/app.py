@@ -22,6 +22,8 @@ from types import FrameType
 
 from outrider import checkpoint
 from outrider.config import (
+    FED_ALGORITHMS,
+    MODEL_ALGORITHMS,
     DraftConfig,
     GatewayConfig,
     ProcessConfig,
@@ -66,8 +68,10 @@ def serve(config: ServeConfig) -> int:
 def check_flags(config: ServeConfig) -> None:
     """Refuse early what would fail late. Raises ConfigError."""
     draft, gateway = config.draft, config.gateway
-    if draft.speculative_algorithm == "STANDALONE" and draft.speculative_draft_model_path is None:
-        raise ConfigError("STANDALONE drafts with a model of its own; name it with --speculative-draft-model-path")
+    if draft.speculative_algorithm in MODEL_ALGORITHMS and draft.speculative_draft_model_path is None:
+        raise ConfigError(
+            f"{draft.speculative_algorithm} drafts with a model of its own; name it with --speculative-draft-model-path"
+        )
     if gateway.port == gateway.grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
@@ -91,12 +95,12 @@ def check_port(host: str, port: int, flag: str) -> None:
 
 def prepare_models(config: ServeConfig, display: Display) -> None:
     """Fetch and convert what the services will load, with progress shown by whoever does it. Raises ConfigError."""
-    models = [config.target.model_path]
-    if config.draft.speculative_algorithm == "STANDALONE" and config.draft.speculative_draft_model_path is not None:
-        models.append(config.draft.speculative_draft_model_path)
-    for model in dict.fromkeys(models):
-        display.line(f"preparing {checkpoint.display_name(model)}")
-        checkpoint.resolve(model)
+    target, draft = config.target.model_path, config.draft.speculative_draft_model_path
+    display.line(f"preparing {checkpoint.display_name(target)}")
+    checkpoint.resolve(target)
+    if config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target:
+        display.line(f"preparing {checkpoint.display_name(draft)}")
+        checkpoint.resolve(draft, torch_files=True)
 
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
@@ -110,6 +114,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     if config.draft.speculative_algorithm != "NONE":
         draft = DraftConfig(
             **asdict(config.draft), **shared, log_level=level, cores=format_cores(cores.draft),
+            model_path=config.target.model_path if config.draft.speculative_algorithm in FED_ALGORITHMS else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip
     gateway = GatewayConfig(

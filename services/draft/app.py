@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 
 import outrider
-from outrider.config import DraftConfig
+from outrider.config import FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, plain_argv
 from outrider.errors import ConfigError
 from outrider.serving import process
 from outrider.serving.loop import EngineLoop
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 _MAX_NODES = 256
 _DEFAULT_DEPTH = 16
-_STANDALONE_CHILDREN = 4
+_MODEL_CHILDREN = 4
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = tyro.cli(DraftConfig, args=argv, prog="outrider draft")
+    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
     _collect_rarely()
     return process.run("draft", config, lambda: serve(config))
 
@@ -88,9 +88,9 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     if config.speculative_algorithm == "NGRAM":
         drafter = NgramDrafter(ngram_options(config))
     else:
-        from services.draft.loading import load_standalone
+        from services.draft.loading import load_model_drafter
 
-        drafter, model = load_standalone(config, max(config.speculative_eagle_topk or 0, _STANDALONE_CHILDREN))
+        drafter, model = load_model_drafter(config, max(config.speculative_eagle_topk or 0, _MODEL_CHILDREN))
     return DraftEngine(drafter, tree_limits(config), config.max_running_requests), model
 
 
@@ -98,8 +98,14 @@ def check(config: DraftConfig) -> None:
     """Refuse flags that do not fit together. Raises ConfigError saying which."""
     if config.speculative_algorithm == "NONE":
         raise ConfigError("--speculative-algorithm NONE needs no draft service; name NGRAM or STANDALONE")
-    if config.speculative_algorithm == "STANDALONE" and config.speculative_draft_model_path is None:
-        raise ConfigError("--speculative-algorithm STANDALONE needs --speculative-draft-model-path")
+    algorithm = config.speculative_algorithm
+    if algorithm in MODEL_ALGORITHMS and config.speculative_draft_model_path is None:
+        raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+    if algorithm in FED_ALGORITHMS and config.model_path is None:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, whose "
+            "embedding and head it shares"
+        )
     positive = {
         "--max-running-requests": config.max_running_requests,
         "--draft-page-size": config.draft_page_size,
@@ -157,6 +163,6 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
     return TreeLimits(
         nodes=_MAX_NODES,
         depth=config.speculative_num_steps or _DEFAULT_DEPTH,
-        children=config.speculative_eagle_topk or (_MAX_NODES if ngram else _STANDALONE_CHILDREN),
+        children=config.speculative_eagle_topk or (_MAX_NODES if ngram else _MODEL_CHILDREN),
         expansions=_MAX_NODES if ngram else SCRATCH_SLOTS,
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.speculation.tree import ROOT
 from services.draft.session import DraftSession
 from services.draft.trunk import SCRATCH_SLOTS, Trunk
 
@@ -37,6 +38,8 @@ class StepInputs(NamedTuple):
     tokens, positions, slots, visible: [S, Q], visible in trunk tokens; head_rows: [S, R], rows that give candidates;
     pages: [S, P]; scratch_slots: [S, C]; scratch_bits: [S, Q, C / 32] uint32; moves: [2, M], source and target slots;
     temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32
+    features: for models that are fed [S, Q, W] float32, the target's, [S, Q] bool, which rows have one, and [S, Q],
+    slots of the rows whose own features the others take
     """
 
     tokens: Any
@@ -53,25 +56,34 @@ class StepInputs(NamedTuple):
     min_p: Any
     top_k: Any
     keys: Any
+    features: tuple[Any, Any, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a step does for one session: the next `feed` tokens of the trunk, or the expansion of nodes."""
+    """What a step does for one session: the next `feed` rows of the trunk, or the expansion of nodes.
+
+    features: [feed, W] float32, of the rows that are fed, for models that need them
+    """
 
     session: DraftSession
     trunk: Trunk
     feed: int = 0
     nodes: tuple[int, ...] = ()
+    features: NDArray[np.float32] | None = None
 
 
-def empty_inputs(shape: Shape, table_pages: int) -> StepInputs:
-    """Inputs of padding alone. table_pages: width of the page tables."""
+def empty_inputs(shape: Shape, table_pages: int, feature_width: int = 0) -> StepInputs:
+    """Inputs of padding alone. table_pages: width of the page tables. feature_width: 0 for models that are not fed."""
     sessions, rows, heads = shape
 
     def ints(*size: int) -> NDArray[np.int32]:
         return np.zeros(size, dtype=np.int32)
 
+    features = None
+    if feature_width:
+        given = np.zeros((sessions, rows), dtype=bool)
+        features = np.zeros((sessions, rows, feature_width), dtype=np.float32), given, ints(sessions, rows)
     return StepInputs(
         tokens=ints(sessions, rows),
         positions=ints(sessions, rows),
@@ -87,12 +99,15 @@ def empty_inputs(shape: Shape, table_pages: int) -> StepInputs:
         min_p=np.zeros(sessions, dtype=np.float32),
         top_k=ints(sessions),
         keys=np.zeros((sessions, heads, 2), dtype=np.uint32),
+        features=features,
     )
 
 
-def build_inputs(shape: Shape, table_pages: int, jobs: list[Job], moves: list[tuple[int, int]]) -> StepInputs:
+def build_inputs(
+    shape: Shape, table_pages: int, jobs: list[Job], moves: list[tuple[int, int]], feature_width: int = 0
+) -> StepInputs:
     """Inputs of a step. Nodes that it expands get their scratch slots here."""
-    inputs = empty_inputs(shape, table_pages)
+    inputs = empty_inputs(shape, table_pages, feature_width)
     if moves:
         inputs.moves[:, : len(moves)] = np.array(moves, dtype=np.int32).T
     for row, job in enumerate(jobs):
@@ -101,7 +116,22 @@ def build_inputs(shape: Shape, table_pages: int, jobs: list[Job], moves: list[tu
             _feed_trunk(inputs, row, job)
         else:
             _expand_nodes(inputs, row, job)
+            if inputs.features is not None:
+                inputs.features[2][row, : len(job.nodes)] = _parents(inputs, row, job, dict(_swapped(moves)))
     return inputs
+
+
+def _swapped(moves: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(target, source) for source, target in moves]
+
+
+def _parents(inputs: StepInputs, row: int, job: Job, moved: dict[int, int]) -> list[int]:
+    """The slots of the rows above the nodes, as they are before the step's moves. moved: source slots by target."""
+    last = job.session.length - job.trunk.shift
+    root = int(job.trunk.table.slots(last - 1, last)[0])
+    above = [job.session.tree.parent[node] for node in job.nodes]
+    slots = [root if node == ROOT else int(inputs.scratch_slots[row, job.trunk.slot(node)]) for node in above]
+    return [moved.get(slot, slot) for slot in slots]
 
 
 def _describe_session(inputs: StepInputs, row: int, job: Job) -> None:
@@ -116,26 +146,32 @@ def _describe_session(inputs: StepInputs, row: int, job: Job) -> None:
 
 
 def _feed_trunk(inputs: StepInputs, row: int, job: Job) -> None:
-    start, stop = job.trunk.computed, job.trunk.computed + job.feed
+    start, shift = job.trunk.settled, job.trunk.shift
+    stop = start + job.feed
     positions = np.arange(start, stop)
-    inputs.tokens[row, : job.feed] = job.session.tokens[start:stop]
+    inputs.tokens[row, : job.feed] = job.session.tokens[start + shift : stop + shift]
     inputs.positions[row, : job.feed] = positions
     inputs.slots[row, : job.feed] = job.trunk.table.slots(start, stop)
     inputs.visible[row, : job.feed] = positions + 1
     # The last fed row stands first among those that give candidates.
     inputs.head_rows[row, 0] = job.feed - 1
-    inputs.keys[row, 0] = job.session.keys(np.array([stop]))[0]
+    inputs.keys[row, 0] = job.session.keys(np.array([stop + shift]))[0]
+    if inputs.features is not None:
+        assert job.features is not None, "rows of the trunk are fed with the target's features"
+        inputs.features[0][row, : job.feed] = job.features
+        inputs.features[1][row, : job.feed] = True
 
 
 def _expand_nodes(inputs: StepInputs, row: int, job: Job) -> None:
     tree, count = job.session.tree, len(job.nodes)
     length = job.session.length
+    rows = length - job.trunk.shift  # of the trunk
     slots = [job.trunk.expand(node, tree.parent[node]) for node in job.nodes]
     depths = np.array([tree.depth[node] for node in job.nodes])
     inputs.tokens[row, :count] = [tree.token[node] for node in job.nodes]
-    inputs.positions[row, :count] = length - 1 + depths
+    inputs.positions[row, :count] = rows - 1 + depths
     inputs.slots[row, :count] = inputs.scratch_slots[row, slots]
-    inputs.visible[row, :count] = length
+    inputs.visible[row, :count] = rows
     for i, node in enumerate(job.nodes):
         mask = job.trunk.mask(node)
         inputs.scratch_bits[row, i] = [mask >> 32 * word & 0xFFFFFFFF for word in range(MASK_WORDS)]

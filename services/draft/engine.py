@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.paging.allocator import OutOfPages
-from outrider.serving.features import FeatureBlock, decode
+from outrider.serving.features import FeatureBlock
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
@@ -77,12 +77,14 @@ class DraftEngine(Engine):
                     del self._waiting[session.id]
                 continue
             self._running[session.id] = self._waiting.pop(session.id)
+            self._feed(session)
 
     def _suspend(self, session: DraftSession) -> None:
         """Pages ran out: give the session's back and queue it again; its text goes on without hints meanwhile."""
         del self._running[session.id]
         self.drafter.close(session)
         session.reset()
+        session.features.give_up()  # those that were used are gone
         self._waiting[session.id] = session
         self._blocked = bool(self._running)
 
@@ -101,14 +103,21 @@ class DraftEngine(Engine):
                 self._commit(session, commit)
 
     def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:
-        """Keep hidden states of the target for a drafter that feeds on them. Rows that cannot be read are left out."""
-        wanted = self.drafter.features
-        if wanted is None:
+        """Keep hidden states of the target for a drafter that feeds on them."""
+        if self.drafter.features is None:
             return
         for block in blocks:
             session = self._running.get(block.session_id) or self._waiting.get(block.session_id)
             if session is not None:
-                session.features.add(block.first, decode(block.rows, wanted.format))
+                session.features.add(block.first, block.rows)
+                if session.id in self._running:
+                    self._feed(session)
+
+    def _feed(self, session: DraftSession) -> None:
+        try:
+            self.drafter.fed(session)
+        except Unavailable as error:
+            self._fail(session, error.message)
 
     def _commit(self, session: DraftSession, commit: Commit) -> None:
         if commit.finish_reason != FinishReason.RUNNING:
@@ -139,6 +148,8 @@ class DraftEngine(Engine):
             self._fail(session, "its tokens differ from the target's")
         elif self._too_long(session):
             self.close(session.id)
+        elif session.id in self._running:
+            self._feed(session)
 
     def _fail(self, session: DraftSession, reason: str) -> None:
         self.close(session.id)
@@ -151,7 +162,7 @@ class DraftEngine(Engine):
     def idle(self) -> bool:
         """True if no tree wants to grow."""
         return not self._failures and not any(
-            session.wishes(1) or not session.answered for session in self._running.values()
+            session.wishes(1) or not session.silent for session in self._running.values()
         )
 
     def step(self) -> StepOutput:

@@ -1,35 +1,44 @@
-"""The KV pool of the draft model: one array a layer, donated to every step; page ids live on the host alone."""
+"""The pools of a draft model: arrays that are donated to every step; page ids live on the host alone.
+
+layers     of each layer [slots, 2, kv_heads, head_dim]: keys and values of a slot side by side
+features   [slots, H]: the state that each row hands on to its children; None for models that are not fed
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from services.draft.model.config import ModelConfig
 
-# One array a layer, [slots, 2, kv_heads, head_dim]: keys and values of a slot side by side.
-Pools = list[jax.Array]
+
+class Pools(NamedTuple):
+    """All that a session's rows leave behind."""
+
+    layers: list[jax.Array]
+    features: jax.Array | None = None
 
 
 def make_pools(config: ModelConfig, total_pages: int, page_size: int, dtype: Any) -> Pools:
     """Empty pools for `total_pages` pages and the null page."""
-    shape = ((total_pages + 1) * page_size, 2, config.kv_heads, config.head_dim)
-    return [jnp.zeros(shape, dtype) for _ in range(config.layers)]
+    slots = (total_pages + 1) * page_size
+    layers = [jnp.zeros((slots, *layer.attention.kv_shape), dtype) for layer in config.layers]
+    return Pools(layers, jnp.zeros((slots, config.hidden_size), dtype) if config.head.fed else None)
 
 
 def move_rows(pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    """Copy slots of one layer: all are read before any is written. source, target: [M] int32."""
+    """Copy slots of one pool: all are read before any is written. source, target: [M] int32."""
     return pool.at[target].set(pool[source])
 
 
-def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, kv: jax.Array) -> jax.Array:
-    """Copy slots of one layer and write new rows; sources are read as they were before.
+def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """Copy slots of one pool and write new rows; sources are read as they were before.
 
     One scatter does both: the write of a single row by itself becomes a slice update, for which XLA copies the pool.
-    moves: [2, M] int32, sources and targets; slots: [N] int32; kv: [N, 2, kv_heads, D]. Targets and slots differ, but
-    for padding.
+    moves: [2, M] int32, sources and targets; slots: [N] int32; rows: [N, ...]. Targets and slots differ, but for
+    padding.
     """
     targets = jnp.concatenate([moves[1], slots])
-    return pool.at[targets].set(jnp.concatenate([pool[moves[0]], kv]))
+    return pool.at[targets].set(jnp.concatenate([pool[moves[0]], rows]))

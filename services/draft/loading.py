@@ -1,4 +1,4 @@
-"""Builds the STANDALONE drafter: device, number format, cache size, weights."""
+"""Builds drafters with a model: device, number format, cache size, weights."""
 
 from __future__ import annotations
 
@@ -11,19 +11,32 @@ import jax
 import jax.numpy as jnp
 
 from outrider import checkpoint
-from outrider.config import DraftConfig
+from outrider.config import FED_ALGORITHMS, DraftConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureFormat
 from outrider.wire.v1 import common_pb2
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
-from services.draft.model.config import ModelConfig, read_config
+from services.draft.model.config import ModelConfig
+from services.draft.model.formats import llama
+from services.draft.model.formats.base import Draft
+from services.draft.model.formats.eagle import read_eagle
+from services.draft.model.formats.eagle3 import read_eagle3
+from services.draft.model.formats.target import read_target
 from services.draft.model.runner import ModelRunner
 from services.draft.trunk import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_FEATURES = {
+    "auto": FeatureFormat.BFLOAT16, "bfloat16": FeatureFormat.BFLOAT16, "float32": FeatureFormat.FLOAT32,
+    "float8_e4m3": FeatureFormat.FLOAT8_E4M3,
+}  # fmt: skip
+_HEADS = {"EAGLE": read_eagle, "EAGLE3": read_eagle3}
 # The KV cache takes this part of the memory, and no more tokens than this by itself.
 _MEMORY_PART = 0.1
 _DEFAULT_TOKENS = 65_536
@@ -32,34 +45,56 @@ _CHUNK = {"cpu": 64}
 _DEFAULT_CHUNK = 256
 
 
-def load_standalone(config: DraftConfig, children: int) -> tuple[StandaloneDrafter, common_pb2.ModelInfo]:
+def load_model_drafter(config: DraftConfig, children: int) -> tuple[ModelDrafter, common_pb2.ModelInfo]:
     """The drafter and the facts of its model. children: candidates a node. Raises ConfigError."""
     assert config.speculative_draft_model_path is not None
     _keep_programs()
-    folder = checkpoint.resolve(config.speculative_draft_model_path)
-    model = read_config(folder)
-    name = _dtype_name(config)
-    dtype = _DTYPES[name]
+    folder = checkpoint.resolve(config.speculative_draft_model_path, torch_files=True)
+    draft, vocabulary = _read(folder, config)
+    runner, prefix = _runner(draft, vocabulary, config, children)
+    chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
+    drafter: ModelDrafter
+    if draft.features is None:
+        drafter = StandaloneDrafter(runner, prefix, config.max_running_requests, chunk)
+    else:
+        features = draft.features.in_format(_FEATURES[config.draft_feature_dtype])
+        drafter = FeatureDrafter(
+            config.speculative_algorithm, runner, prefix, config.max_running_requests, chunk, features, draft.fusion
+        )
+    allocator = prefix.allocator
+    log.info(
+        "%s, %s on %s, %d pages of %d tokens", draft.config.architecture, _dtype_name(config), jax.default_backend(),
+        allocator.total_pages, allocator.page_size,
+    )  # fmt: skip
+    return drafter, _describe(folder, vocabulary, config, draft.config)
+
+
+def _read(folder: Path, config: DraftConfig) -> tuple[Draft, Path]:
+    """The draft model, and the folder whose tokenizer it uses."""
+    if config.speculative_algorithm not in FED_ALGORITHMS:
+        model = llama.read_config(folder)
+        return Draft(model, lambda dtype: llama.load_params(folder, model, dtype)), folder
+    assert config.model_path is not None
+    target = checkpoint.resolve(config.model_path)
+    return _HEADS[config.speculative_algorithm](folder, read_target(target)), target
+
+
+def _runner(draft: Draft, vocabulary: Path, config: DraftConfig, children: int) -> tuple[ModelRunner, PrefixCache]:
+    dtype = _DTYPES[_dtype_name(config)]
     page_size = config.draft_page_size
-    total_pages = _total_pages(config, model, jnp.dtype(dtype).itemsize)
-    context = min(model.context, total_pages * page_size)
+    total_pages = _total_pages(config, draft.config, jnp.dtype(dtype).itemsize)
+    context = min(draft.config.context, total_pages * page_size)
     runner = ModelRunner(
-        folder,
-        model,
+        draft.config,
+        draft.load(dtype),
         dtype=dtype,
         total_pages=total_pages,
         page_size=page_size,
         table_pages=-(-context // page_size),
-        children=min(children, model.vocab_size),
-        vocab_limit=vocab_limit(folder, model),
+        children=min(children, draft.config.vocab_size),
+        vocab_limit=vocab_limit(vocabulary),
     )
-    prefix = PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
-    chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
-    drafter = StandaloneDrafter(runner, prefix, config.max_running_requests, chunk)
-    log.info(
-        "%s, %s on %s, %d pages of %d tokens", model.architecture, name, jax.default_backend(), total_pages, page_size
-    )
-    return drafter, _describe(folder, config, model, name)
+    return runner, PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
 
 
 def _keep_programs() -> None:
@@ -68,10 +103,9 @@ def _keep_programs() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def vocab_limit(folder: Path, model: ModelConfig) -> int:
+def vocab_limit(folder: Path) -> int:
     """Ids from here on are padding of the embedding, which a target with the same tokenizer may lack."""
-    ids = checkpoint.vocabulary(folder).values()
-    return min(model.vocab_size, max(ids, default=model.vocab_size - 1) + 1)
+    return max(checkpoint.vocabulary(folder).values(), default=2**31 - 2) + 1
 
 
 def _dtype_name(config: DraftConfig) -> str:
@@ -85,7 +119,7 @@ def _total_pages(config: DraftConfig, model: ModelConfig, itemsize: int) -> int:
     tokens = config.draft_max_total_tokens
     if tokens is None:
         wanted = min(_DEFAULT_TOKENS, model.context * config.max_running_requests) + scratch
-        tokens = min(wanted, int(_memory_bytes() * _MEMORY_PART) // model.kv_bytes(itemsize))
+        tokens = min(wanted, int(_memory_bytes() * _MEMORY_PART) // (model.cache_numbers() * itemsize))
     pages = tokens // config.draft_page_size
     least = -(-SCRATCH_SLOTS // config.draft_page_size) + 1
     if pages < least:
@@ -102,14 +136,16 @@ def _memory_bytes() -> int:
     return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def _describe(folder: Path, config: DraftConfig, model: ModelConfig, dtype: str) -> common_pb2.ModelInfo:
+def _describe(folder: Path, vocabulary: Path, config: DraftConfig, model: ModelConfig) -> common_pb2.ModelInfo:
     assert config.speculative_draft_model_path is not None
+    fed = model.head.fed
     return common_pb2.ModelInfo(
         model_path=checkpoint.display_name(config.speculative_draft_model_path),
         fingerprint=checkpoint.fingerprint(folder),
         architecture=model.architecture,
-        vocab_size=model.vocab_size,
-        vocab_hash=checkpoint.vocab_hash(folder),
+        # A fed head's own vocabulary, if it has one, is translated before anybody sees it.
+        vocab_size=read_target(vocabulary).vocab_size if fed else model.vocab_size,
+        vocab_hash=checkpoint.vocab_hash(vocabulary),
         context_length=model.context,
-        dtype=dtype,
+        dtype=_dtype_name(config),
     )

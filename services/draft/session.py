@@ -23,6 +23,8 @@ from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.features import FeatureRows
 
 _KEY_BLOCK = 64
+# A node is sent again if its log-score has risen by more than this.
+_NEWS = 0.1
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,13 @@ class DraftSession:
         self.wanted = ALL_WANTED  # nodes, by the last commit
         self.answered = True  # the last commit has been followed by a proposal, if only an empty one
         self.features = FeatureRows()
+        self.blocked = False  # its root's children cannot be known before the target's next features
         self.frontier: list[tuple[float, int]] = []  # (-path_score, node), best first
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens
         self._expanded: list[bool] = []
         self._sent: list[bool] = []
+        self._told: dict[int, float] = {}  # log-scores of nodes that were sent before the tree was replanted, by hash
         self._keys = np.empty((0, 2), dtype=np.uint32)
         self._keys_from = 0
 
@@ -101,6 +105,11 @@ class DraftSession:
         keys: NDArray[np.uint32] = self._keys[positions - self._keys_from]
         return keys
 
+    @property
+    def silent(self) -> bool:
+        """True if there is nothing to say before a message arrives."""
+        return self.answered or (self.blocked and not self.root_expanded)
+
     # --- growth ---
 
     def wishes(self, count: int) -> list[tuple[float, int]]:
@@ -108,7 +117,7 @@ class DraftSession:
         if self.max_depth < 1 or not self.wanted:
             return []
         if not self.root_expanded:
-            return [(0.0, ROOT)]
+            return [] if self.blocked else [(0.0, ROOT)]
         if len(self.tree) >= self.tree.capacity:
             return []
         count = min(count, self.limits.expansions - self._expanded.count(True))
@@ -144,7 +153,7 @@ class DraftSession:
         node = self.tree.add(parent, token, log_score)
         if node is not None and node == len(self._expanded):
             self._expanded.append(False)
-            self._sent.append(False)
+            self._sent.append(log_score <= self._told.get(self.tree.hash[node], -math.inf) + _NEWS)
         return node
 
     def _mark_expanded(self, node: int) -> None:
@@ -191,22 +200,31 @@ class DraftSession:
         self.root_expanded = root_expanded
         self.answered = not self.wanted  # nobody waits for what is not wanted
         self.frontier = []
+        self._told = {}
         for node in range(len(kept)):
             self._enter_frontier(node)
         return kept
 
     def reset(self) -> None:
         """Forget the tree, but not the tokens."""
-        self.tree = SpeculationTree(self.tokens, self.limits.nodes)
+        self.tree.clear()
         self.root_expanded = False
         self.frontier, self._expanded, self._sent = [], [], []
+        self._told = {}
+
+    def replant(self) -> None:
+        """Forget the tree, for a better one is to grow in its place. What the target knows of it is not sent again."""
+        told = {self.tree.hash[i]: self.tree.log_score[i] for i, sent in enumerate(self._sent) if sent}
+        self.reset()
+        self._told = told
 
     # --- proposals ---
 
     def answer(self) -> list[Proposal]:
         """The new proposals; an empty one if the last commit has led to none and the root's children are known."""
         proposals = self.proposals()
-        if not proposals and not self.answered and (self.root_expanded or not self.wishes(1)):
+        waits = self.blocked and not self.root_expanded
+        if not proposals and not self.answered and not waits and (self.root_expanded or not self.wishes(1)):
             proposals = [self._proposal(ROOT, [])]
         self.answered = self.answered or bool(proposals)
         return proposals

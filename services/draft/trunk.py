@@ -3,12 +3,19 @@
     trunk     pages, in order of position     0 ........ computed-1 | room for what is committed next
     scratch   SCRATCH_SLOTS slots             keys and values of expanded nodes, in any order
 
+A row holds token j + `shift` at slot j: shift is 0 for models that read tokens alone, and 1 for heads that are fed with
+the target's features, whose row j pairs feature j with token j + 1. Their expanded nodes have been computed from the
+head's own features: in the trunk they are provisional, until they are computed again with the target's.
+
+    rows    0 ........ settled-1 | settled ... computed-1 | computed ... length-1-shift
+            final                | provisional            | to be computed
+
 A node in the scratch remembers, as a bit mask over slots, which others are its ancestors. When nodes are committed,
 their rows move from the scratch into the trunk; what is no longer in the tree frees its slot.
 
 Full pages of the trunk go to a prefix cache, so that a session that begins with the same tokens need not compute them.
 
-Ruler: the root's children are known exactly if computed = length; else computed < length and the tree is empty.
+Ruler: the root's children can be known only if computed = length - shift; else it is less and the tree is empty.
 """
 
 from __future__ import annotations
@@ -28,11 +35,15 @@ SCRATCH_SLOTS = 64
 class Trunk:
     """Trunk and scratch of one session; both are leased while it runs."""
 
-    def __init__(self, prefix: PrefixCache, tokens: NDArray[np.uint32], namespace: str = "") -> None:
+    def __init__(self, prefix: PrefixCache, tokens: NDArray[np.uint32], namespace: str = "", shift: int = 0) -> None:
         """tokens: the committed ones. namespace: of the prefix cache. Raises OutOfPages."""
+        # Pages are found by the tokens of their rows, and a row knows all before it: the shifted ones, too.
+        namespace = f"{tokens[:shift].tolist()} {namespace}" if shift else namespace
         self.table = SharedTable(prefix, namespace)
         self.scratch = PageTable(prefix.allocator)
+        self.shift = shift
         self.computed = 0
+        self.settled = 0
         self._slot: list[int] = []  # of each node; -1 if it is not expanded
         self._mask: list[int] = []  # of each node: its own and its ancestors' slots
         self._free = list(range(SCRATCH_SLOTS - 1, -1, -1))
@@ -52,16 +63,32 @@ class Trunk:
 
     def attach(self, tokens: NDArray[np.uint32]) -> None:
         """Take from the prefix cache what comes next of the committed tokens, but never the last one's row."""
-        self.computed += self.table.attach(tokens[:-1], self.computed)
+        if self.computed == self.settled:
+            self.settled += self.table.attach(tokens[self.shift : -1], self.settled)
+            self.computed = self.settled
 
     def publish(self, tokens: NDArray[np.uint32], pending: int = 0) -> None:
         """Give full pages to the prefix cache. tokens: the committed ones; pending: rows at the end still to move."""
-        self.table.publish(tokens[: self.computed - pending])
+        self.table.publish(tokens[self.shift : self.shift + self.settled - (0 if self.shift else pending)])
+
+    def feed(self, count: int) -> None:
+        """Rows behind the settled ones have been computed, with nothing but facts."""
+        self.settled += count
+        self.computed = max(self.computed, self.settled)
+
+    def forget_provisional(self) -> None:
+        """The rows behind the settled ones will be computed again; so will those of all nodes, which are gone."""
+        self.computed = self.settled
+        self.renumber([])
 
     def release(self) -> None:
         """Give all pages back."""
         self.table.release()
         self.scratch.release()
+
+    def slot(self, node: int) -> int:
+        """The place of an expanded node in the scratch."""
+        return self._slot[node]
 
     def mask(self, node: int) -> int:
         """Slots of an expanded node and its ancestors, as bits; none for the root."""
@@ -90,11 +117,14 @@ class Trunk:
         for node in path:
             if node >= len(self._slot) or self._slot[node] < 0:
                 break
-            assert self.computed == length + len(moves), "nodes are expanded only once the trunk is complete"
+            complete = self.computed == length - self.shift + len(moves)
+            assert complete, "nodes are expanded only once the trunk is complete"
             target = self.table.slots(self.computed, self.computed + 1)
             moves.append((int(scratch[self._slot[node]]), int(target[0])))
             self._vacated |= 1 << self._slot[node]
             self.computed += 1
+        if not self.shift:
+            self.settled = self.computed
         return moves
 
     def renumber(self, kept: list[int]) -> None:

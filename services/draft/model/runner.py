@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ from services.draft.batch import Shape, StepInputs, empty_inputs
 from services.draft.kv_cache import make_pools
 from services.draft.model import program
 from services.draft.model.config import ModelConfig
-from services.draft.model.weights import load_params
+from services.draft.model.heads import Params
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ class ModelRunner:
 
     def __init__(
         self,
-        folder: Path,
         config: ModelConfig,
+        params: Params,
         *,
         dtype: Any,
         total_pages: int,
@@ -51,16 +50,21 @@ class ModelRunner:
         self.table_pages = table_pages
         self.compilations = 0
         self._constants = program.Constants(config, page_size, children, vocab_limit)
-        self._params = load_params(folder, config, dtype)
+        self._params = params
         self._pools = make_pools(config, total_pages, page_size, dtype)
         self._seconds: dict[Shape, float] = {}
+
+    @property
+    def feature_width(self) -> int:
+        """Numbers of a feature; 0 for models that are not fed."""
+        return self.config.hidden_size if self.config.head.fed else 0
 
     def warm_up(self, shapes: list[Shape]) -> None:
         """Compile every shape and measure it."""
         start = time.perf_counter()
         self.move([(0, 0)])
         for done, shape in enumerate(shapes, start=1):
-            padding = empty_inputs(shape, self.table_pages)
+            padding = empty_inputs(shape, self.table_pages, self.feature_width)
             self.run(shape, padding)
             self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
             self._even_out()

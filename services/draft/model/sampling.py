@@ -30,27 +30,31 @@ class Sampling(NamedTuple):
     keys: jax.Array
 
 
-def candidates(logits: jax.Array, sampling: Sampling, count: int) -> tuple[jax.Array, jax.Array]:
+def candidates(
+    logits: jax.Array, sampling: Sampling, count: int, ids: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The tokens most likely to be the target's, best first, with estimated log-probabilities that they are.
 
-    logits: [S, R, V]. Returns ids [S, R, count] int32 and log-scores [S, R, count] float32.
+    logits: [S, R, V]; ids: [V] int32, the target's id of each entry, if they differ: noise belongs to the target's.
+    Returns target ids [S, R, count] int32 and log-scores [S, R, count] float32.
     """
+    if ids is None:
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)
     logits = logits.astype(jnp.float32)
     sampled = sampling.temperature >= GREEDY_BELOW
-    scores = lax.cond(jnp.any(sampled), _noisy, lambda x, _: x, logits, sampling)
-    top, ids = lax.top_k(scores, count)
+    scores = lax.cond(jnp.any(sampled), _noisy, lambda x, *_: x, logits, sampling, ids)
+    top, places = lax.top_k(scores, count)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    return ids.astype(jnp.int32), jnp.minimum(top - total, 0.0)
+    return ids[places], jnp.minimum(top - total, 0.0)
 
 
-def _noisy(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def _noisy(logits: jax.Array, sampling: Sampling, ids: jax.Array) -> jax.Array:
     sampled = sampling.temperature >= GREEDY_BELOW
     divisor = jnp.where(sampled, sampling.temperature, 1.0)[:, None, None]
     log_p = jax.nn.log_softmax(logits / divisor, axis=-1)
     filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     log_p = lax.cond(jnp.any(sampled & filters), _filtered, lambda x, _: x, log_p, sampling)
-    tokens = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
-    noisy = log_p + gumbel_from_bits(token_bits(sampling.keys, tokens))
+    noisy = log_p + gumbel_from_bits(token_bits(sampling.keys, ids.astype(jnp.uint32)))
     return jnp.where(sampled[:, None, None], noisy, logits)
 
 

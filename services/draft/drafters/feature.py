@@ -1,0 +1,91 @@
+"""EAGLE, EAGLE3 and NEXTN: a head drafts from the target's own hidden states.
+
+Row j of the trunk pairs token j + 1 with the target's feature j, so the root's children come from row length - 2, and
+they can be known only once the feature of the token before the root has come. Two tiers:
+
+    own features    while the target is silent, the tree grows on what the head itself hands on. Accepted nodes' rows go
+                    into the trunk, but they are provisional there.
+    true features   once those of all committed rows have come, the provisional rows are computed again with them, and a
+                    new tree grows from there. What the target knows already is not sent again.
+
+Prompts are fed while the target computes them: its features stream in chunk by chunk, and each row's token is known.
+A session whose features have not come yet is blocked; one that has lost some is opened again by the gateway, which asks
+the target for all of them.
+"""
+
+from __future__ import annotations
+
+from outrider.errors import Unavailable
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureSpec, decode, row_bytes
+from services.draft.batch import Job
+from services.draft.drafters.model import ModelDrafter, Work
+from services.draft.model.runner import ModelRunner
+from services.draft.session import DraftSession
+from services.draft.trunk import Trunk
+
+_SHIFT = 1
+
+
+class FeatureDrafter(ModelDrafter):
+    """Drafts with a head that the target feeds."""
+
+    features: FeatureSpec
+
+    def __init__(
+        self, name: str, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int, features: FeatureSpec,
+        fusion: bytes = b"",
+    ) -> None:  # fmt: skip
+        """name: the algorithm's. features, fusion: what is asked of the target. Others as of ModelDrafter."""
+        super().__init__(runner, prefix, max_running, chunk)
+        self.name = name
+        self.features = features
+        self.fusion = fusion
+        self._row_bytes = row_bytes(runner.feature_width, features.format)
+
+    def new_trunk(self, session: DraftSession) -> Trunk:
+        """Row j is token j + 1."""
+        return Trunk(self.prefix, session.tokens, session.cache_salt, _SHIFT)
+
+    def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
+        """Take the rows of accepted nodes over, provisionally. Their children serve until the true features come."""
+        trunk = self.accept(session, count, path)
+        return trunk.computed == session.length + count - _SHIFT
+
+    def did_commit(self, session: DraftSession, kept: list[int]) -> None:
+        """Free the slots of nodes that are gone. Without children of the root, provisional rows are of no use."""
+        super().did_commit(session, kept)
+        if not session.root_expanded:
+            self._forget_provisional(session)
+
+    def fed(self, session: DraftSession) -> None:
+        """Begin anew at the root if it can be computed with the target's features; else see whether it must wait."""
+        trunk, held = self.trunks[session.id], session.features
+        held.skip(trunk.settled)
+        if held.lost or held.first > trunk.settled:
+            raise Unavailable("hidden states of its tokens are missing")
+        if held and held.width != self._row_bytes:
+            raise Unavailable(f"its hidden states have {held.width} bytes a token, not {self._row_bytes}")
+        if session.root_expanded and trunk.settled < session.length - _SHIFT <= held.end:
+            session.replant()
+            self._forget_provisional(session)
+        session.blocked = not session.root_expanded and self.pending(session, trunk) == 0
+
+    def _forget_provisional(self, session: DraftSession) -> None:
+        self.trunks[session.id].forget_provisional()
+        self.moves.pop(session.id, None)
+
+    def pending(self, session: DraftSession, trunk: Trunk) -> int:
+        """Rows whose features have come. Those that the prefix cache has need none."""
+        session.features.skip(trunk.settled)
+        count = max(min(session.features.end, session.length - _SHIFT) - trunk.settled, 0)
+        session.blocked = count == 0
+        return count
+
+    def job(self, work: Work, rows: int) -> Job:
+        """Rows of the trunk take their features along."""
+        if not work.pending:
+            return super().job(work, rows)
+        feed = min(work.pending, rows)
+        features = decode(work.session.features.take(feed), self.features.format)
+        return Job(work.session, work.trunk, feed=feed, features=features)

@@ -1,0 +1,84 @@
+"""What fed heads share with their target: its embedding and its head, read from the target's checkpoint alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from numpy.typing import NDArray
+
+from outrider.checkpoint import load_json
+from outrider.errors import ConfigError
+from services.draft.model.config import eos_of
+from services.draft.model.heads import Params
+from services.draft.model.tensors import Tensors
+from services.draft.model.weights import Put
+
+_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The target's checkpoint. vocab_size counts rows of its embedding."""
+
+    folder: Path
+    hidden_size: int
+    vocab_size: int
+    layers: int
+    eos_token_ids: tuple[int, ...]
+
+    def embedding_and_head(self, put: Put, *, embedding: bool = True, head: bool = True) -> Params:
+        """`embed` and `head` as Params have them; where both are the same tensor, the head alone."""
+        with Tensors(self.folder) as tensors:
+            own_head = _find(tensors, _HEAD)
+            embed = _find(tensors, _EMBED)
+            if embed is None:
+                raise ConfigError(f"{self.folder} has no embedding that a drafter could share; expected {_EMBED}")
+            if own_head is None and head:
+                return {"head": put(self._read(tensors, embed).T)}
+            params: Params = {"embed": put(self._read(tensors, embed))} if embedding else {}
+            if own_head is not None and head:
+                params["head"] = put(self._read(tensors, own_head).T)
+        return params
+
+    def _read(self, tensors: Tensors, name: str) -> NDArray[object]:
+        return tensors.read(name, (self.vocab_size, self.hidden_size))
+
+
+def _find(tensors: Tensors, ending: str) -> str | None:
+    """The model's own tensor of that kind; layers that predict further tokens may have copies."""
+    names = [name for name in tensors.names if f".{name}".endswith(f".{ending}") and not _in_a_layer(name)]
+    return min(names, key=len, default=None)
+
+
+def _in_a_layer(name: str) -> bool:
+    return any(part.isdigit() or part == "mtp" for part in name.split("."))
+
+
+def read_target(folder: Path) -> Target:
+    """The facts of a target's checkpoint. Raises ConfigError."""
+    raw = load_json(folder / "config.json")
+    raw = raw.get("text_config") or raw
+    try:
+        return Target(folder, raw["hidden_size"], raw["vocab_size"], raw["num_hidden_layers"], eos_of(raw))
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / 'config.json'} lacks {error}, which a drafter needs to know of its target"
+        ) from None
+
+
+def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int | None = None) -> None:
+    """Raise ConfigError unless a head's numbers are the target's. hidden_size: None if it need not be the same."""
+    wrong = [
+        f"{name} {own}, not {theirs}"
+        for name, own, theirs in (
+            ("vocab_size", vocab_size, target.vocab_size),
+            ("hidden_size", hidden_size or target.hidden_size, target.hidden_size),
+        )
+        if own != theirs
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{folder} was made for another target than {target.folder}: it has {' and '.join(wrong)}. "
+            "Name the checkpoint that it belongs to with --model-path"
+        )

@@ -1,0 +1,117 @@
+"""The tensors of a checkpoint by name: safetensors files, sharded or not, or what `torch.save` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy learns bfloat16)
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from outrider.checkpoint import weight_files
+from outrider.errors import ConfigError
+from services.draft.model.torch_files import load_torch_file
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_FORMATS = {"int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8", "int8": "I8", "float64": "F64"}
+
+
+class Tensors:
+    """Open files of a checkpoint; a context manager."""
+
+    def __init__(self, folder: Path, known_as: Callable[[str], str] = str) -> None:
+        """known_as: from a name in the files to the one that is asked for. Raises ConfigError."""
+        self.folder = folder
+        self._files: list[Any] = []
+        self._places: dict[str, tuple[Mapping[str, Any] | Any, str]] = {}
+        for file in weight_files(folder, torch_files=True):
+            opened = _open(file)
+            self._files.append(opened)
+            for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
+                self._places[known_as(name)] = opened, name
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            if not isinstance(file, Mapping):
+                file.__exit__(kind, error, trace)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    @property
+    def names(self) -> set[str]:
+        """What there is."""
+        return set(self._places)
+
+    def check(self, what: str, expected: Shapes, ignored: Iterable[str] = ()) -> None:
+        """Raise ConfigError unless there is every expected tensor, and none besides but ignored ones.
+
+        what: the kind of model, for messages. ignored: names, or ends of names.
+        """
+        missing = sorted(expected.keys() - self.names)
+        if missing:
+            raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of a {what}: {_some(missing)}")
+        # Old exports carry the rotary constants.
+        endings = (*ignored, "rotary_emb.inv_freq")
+        extra = sorted(name for name in self.names - expected.keys() if not name.endswith(endings))
+        if extra:
+            raise ConfigError(f"{self.folder} has {len(extra)} tensors that a {what} does not know: {_some(extra)}")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        file, inner = self._place(name)
+        return tuple(file[inner].shape if isinstance(file, Mapping) else file.get_slice(inner).get_shape())
+
+    def read(self, name: str, shape: tuple[int, ...] | None = None, *, integers: bool = False) -> NDArray[Any]:
+        """A tensor of floating-point numbers, or of `integers` or truth values. Raises ConfigError."""
+        file, inner = self._place(name)
+        if shape is not None and self.shape(name) != shape:
+            raise ConfigError(f"tensor {name} has shape {list(self.shape(name))}; config.json expects {list(shape)}")
+        tensor: NDArray[Any] = file[inner] if isinstance(file, Mapping) else _tensor(file, inner)
+        accepted = {"int64", "int32", "bool"} if integers else set(_FLOATS)
+        if tensor.dtype.name not in accepted:
+            known = _FLOATS | _FORMATS
+            found, wanted = known.get(tensor.dtype.name, tensor.dtype.name), sorted(known[name] for name in accepted)
+            raise ConfigError(f"tensor {name} has number format {found}; expected one of {wanted}")
+        return tensor
+
+    def _place(self, name: str) -> tuple[Mapping[str, Any] | Any, str]:
+        if name not in self._places:
+            raise ConfigError(f"{self.folder} lacks the tensor {name}")
+        return self._places[name]
+
+
+def _open(file: Path) -> Any:
+    if file.suffix != ".safetensors":
+        content = load_torch_file(file)
+        if not isinstance(content, Mapping) or not all(isinstance(array, np.ndarray) for array in content.values()):
+            raise ConfigError(f"{file} does not hold tensors by name")
+        return content
+    try:
+        return safe_open(file, framework="numpy").__enter__()
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is no readable safetensors file: {error}") from None
+
+
+def _tensor(file: Any, name: str) -> NDArray[Any]:
+    try:
+        tensor: NDArray[Any] = file.get_tensor(name)
+    except (SafetensorError, TypeError, KeyError) as error:
+        found = file.get_slice(name).get_dtype()
+        raise ConfigError(f"tensor {name} has number format {found}, which cannot be read: {error}") from None
+    return tensor
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

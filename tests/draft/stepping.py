@@ -1,0 +1,50 @@
+"""A draft model and one session, stepped by hand; gives logits where the drafter gives candidates."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from services.draft.batch import Job, Shape, build_inputs
+from services.draft.kv_cache import make_pools
+from services.draft.model.decoder import head
+from services.draft.model.program import Constants, states
+from services.draft.session import DraftSession, TreeLimits
+from services.draft.trunk import Trunk
+from tests.draft.helpers import request
+
+PAGE = 8
+
+
+class Stepper:
+    def __init__(self, config, params, tokens):
+        self.config, self.params = config, params
+        self.prefix = PrefixCache(PageAllocator(64, PAGE))
+        self.pools = make_pools(config, 64, PAGE, jnp.float32)
+        self.session = DraftSession(request(1, tokens), TreeLimits(), ())
+        self.trunk = Trunk(self.prefix, self.session.tokens, shift=int(config.head.fed))
+        self.moves = []
+
+    def run(self, rows, **job):
+        """One step of `rows` rows. job: as of Job. Returns logits [rows, V]."""
+        width = self.config.hidden_size if self.config.head.fed else 0
+        inputs = build_inputs(Shape(1, rows, rows), 40, [Job(self.session, self.trunk, **job)], self.moves, width)
+        self.moves = []
+        logits, self.pools = _logits(self.config, self.params, self.pools, inputs)
+        self.trunk.feed(job.get("feed", 0))
+        return np.asarray(logits)[0]
+
+    def commit(self, tokens, ready=True):
+        """Commit tokens, of which the first are nodes of the tree."""
+        session, trunk = self.session, self.trunk
+        self.moves = trunk.accept(session.length, len(tokens), session.path_of(tokens))
+        trunk.renumber(session.commit(np.array(tokens, np.uint32), root_expanded=ready))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _logits(config, params, pools, inputs):
+    x, pools = states(Constants(config, PAGE, 1, config.vocab_size), params, pools, inputs)
+    return head(params, x, 2**31 - 1), pools

@@ -1,0 +1,107 @@
+"""EAGLE and EAGLE-3 heads in JAX against a NumPy twin: prefill, the tree on own features, commits, corrections."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from outrider.speculation.tree import ROOT
+from services.draft.model.formats.eagle import read_eagle
+from services.draft.model.formats.eagle3 import read_eagle3
+from services.draft.model.formats.target import read_target
+from tests.checkpoints.heads import eagle, eagle3, write_head
+from tests.draft.stepping import Stepper
+from tests.draft.twin import Twin
+from tests.tiny import VOCAB, write_model
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("target"), tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def tied_target(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+HEADS = {
+    "eagle": ("EAGLE", {}),
+    "eagle, llama 3": ("EAGLE", {"bias": False, "rope_theta": 500.0}),
+    "eagle, qwen2, old keys": (
+        "EAGLE", {"qkv_bias": True, "rope_theta": "absent", "max_position_embeddings": "absent"},
+    ),
+    "eagle, two layers": ("EAGLE", {"layers": 2}),
+    "eagle 3": ("EAGLE3", {}),
+    "eagle 3, two layers": ("EAGLE3", {"layers": 2, "rope_theta": 1e6}),
+    "eagle 3, own width": ("EAGLE3", {"hidden": 32}),
+    "eagle 3, residual after norm": ("EAGLE3", {"norm_before_residual": True}),
+    "eagle 3.1": ("EAGLE3", {"norm_output": True}),
+    "eagle 3, target's head": ("EAGLE3", {"vocab": None}),
+}  # fmt: skip
+
+
+def build(kind, folder, target):
+    return {"EAGLE": read_eagle, "EAGLE3": read_eagle3}[kind](folder, read_target(target))
+
+
+def twin_of(kind, config, tensors, target):
+    shared = load_file(target / "model.safetensors")
+    embed = tensors.get("embed_tokens.weight", shared["model.embed_tokens.weight"])
+    head = tensors.get("lm_head.weight", shared.get("lm_head.weight", shared["model.embed_tokens.weight"]))
+    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return Twin(kind, config, named, embed, head)
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
+    kind, options = HEADS[name]
+    config, tensors = {"EAGLE": eagle, "EAGLE3": eagle3}[kind](target, **options)
+    draft = build(kind, write_head(tmp_path / "head", config, tensors), target)
+    twin = twin_of(kind, config, tensors, target)
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, VOCAB, 24).tolist()
+    features = rng.standard_normal((40, draft.config.hidden_size)).astype(np.float32)
+    model = Stepper(draft.config, draft.load(jnp.float32), tokens)
+
+    # Prefill, in pieces as they come.
+    whole = twin.logits(tokens, features)
+    for feed in (5, 1, 16, 1):
+        start = model.trunk.settled
+        close(model.run(16, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
+
+    # A tree on the head's own features.
+    def expand(nodes, true):
+        logits = model.run(4, nodes=tuple(nodes))
+        for i, node in enumerate(nodes):
+            path = model.session.tokens.tolist() + model.session.tree.path_tokens(node)
+            close(logits[i], twin.logits(path, features[:true])[-1])
+
+    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    expand([0, 1, 2], 23)
+    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.add(1, [8], [-1], [-0.1])
+    expand([3, 5], 23)
+    model.session.add(3, [9, 4], [-1, -1], [-0.1, -1.0])
+    expand([6, 4], 23)
+
+    # Committed nodes' rows are provisional; what is below them grows on, also while they move.
+    model.commit([5, 8])
+    assert (model.trunk.settled, model.trunk.computed) == (23, 25)
+    model.session.add(1, [3], [-1], [-0.1])
+    model.session.add(ROOT, [12], [-1], [-0.1])
+    expand([1, 3], 23)
+    model.session.add(3, [17], [-1], [-0.1])
+    expand([4], 23)
+
+    # The true features have come: rows are computed again, and the tree begins anew.
+    model.session.replant()
+    model.trunk.forget_provisional()
+    close(model.run(4, feed=2, features=features[23:25])[:2], twin.logits(model.session.tokens, features)[23:25])
+    model.session.add(ROOT, [9], [-1], [-0.1])
+    expand([0], 25)
+    assert len(model.trunk._free) == 64 - 1
