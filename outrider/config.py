@@ -148,6 +148,8 @@ class DraftOptions:
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None
     """Tokens in the draft's KV cache, over all sessions."""
+    speculative_ngram_beside: bool = False
+    """Let NGRAM draft beside a drafter with a model; what both propose merges in one tree."""
     speculative_ngram_min_match_window_size: int = 1
     """NGRAM: shortest suffix that is looked up, in tokens."""
     speculative_ngram_max_match_window_size: int = 12

@@ -24,9 +24,8 @@ from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.draft.engine import DraftEngine
+from services.draft.frontier import TreeLimits
 from services.draft.service import DraftServicer
-from services.draft.session import TreeLimits
-from services.draft.trunk import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,8 @@ async def serve(config: DraftConfig) -> int:
 
     def build_engine() -> DraftEngine:
         engine, model = build(config)
-        engine.drafter.warm_up()
+        for drafter in engine.drafters:
+            drafter.warm_up()
         servicers[0].info, servicers[0].fusion = describe(engine, model), engine.drafter.fusion
         return engine
 
@@ -72,7 +72,7 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
     return draft_pb2.GetDraftInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
         software_version=outrider.__version__,
-        drafters=[engine.drafter.name],
+        drafters=[drafter.name for drafter in engine.drafters],
         model=model,
         max_session_tokens=engine.drafter.max_session_tokens,
         max_running_sessions=engine.max_running,
@@ -85,13 +85,20 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     check(config)
     drafter: Drafter
     model = None
+    ngram = NgramDrafter(ngram_options(config)) if uses_ngram(config) else None
     if config.speculative_algorithm == "NGRAM":
-        drafter = NgramDrafter(ngram_options(config))
+        assert ngram is not None
+        drafter, ngram = ngram, None
     else:
         from services.draft.loading import load_model_drafter
 
         drafter, model = load_model_drafter(config, max(config.speculative_eagle_topk or 0, _MODEL_CHILDREN))
-    return DraftEngine(drafter, tree_limits(config), config.max_running_requests), model
+    return DraftEngine(drafter, tree_limits(config), config.max_running_requests, beside=ngram), model
+
+
+def uses_ngram(config: DraftConfig) -> bool:
+    """True if n-grams draft, alone or beside a model."""
+    return config.speculative_algorithm == "NGRAM" or config.speculative_ngram_beside
 
 
 def check(config: DraftConfig) -> None:
@@ -119,7 +126,11 @@ def check(config: DraftConfig) -> None:
             raise ConfigError(f"{flag} must be 1 or more, not {value}")
     if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
-    if config.speculative_algorithm == "NGRAM":
+    if config.speculative_algorithm == "NGRAM" and config.speculative_ngram_beside:
+        raise ConfigError(
+            "--speculative-ngram-beside puts NGRAM beside another drafter; NGRAM alone needs no such flag"
+        )
+    if uses_ngram(config):
         _check_ngram(config)
 
 
@@ -159,10 +170,8 @@ def ngram_options(config: DraftConfig) -> NgramOptions:
 
 def tree_limits(config: DraftConfig) -> TreeLimits:
     """Limits of the trees: what was asked for, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
-    ngram = config.speculative_algorithm == "NGRAM"
     return TreeLimits(
         nodes=_MAX_NODES,
         depth=config.speculative_num_steps or _DEFAULT_DEPTH,
-        children=config.speculative_eagle_topk or (_MAX_NODES if ngram else _MODEL_CHILDREN),
-        expansions=_MAX_NODES if ngram else SCRATCH_SLOTS,
+        children=config.speculative_eagle_topk or (_MAX_NODES if uses_ngram(config) else _MODEL_CHILDREN),
     )

@@ -11,86 +11,80 @@ engine rests once no leaf is likely enough, or every tree is as large as it may 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.errors import InvalidRequest, Unavailable
-from outrider.paging.allocator import OutOfPages
 from outrider.serving.features import FeatureBlock
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.tree import ROOT
 from services.draft.drafters.base import Drafter, Wish
-from services.draft.session import DraftSession, TreeLimits
-
-log = logging.getLogger(__name__)
+from services.draft.frontier import Frontier, TreeLimits
+from services.draft.places import Places
+from services.draft.session import DraftSession
 
 # Wishes of a session that one round looks at; more than any drafter grants.
 _WISHES_A_SESSION = 16
+# A round of waiting counts as this much log-probability, so that no session waits for ever behind likelier nodes.
+_PATIENCE = 0.1
 
 
 class DraftEngine(Engine):
-    """Owns the sessions and their trees. A session runs while there is a place and pages; otherwise it waits."""
+    """Owns the sessions and their trees. The main drafter may have a quick one beside it: both grow the same trees."""
 
-    def __init__(self, drafter: Drafter, limits: TreeLimits, max_running: int) -> None:
-        """max_running: most sessions that are drafted for together."""
+    def __init__(self, drafter: Drafter, limits: TreeLimits, max_running: int, beside: Drafter | None = None) -> None:
+        """max_running: most sessions that are drafted for together. beside: a drafter of short rounds."""
         self.drafter = drafter
+        self.drafters = (drafter,) if beside is None else (beside, drafter)
         self.limits = limits
         self.max_running = max_running
-        self._running: dict[int, DraftSession] = {}
-        self._waiting: dict[int, DraftSession] = {}
-        self._blocked = False  # the first waiting session found no pages; try again when some come home
+        self._sessions: dict[int, DraftSession] = {}
+        self._places = [Places(drafter, index, max_running) for index, drafter in enumerate(self.drafters)]
+        self._quick_was_last = False
         self._failures: list[SessionFailure] = []
 
     # --- sessions ---
 
+    @property
+    def running(self) -> dict[int, DraftSession]:
+        """Sessions that the main drafter holds, by id."""
+        return self._places[-1].held
+
     def open(self, request: OpenSession) -> None:
-        """Take a session on. One that is longer than the drafter can follow is not drafted for."""
+        """Take a session on. One that is longer than a drafter can follow is not drafted for by it."""
         self.close(request.session_id)
         if not 1 <= request.prompt_length <= len(request.tokens):
             raise InvalidRequest("a session needs at least one token to draft for", param="prompt")
-        session = DraftSession(request, self.limits, self.drafter.eos_token_ids)
-        if not self._too_long(session):
-            self._waiting[session.id] = session
-            self._admit()
+        frontiers = [
+            Frontier(drafter.expansions, self.limits.floor, from_parents=drafter.from_parents)
+            for drafter in self.drafters
+        ]
+        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers)
+        for places in self._places:
+            places.enter(session)
+        self._sessions[session.id] = session
+        self._admit()
+        self._keep(session)
 
     def close(self, session_id: int) -> None:
         """Forget a session and free what it holds."""
-        self._waiting.pop(session_id, None)
-        session = self._running.pop(session_id, None)
+        session = self._sessions.pop(session_id, None)
         if session is not None:
-            self.drafter.close(session)
-            self._blocked = False
+            for places in self._places:
+                places.leave(session)
             self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_running and not self._blocked:
-            session = next(iter(self._waiting.values()))
-            try:
-                self.drafter.open(session)
-            except OutOfPages:
-                # Pages come home when a session ends; if none runs, this one can never be held.
-                self._blocked = bool(self._running)
-                if not self._running:
-                    log.info("session %d does not fit into the draft's cache and is not drafted for", session.id)
-                    del self._waiting[session.id]
-                continue
-            self._running[session.id] = self._waiting.pop(session.id)
-            self._feed(session)
+        for places in self._places:
+            for session in places.admit():
+                self._feed(session)
 
-    def _suspend(self, session: DraftSession) -> None:
-        """Pages ran out: give the session's back and queue it again; its text goes on without hints meanwhile."""
-        del self._running[session.id]
-        self.drafter.close(session)
-        session.reset()
-        session.features.give_up()  # those that were used are gone
-        self._waiting[session.id] = session
-        self._blocked = bool(self._running)
-
-    def _too_long(self, session: DraftSession) -> bool:
-        limit = self.drafter.max_session_tokens
-        return limit > 0 and session.length >= limit
+    def _keep(self, session: DraftSession) -> None:
+        """Forget a session that no drafter will ever draft for."""
+        if not any(session in places for places in self._places):
+            self.close(session.id)
 
     # --- commits ---
 
@@ -98,7 +92,7 @@ class DraftEngine(Engine):
         """Apply what the target committed. Proposals of other drafters are of no use here."""
         del proposals
         for commit in commits:
-            session = self._running.get(commit.session_id) or self._waiting.get(commit.session_id)
+            session = self._sessions.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)
 
@@ -107,17 +101,18 @@ class DraftEngine(Engine):
         if self.drafter.features is None:
             return
         for block in blocks:
-            session = self._running.get(block.session_id) or self._waiting.get(block.session_id)
+            session = self._sessions.get(block.session_id)
             if session is not None:
                 session.features.add(block.first, block.rows)
-                if session.id in self._running:
-                    self._feed(session)
+                self._feed(session)
 
     def _feed(self, session: DraftSession) -> None:
-        try:
-            self.drafter.fed(session)
-        except Unavailable as error:
-            self._fail(session, error.message)
+        """Let the main drafter look at a session's hidden states, if it holds the session."""
+        if session.id in self.running:
+            try:
+                self.drafter.fed(session)
+            except Unavailable as error:
+                self._fail(session, error.message)
 
     def _commit(self, session: DraftSession, commit: Commit) -> None:
         if commit.finish_reason != FinishReason.RUNNING:
@@ -133,22 +128,14 @@ class DraftEngine(Engine):
         tokens = commit.tokens[known:]
         session.wanted = commit.wanted
         path = session.path_of(tokens.tolist())
-        running, ready = session.id in self._running, False
-        try:
-            if running:
-                ready = self.drafter.will_commit(session, len(tokens), path)
-        except OutOfPages:
-            session.commit(tokens, root_expanded=False)
-            self._suspend(session)
-        else:
-            kept = session.commit(tokens, ready)
-            if running:
-                self.drafter.did_commit(session, kept)
+        ready = [places.will_commit(session, len(tokens), path) for places in self._places]
+        kept = session.commit(tokens, ready[-1])
+        for places in self._places:
+            places.did_commit(session, kept)
         if session.tree.root_hash != commit.root_hash:
             self._fail(session, "its tokens differ from the target's")
-        elif self._too_long(session):
-            self.close(session.id)
-        elif session.id in self._running:
+        else:
+            self._keep(session)
             self._feed(session)
 
     def _fail(self, session: DraftSession, reason: str) -> None:
@@ -162,35 +149,54 @@ class DraftEngine(Engine):
     def idle(self) -> bool:
         """True if no tree wants to grow."""
         return not self._failures and not any(
-            session.wishes(1) or not session.silent for session in self._running.values()
+            session.growing or not session.silent for session in self._sessions.values()
         )
 
     def step(self) -> StepOutput:
         """One round of growth, and what came of it."""
         self._admit()
-        if wishes := self._wishes():
-            grown = self.drafter.grow(wishes)
-            for growth in grown:
-                growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores)
-                growth.session.rounds_waited = 0
-        proposals = [proposal for session in self._running.values() for proposal in session.answer()]
+        wishes, index = self._choose()
+        if wishes:
+            for growth in self.drafters[index].grow(wishes):
+                growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores, index)
+                growth.session.frontiers[index].rounds_waited = 0
+        proposals = [proposal for session in self._sessions.values() for proposal in session.answer()]
         failures, self._failures = self._failures, []
         return StepOutput(proposals=proposals, failures=failures, load=self.load())
 
-    def _wishes(self) -> list[Wish]:
-        """The most promising nodes over all sessions, best first; of equals, the session that waited longest."""
+    def _choose(self) -> tuple[list[Wish], int]:
+        """The wishes that this round is about, and the index of the drafter that may grant them.
+
+        The quick drafter comes first where a root is new: its hints are out before the main one has begun. Apart from
+        that they take turns.
+        """
+        main = len(self.drafters) - 1
+        quick = self._wishes(0) if main else []
+        if quick and (quick[0].node == ROOT or not self._quick_was_last):
+            self._quick_was_last = True
+            return quick, 0
+        self._quick_was_last = False
+        wishes = self._wishes(main)
+        return (wishes, main) if wishes or not quick else (quick, 0)
+
+    def _wishes(self, index: int) -> list[Wish]:
+        """The most promising nodes for a drafter over all sessions, best first; those count more that wait longer."""
         wishes: list[Wish] = []
-        for session in self._running.values():
-            own = session.wishes(_WISHES_A_SESSION)
-            session.rounds_waited += bool(own)
-            wishes += [Wish(session, node, reach) for reach, node in own]
-        wishes.sort(key=lambda wish: (-wish.log_reach, -wish.session.rounds_waited))
+        for session in self._places[index].held.values():
+            if own := session.wishes(_WISHES_A_SESSION, index):
+                frontier = session.frontiers[index]
+                frontier.rounds_waited += 1
+                bonus = _PATIENCE * (frontier.rounds_waited - 1)
+                wishes += [Wish(session, node, min(reach + bonus, 0.0)) for reach, node in own]
+        wishes.sort(key=lambda wish: (-wish.log_reach, -wish.session.frontiers[index].rounds_waited))
         return wishes
 
     def load(self) -> EngineLoad:
         """Sessions and pages at present."""
-        return replace(self.drafter.load(), running_sessions=len(self._running), waiting_sessions=len(self._waiting))
+        main = self._places[-1]
+        return replace(self.drafter.load(), running_sessions=len(main.held), waiting_sessions=len(main.waiting))
 
     def check(self) -> None:
         """Audit the pages. Raises EngineFault."""
-        self.drafter.check()
+        for drafter in self.drafters:
+            drafter.check()

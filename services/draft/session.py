@@ -1,17 +1,12 @@
 """A session as the draft engine holds it: its tokens, its own speculation tree, and what is still to be done there.
 
-Per node, beside what the tree keeps:
-    expanded    its children have been asked for
-    sent        it has been proposed
-A node waits in the frontier, ordered by path probability, until it is expanded.
+Every drafter of the session has a frontier: what it has still to expand. The main one's is the last.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,37 +16,24 @@ from outrider.speculation.noise import position_keys
 from outrider.speculation.proposal import ALL_WANTED, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.features import FeatureRows
+from services.draft.frontier import Frontier, TreeLimits
 
 _KEY_BLOCK = 64
 # A node is sent again if its log-score has risen by more than this.
 _NEWS = 0.1
 
 
-@dataclass(frozen=True)
-class TreeLimits:
-    """How far a tree grows.
-
-    nodes: most nodes a session. depth: deepest node, in levels below the root. children: most children a node.
-    expansions: most nodes of a tree that are expanded at a time. floor: least probability that a node is reached, below
-    which it is neither expanded nor sent.
-    """
-
-    nodes: int = 256
-    depth: int = 16
-    children: int = 4
-    expansions: int = 64
-    floor: float = 2e-3
-
-    @property
-    def log_floor(self) -> float:
-        """Natural log of the floor."""
-        return math.log(self.floor)
-
-
 class DraftSession:
     """Tokens and speculation tree of one session; one owner, the engine thread."""
 
-    def __init__(self, request: OpenSession, limits: TreeLimits, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        request: OpenSession,
+        limits: TreeLimits,
+        eos_token_ids: tuple[int, ...],
+        frontiers: Sequence[Frontier] = (),
+    ) -> None:
+        """frontiers: of its drafters, the main one's last; by default one that grows from what it has expanded."""
         self.id = request.session_id
         self.sampling = request.sampling
         self.stop = request.stop
@@ -60,17 +42,13 @@ class DraftSession:
         self.cache_salt = request.cache_salt
         self.limits = limits
         self.tree = SpeculationTree(request.tokens, limits.nodes)
-        self.root_expanded = False
-        self.rounds_waited = 0  # since the engine last grew this tree
+        self.frontiers = tuple(frontiers) or (Frontier(limits.nodes, limits.floor, from_parents=True),)
         self.wanted = ALL_WANTED  # nodes, by the last commit
         self.answered = True  # the last commit has been followed by a proposal, if only an empty one
         self.features = FeatureRows()
-        self.blocked = False  # its root's children cannot be known before the target's next features
-        self.frontier: list[tuple[float, int]] = []  # (-path_score, node), best first
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens
-        self._expanded: list[bool] = []
-        self._sent: list[bool] = []
+        self._sent: list[bool] = []  # by node: it has been proposed
         self._told: dict[int, float] = {}  # log-scores of nodes that were sent before the tree was replanted, by hash
         self._keys = np.empty((0, 2), dtype=np.uint32)
         self._keys_from = 0
@@ -95,6 +73,25 @@ class DraftSession:
         """Deepest node worth having: the last token that the session may have comes as a bonus anyway."""
         return min(self.limits.depth, self.stop.max_tokens - self.new_tokens - 1)
 
+    @property
+    def root_expanded(self) -> bool:
+        """True if the main drafter has told the root's children."""
+        return self.frontiers[-1].root_expanded
+
+    @property
+    def blocked(self) -> bool:
+        """True if the main drafter cannot know the root's children before the target's next features."""
+        return self.frontiers[-1].blocked
+
+    @blocked.setter
+    def blocked(self, blocked: bool) -> None:
+        self.frontiers[-1].blocked = blocked
+
+    @property
+    def rounds_waited(self) -> int:
+        """Rounds since the main drafter last grew this tree."""
+        return self.frontiers[-1].rounds_waited
+
     def keys(self, positions: NDArray[np.integer]) -> NDArray[np.uint32]:
         """Noise keys of positions near the end of the session. positions: [n]. Returns [n, 2] uint32."""
         first, last = int(positions.min()), int(positions.max())
@@ -112,35 +109,44 @@ class DraftSession:
 
     # --- growth ---
 
-    def wishes(self, count: int) -> list[tuple[float, int]]:
-        """Up to `count` nodes to expand, as (log-probability to reach it, node), best first."""
-        if self.max_depth < 1 or not self.wanted:
-            return []
-        if not self.root_expanded:
-            return [] if self.blocked else [(0.0, ROOT)]
-        if len(self.tree) >= self.tree.capacity:
-            return []
-        count = min(count, self.limits.expansions - self._expanded.count(True))
-        return [(-score, node) for score, node in self.frontier[: max(count, 0)]]
+    @property
+    def growing(self) -> bool:
+        """True if a drafter has something to expand."""
+        return any(map(self.wants, range(len(self.frontiers))))
 
-    def add(self, node: int, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float]) -> None:
+    def wants(self, drafter: int) -> bool:
+        """True if a drafter has something to expand. drafter: index of its frontier."""
+        frontier = self.frontiers[drafter]
+        return (
+            frontier.wants
+            and self.wanted > 0
+            and self.max_depth >= 1
+            and (not frontier.root_expanded or len(self.tree) < self.tree.capacity)
+        )
+
+    def wishes(self, count: int, drafter: int = -1) -> list[tuple[float, int]]:
+        """Up to `count` nodes for a drafter to expand, as (log-probability to reach it, node), best first."""
+        return self.frontiers[drafter].wishes(self.tree, count) if self.wants(drafter) else []
+
+    def add(
+        self, node: int, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int = -1
+    ) -> None:
         """Add what a drafter says follows a node. parents: index among `tokens`, or -1 for the node itself.
 
-        All but the leaves of the addition count as expanded, the node itself included.
+        All but the leaves of the addition count as expanded by it, the node itself included.
         """
-        self._mark_expanded(node)
+        self._mark_expanded(node, drafter)
         places: list[int | None] = []
         for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
             above = node if parent < 0 else places[parent]
             places.append(None if above is None else self._add_child(above, token, min(log_score, 0.0)))
-        inner = {parent for parent in parents if parent >= 0}
+        inner = set(parents)
         for i, place in enumerate(places):
             if place is None:
                 continue
             if i in inner:
-                self._mark_expanded(place)
-            else:
-                self._enter_frontier(place)
+                self._mark_expanded(place, drafter)
+            self._enter_frontiers(place)
 
     def _add_child(self, parent: int, token: int, log_score: float) -> int | None:
         depth = 1 if parent == ROOT else self.tree.depth[parent] + 1
@@ -151,29 +157,18 @@ class DraftSession:
         if len(siblings) >= self.limits.children and all(self.tree.token[i] != token for i in siblings):
             return None
         node = self.tree.add(parent, token, log_score)
-        if node is not None and node == len(self._expanded):
-            self._expanded.append(False)
+        if node is not None and node == len(self._sent):
             self._sent.append(log_score <= self._told.get(self.tree.hash[node], -math.inf) + _NEWS)
         return node
 
-    def _mark_expanded(self, node: int) -> None:
-        if node == ROOT:
-            self.root_expanded = True
-        elif not self._expanded[node]:
-            self._expanded[node] = True
-            self.frontier = [entry for entry in self.frontier if entry[1] != node]
+    def _mark_expanded(self, node: int, drafter: int) -> None:
+        for child in self.frontiers[drafter].mark(self.tree, node):
+            self._enter_frontiers(child)
 
-    def _enter_frontier(self, node: int) -> None:
-        tree = self.tree
-        score = tree.path_score[node]
-        if (
-            not self._expanded[node]
-            and score >= self.limits.log_floor
-            and tree.depth[node] < self.max_depth
-            and tree.token[node] not in self.stop_ids
-            and all(entry[1] != node for entry in self.frontier)
-        ):
-            insort(self.frontier, (-score, node))
+    def _enter_frontiers(self, node: int) -> None:
+        if self.tree.depth[node] < self.max_depth and self.tree.token[node] not in self.stop_ids:
+            for frontier in self.frontiers:
+                frontier.enter(self.tree, node)
 
     # --- commits ---
 
@@ -189,28 +184,31 @@ class DraftSession:
         return path
 
     def commit(self, tokens: NDArray[np.uint32], root_expanded: bool) -> list[int]:
-        """Move the root down. Returns the old index of each surviving node, in its new order."""
+        """Move the root down. Returns the old index of each surviving node, in its new order.
+
+        root_expanded: the main drafter has told the new root's children; the others are asked anew.
+        """
         end = self.length + len(tokens)
         if end > len(self._tokens):
             self._tokens = np.resize(self._tokens, 2 * end)
         self._tokens[self.length : end] = tokens
         kept = self.tree.commit(tokens)
-        self._expanded = [self._expanded[old] for old in kept]
         self._sent = [self._sent[old] for old in kept]
-        self.root_expanded = root_expanded
         self.answered = not self.wanted  # nobody waits for what is not wanted
-        self.frontier = []
         self._told = {}
+        for frontier in self.frontiers:
+            frontier.renumber(kept, root_expanded=root_expanded and frontier is self.frontiers[-1])
         for node in range(len(kept)):
-            self._enter_frontier(node)
+            self._enter_frontiers(node)
         return kept
 
     def reset(self) -> None:
         """Forget the tree, but not the tokens."""
         self.tree.clear()
-        self.root_expanded = False
-        self.frontier, self._expanded, self._sent = [], [], []
+        self._sent = []
         self._told = {}
+        for frontier in self.frontiers:
+            frontier.reset()
 
     def replant(self) -> None:
         """Forget the tree, for a better one is to grow in its place. What the target knows of it is not sent again."""
@@ -223,11 +221,17 @@ class DraftSession:
     def answer(self) -> list[Proposal]:
         """The new proposals; an empty one if the last commit has led to none and the root's children are known."""
         proposals = self.proposals()
-        waits = self.blocked and not self.root_expanded
-        if not proposals and not self.answered and not waits and (self.root_expanded or not self.wishes(1)):
+        if not proposals and not self.answered and not self._awaits_root():
             proposals = [self._proposal(ROOT, [])]
         self.answered = self.answered or bool(proposals)
         return proposals
+
+    def _awaits_root(self) -> bool:
+        """True if a drafter has yet to tell the root's children, now or once it is fed."""
+        return any(
+            not frontier.root_expanded and (self.wants(drafter) or frontier.blocked)
+            for drafter, frontier in enumerate(self.frontiers)
+        )
 
     def proposals(self) -> list[Proposal]:
         """The nodes above the floor that have not been sent, hung on what has; they count as sent afterwards."""

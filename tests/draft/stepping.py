@@ -9,10 +9,11 @@ import numpy as np
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from services.draft.batch import Job, Shape, build_inputs
+from services.draft.frontier import TreeLimits
 from services.draft.kv_cache import make_pools
 from services.draft.model.decoder import head
 from services.draft.model.program import Constants, states
-from services.draft.session import DraftSession, TreeLimits
+from services.draft.session import DraftSession
 from services.draft.trunk import Trunk
 from tests.draft.helpers import request
 

@@ -31,6 +31,7 @@ REFUSALS = {
     "no window": (["--speculative-ngram-min-match-window-size", "0"], "windows must satisfy"),
     "short branch": (["--speculative-ngram-branch-length", "1"], "must be 2 or more"),
     "breadth": (["--speculative-ngram-min-bfs-breadth", "11"], "breadths must satisfy"),
+    "beside itself": (["--speculative-ngram-beside"], "NGRAM alone needs no such flag"),
     "capacity": (["--speculative-ngram-capacity", "0"], "--speculative-ngram-capacity must be 1 or more"),
     "rows": (["--speculative-num-draft-tokens", "1"], "counts the root"),
     "cores": (["--cores", "99999"], "may not use core"),

@@ -99,7 +99,7 @@ def test_commits_doubled_overlapping_and_missing(kind, model):
     for commit in (first, first, second, both, first, commit_of([*tokens, 5], [6, 7, 8])):
         engine.receive([], [commit])
         settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     assert session.tokens.tolist() == [*tokens, 5, 6, 7, 8]
     assert session.tree.root_hash == path_hash(session.tokens)
     # A gap ends the session with an error that says what to do.
@@ -171,7 +171,7 @@ def test_a_draft_equal_to_the_target_is_accepted(model, next_logits, sampling):
     # The first step has a chain of its own; from then on nearly every step accepts several tokens.
     taken = [commit.accepted for commit in target.commits]
     assert np.mean([count >= 2 for count in taken]) > 0.9, taken
-    assert [s.tokens.tolist() for s in engine._running.values()] == [target.tokens]
+    assert [s.tokens.tolist() for s in engine.running.values()] == [target.tokens]
 
 
 def test_scores_mean_something(model, next_logits):
@@ -202,7 +202,7 @@ def test_drafting_ahead_survives_a_commit_without_new_work(model, next_logits):
     opened = request(1, PROMPT)
     engine.open(opened)
     settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     tree = session.tree
     best = max((n for n in range(len(tree)) if tree.depth[n] == 2), key=lambda n: tree.path_score[n])
     below = [n for n in range(len(tree)) if best in ancestors(tree, n)]
@@ -230,7 +230,7 @@ def test_limits_of_depth_and_children(model):
     engine = standalone(model, speculative_num_steps=3, speculative_eagle_topk=2)
     engine.open(request(1, PROMPT))
     settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     tree = session.tree
     assert max(tree.depth) == 3
     assert max(map(len, [tree.root_children, *tree.children])) == 2
@@ -238,7 +238,7 @@ def test_limits_of_depth_and_children(model):
     # The last token that a session may have comes as a bonus: two new tokens leave room for one node.
     engine.open(request(2, PROMPT, max_tokens=2))
     settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     assert max(session.tree.depth) == 1
 
 
@@ -246,19 +246,19 @@ def test_stop_tokens_end_a_path_or_cannot_come_yet(model):
     engine = standalone(model)
     engine.open(request(1, PROMPT, max_tokens=50, min_tokens=50))
     settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     first = [session.tree.token[n] for n in session.tree.root_children]
     banned = first[0]
     engine.close(1)
     engine.open(request(2, PROMPT, max_tokens=50, min_tokens=50, stop_token_ids=(banned,)))
     settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     assert banned not in session.tree.token
     assert EOS not in session.tree.token
     engine.close(2)
     engine.open(request(3, PROMPT, max_tokens=50, stop_token_ids=(banned,)))
     settle(engine)
-    (session,) = engine._running.values()
+    (session,) = engine.running.values()
     node = session.tree.token.index(banned)
     assert session.tree.children[node] == []
 
@@ -274,12 +274,12 @@ def test_many_sessions_share_and_pages_come_home(model, next_logits):
     while requests:
         for output in settle(engine):
             drafted |= {proposal.session_id for proposal in output.proposals}
-        running = list(engine._running)
+        running = list(engine.running)
         assert len(running) == min(3, len(requests))
         for session_id in running:
             opened = requests.pop(session_id)
             target = OracleTarget(next_logits, opened)
-            session = engine._running[session_id]
+            session = engine.running[session_id]
             assert target.step().tokens[0] == session.tree.token[session.tree.root_children[0]]
             engine.close(session_id)
     assert drafted == set(range(6))
@@ -300,16 +300,16 @@ def test_pages_run_out_and_come_back(model):
     engine.receive([], [commit_of(tokens, new, session_id=1)])
     settle(engine)
     # No page is left for the longer one: it waits, and commits still reach it.
-    assert set(engine._running) == {2}
+    assert set(engine.running) == {2}
     tokens += new
     engine.receive([], [commit_of(tokens, [50], session_id=1)])
     engine.close(2)
     settle(engine)
-    assert set(engine._running) == {1} or set(engine._running) == {3}
+    assert set(engine.running) == {1} or set(engine.running) == {3}
     engine.close(3)
     settle(engine)
-    assert engine._running[1].tokens.tolist() == [*tokens, 50]
-    assert engine._running[1].tree.root_children
+    assert engine.running[1].tokens.tolist() == [*tokens, 50]
+    assert engine.running[1].tree.root_children
     engine.close(1)
     engine.check()
     assert engine.drafter.prefix.allocator.leased_pages == 0

@@ -61,4 +61,4 @@ def test_a_drafter_that_needs_no_features_ignores_them():
     engine.receive_features(
         [FeatureBlock(1, 0, np.zeros((2, 7), np.uint8)), FeatureBlock(9, 0, np.zeros((1, 1), np.uint8))]
     )
-    assert len(engine._running[1].features) == 0
+    assert len(engine.running[1].features) == 0

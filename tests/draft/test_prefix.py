@@ -21,7 +21,7 @@ def fed(engine, session_id):
 
 
 def tree_of(engine, session_id):
-    tree = engine._running[session_id].tree
+    tree = engine.running[session_id].tree
     return {tuple(tree.path_tokens(i)): tree.path_score[i] for i in range(len(tree))}
 
 
@@ -48,7 +48,7 @@ def test_a_conversation_goes_on_from_what_was_fed(model, page_size):
         assert fed(plain, turn) == (0, len(tokens))
         same(tree_of(engine, turn), tree_of(plain, turn))
         target = OracleTarget(next_logits, opened)
-        session = engine._running[turn]
+        session = engine.running[turn]
         for _ in range(4):
             for proposal in settle(engine):
                 target.hear(proposal)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.draft.drafters.trie import Trie
-from services.draft.session import DraftSession, TreeLimits
+from services.draft.frontier import TreeLimits
+from services.draft.session import DraftSession
 from tests.draft.helpers import request
 
 

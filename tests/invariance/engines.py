@@ -26,13 +26,14 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 
 
 def draft_engine(algorithm: str, folder: Path | None = None, **options: Any) -> Engine:
-    """A draft engine. options: match_type, max_running, children."""
+    """A draft engine. options: match_type, max_running, children, beside."""
     from services.draft.app import build
 
     names = {
         "match_type": "speculative_ngram_match_type",
         "max_running": "max_running_requests",
         "children": "speculative_eagle_topk",
+        "beside": "speculative_ngram_beside",
     }
     config = DraftConfig(
         speculative_algorithm=algorithm,
@@ -41,5 +42,6 @@ def draft_engine(algorithm: str, folder: Path | None = None, **options: Any) -> 
         **{names.get(name, name): value for name, value in ({"max_running": 8} | options).items()},
     )
     engine, _ = build(config)
-    engine.drafter.warm_up()
+    for drafter in engine.drafters:
+        drafter.warm_up()
     return engine

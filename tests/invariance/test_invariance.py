@@ -69,6 +69,8 @@ DRAFTERS = {
     "standalone": lambda models: lambda: draft_engine("STANDALONE", models[1]),
     "self": lambda models: lambda: draft_engine("STANDALONE", models[0]),
     "self, chain": lambda models: lambda: draft_engine("STANDALONE", models[0], children=1),
+    "ngram beside": lambda models: lambda: draft_engine("STANDALONE", models[1], beside=True),
+    "ngram beside self": lambda models: lambda: draft_engine("STANDALONE", models[0], beside=True),
     "garbage": lambda models: lambda: GarbageDraft(VOCAB),
 }
 
@@ -101,12 +103,12 @@ FAULTS = {
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("drafter", ["ngram", "self", "garbage"])
+@pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage"])
 def test_any_fault_of_the_transport(target, models, plain, drafter, fault, temperature):
     for seed in range(2):
         run = Pair(target, DRAFTERS[drafter](models), FAULTS[fault], seed=seed).run(requests(temperature))
         assert run.tokens == plain[temperature]
-        if drafter == "self":
+        if drafter.endswith("self"):
             assert run.accepted > 0
             assert run.reopened > 0 or FAULTS[fault].lost == FAULTS[fault].delay == 0
 

@@ -15,8 +15,8 @@ from outrider.serving.stream import StreamHub
 from outrider.wire import codec
 from services.draft.app import describe as describe_draft
 from services.draft.engine import DraftEngine
+from services.draft.frontier import TreeLimits
 from services.draft.service import DraftServicer
-from services.draft.session import TreeLimits
 from services.target.app import build_engine
 from services.target.control import Control
 from services.target.service import TargetServicer, describe

@@ -26,10 +26,10 @@ class FedDrafter(NgramDrafter):
     def __init__(self, fusion=b""):
         super().__init__(NgramOptions())
         self.fusion = fusion
-        self.fed = {}
+        self.seen = {}
 
     def open(self, session):
-        self.fed[session.id] = session
+        self.seen[session.id] = session
         super().open(session)
 
 
@@ -88,13 +88,13 @@ def idle(draft):
 
 def check(drafter, count, expected, slack=24):
     """What each session was fed is `expected` of its tokens, from the first on, but for the last steps' rows."""
-    assert len(drafter.fed) == count
-    for session in drafter.fed.values():
+    assert len(drafter.seen) == count
+    for session in drafter.seen.values():
         assert session.features.first == 0
         assert session.length - 1 - slack <= len(session.features) < session.length
         rows = decode(session.features.take(), drafter.features.format)
         np.testing.assert_allclose(rows, expected(session.tokens.tolist())[: len(rows)], rtol=5e-3, atol=5e-3)
-    drafter.fed.clear()
+    drafter.seen.clear()
 
 
 @pytest.mark.parametrize("chunk", [5, 512])
@@ -126,12 +126,12 @@ def test_a_draft_that_comes_back_is_fed_from_the_beginning(system, truth):
     target, draft, gateway = system(drafter)
     plain = ask_all(gateway, PROMPTS[:4], max_tokens=400, temperature=1, seed=5)
     until(lambda: idle(draft))
-    drafter.fed.clear()
+    drafter.seen.clear()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         texts = pool.submit(ask_all, gateway, PROMPTS[:4], max_tokens=400, temperature=1, seed=5)
-        until(lambda: len(drafter.fed) == 4 and all(len(s.features) > 40 for s in drafter.fed.values()))
+        until(lambda: len(drafter.seen) == 4 and all(len(s.features) > 40 for s in drafter.seen.values()))
         draft.stop()
-        drafter.fed.clear()
+        drafter.seen.clear()
         draft.start()
         assert texts.result(60) == plain
     until(lambda: idle(draft))

@@ -50,6 +50,10 @@ class Drafter(ABC):
     eos_token_ids: tuple[int, ...] = ()
     max_session_tokens: int = 0
     """Longest session that can be drafted for, in tokens; 0 is without limit."""
+    expansions: int = 64
+    """Most nodes of a tree that it has expanded at a time."""
+    from_parents: bool = True
+    """A node can be expanded only below nodes that it has expanded itself."""
 
     @abstractmethod
     def open(self, session: DraftSession) -> None:

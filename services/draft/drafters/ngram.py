@@ -80,6 +80,8 @@ class NgramDrafter(Drafter):
     """Drafts for all sessions from one trie."""
 
     name = "NGRAM"
+    expansions = 256
+    from_parents = False
 
     def __init__(self, options: NgramOptions) -> None:
         self.options = options

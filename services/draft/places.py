@@ -1,0 +1,91 @@
+"""Which sessions a drafter holds, and which wait for it to have room."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.paging.allocator import OutOfPages
+from services.draft.drafters.base import Drafter
+from services.draft.session import DraftSession
+
+log = logging.getLogger(__name__)
+
+
+class Places:
+    """The sessions of one drafter. One is held while there is a place and pages; otherwise it waits."""
+
+    def __init__(self, drafter: Drafter, index: int, most: int) -> None:
+        """index: of the drafter's frontier in a session. most: sessions that are held together."""
+        self.drafter = drafter
+        self.index = index
+        self.held: dict[int, DraftSession] = {}
+        self.waiting: dict[int, DraftSession] = {}
+        self._most = most
+        self._blocked = False  # the first waiting session found no pages; try again when some come home
+
+    def __contains__(self, session: DraftSession) -> bool:
+        return session.id in self.held or session.id in self.waiting
+
+    def enter(self, session: DraftSession) -> None:
+        """Queue a session, unless it is longer than the drafter can follow."""
+        if not self._too_long(session):
+            self.waiting[session.id] = session
+
+    def leave(self, session: DraftSession) -> None:
+        """Forget a session and free what it holds."""
+        self.waiting.pop(session.id, None)
+        if self.held.pop(session.id, None) is not None:
+            self._release(session)
+            self._blocked = False
+
+    def admit(self) -> list[DraftSession]:
+        """Hold waiting sessions as long as there is room. Returns those that are held now."""
+        admitted: list[DraftSession] = []
+        while self.waiting and len(self.held) < self._most and not self._blocked:
+            session = next(iter(self.waiting.values()))
+            try:
+                self.drafter.open(session)
+            except OutOfPages:
+                # Pages come home when a session ends; if none runs, this one can never be held.
+                self._blocked = bool(self.held)
+                if not self.held:
+                    log.info(
+                        "session %d does not fit into the cache of %s, which leaves it out",
+                        session.id, self.drafter.name,
+                    )  # fmt: skip
+                    del self.waiting[session.id]
+                continue
+            self.held[session.id] = self.waiting.pop(session.id)
+            session.frontiers[self.index].held = True
+            admitted.append(session)
+        return admitted
+
+    def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
+        """As the drafter's. If its pages run out, the session gives back what it has and waits."""
+        if session.id not in self.held:
+            return False
+        try:
+            return self.drafter.will_commit(session, count, path)
+        except OutOfPages:
+            del self.held[session.id]
+            self._release(session)
+            session.features.give_up()  # those that were used are gone
+            self.waiting[session.id] = session
+            self._blocked = bool(self.held)
+            return False
+
+    def did_commit(self, session: DraftSession, kept: list[int]) -> None:
+        """As the drafter's. A session that has become too long leaves."""
+        if session.id in self.held:
+            self.drafter.did_commit(session, kept)
+        if session in self and self._too_long(session):
+            self.leave(session)
+
+    def _release(self, session: DraftSession) -> None:
+        self.drafter.close(session)
+        session.frontiers[self.index].held = False
+        session.frontiers[self.index].reset()
+
+    def _too_long(self, session: DraftSession) -> bool:
+        limit = self.drafter.max_session_tokens
+        return limit > 0 and session.length >= limit
