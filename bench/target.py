@@ -11,6 +11,7 @@ hints  tokens a second from 1 to 64 sessions: plain, with a good drafter's hints
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from services.target.engine import TargetEngine
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 from services.target.kv_cache import token_bytes
 from services.target.model.native import ProgramRunner
+from services.target.patience import Patience
 
 GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
@@ -51,29 +53,33 @@ def main(argv: Sequence[str]) -> None:
     threads = torch.get_num_threads()
     for name in args.formats:
         torch.set_num_threads(threads)  # loading a program leaves PyTorch one
-        engine = engine_of(name, max(args.sessions))
+        config = config_of(name, max(args.sessions))
+        engine = build_engine(checkpoint.resolve(config.model_path), config)
         measure_steps(steps, engine, name, args.steps)
         if name == args.formats[0]:
+            rival = TargetEngine(engine.model, config)
+            rival.budget = Budget(copy.deepcopy(engine.budget.cost))
             for sessions in args.sessions:
-                measure_hints(hints, engine, sessions, args.steps)
+                measure_hints(hints, Racer(rival), Racer(engine), sessions, args.steps)
+            del rival
     steps.notes += [
         "floor: weights, keys and values that a step reads, at the bandwidth of all threads together",
         "of floor: floor / step; against plain: a step with so many rows / one with a single row",
     ]
     hints.notes += [
         f"hints of {HINTED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
-        "plain: tokens a second of the engine; ratios are of runs in turns, so that the machine's moods cancel",
+        "plain: tokens a second of the engine; two engines of one model, one with hints and one without, take their "
+        "steps in turns, so that the machine's moods cancel",
     ]
     plot(hints)
     steps.write()
     hints.write()
 
 
-def engine_of(name: str, sessions: int) -> TargetEngine:
-    """An engine of the default model with weights in a number format."""
+def config_of(name: str, sessions: int) -> TargetConfig:
+    """Flags for the default model with weights in a number format."""
     flags = {"quantization": name} if name.startswith("int") else {"dtype": name}
-    config = TargetConfig(max_running_requests=sessions, max_total_tokens=64 * 1024, disable_radix_cache=True, **flags)
-    return build_engine(checkpoint.resolve(config.model_path), config)
+    return TargetConfig(max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **flags)
 
 
 def opening(session_id: int, prompt: NDArray[np.uint32], new: int) -> OpenSession:
@@ -162,29 +168,81 @@ def first_token(engine: TargetEngine, seed: int) -> float:
 # --- hints ---
 
 
-def measure_hints(report: Report, engine: TargetEngine, sessions: int, steps: int) -> None:
-    """Tokens a second with and without hints, in turns."""
+def measure_hints(report: Report, plain: Racer, hinted: Racer, sessions: int, steps: int) -> None:
+    """Tokens a second with and without hints."""
     new = 4 * steps
     prompts = {i: prompt_of(i, 48) for i in range(1, sessions + 1)}
-    texts = decode(engine, prompts, new, None)[0]
+    texts = race([plain], prompts, new)[0]
+    rates: list[float] = []
     ratios: dict[str, list[float]] = {"good": [], "useless": []}
-    plain: list[float] = []
     for kind, measured in ratios.items():
-        hints = hints_of(kind, prompts, texts)
-        decode(engine, prompts, new, hints)  # the engine learns what the hints are worth
+        hinted.hints = hints_of(kind, prompts, texts)
+        hinted.engine.forget_measurements()
+        race([hinted], prompts, new)  # the engine learns what the hints are worth
         for _ in range(3):
-            seconds = []
-            for used in (None, hints):
-                said, taken = decode(engine, prompts, new, used)
-                assert said == texts, "hints never change the text"
-                seconds.append(taken)
-            plain.append(sessions * new / seconds[0])
-            measured.append(seconds[0] / seconds[1])
+            said, with_hints = race([plain, hinted], prompts, new)
+            assert said == with_hints == texts, "hints never change the text"
+            rates.append(sessions * new / plain.seconds)
+            measured.append(plain.seconds / hinted.seconds)
     report.add(
         sessions=sessions,
-        plain=float(np.median(plain)),
+        plain=float(np.median(rates)),
         **{f"{kind} / plain": float(np.median(measured)) for kind, measured in ratios.items()},
     )
+
+
+class Racer:
+    """An engine whose clock stands still while others have their turns. seconds: that its steps took in a race."""
+
+    def __init__(self, engine: TargetEngine) -> None:
+        self.engine = engine
+        self.hints: Hints | None = None
+        self.paths: dict[int, list[int]] = {}
+        self.said = 0
+        self.seconds = 0.0
+        self._wanted: dict[int, int] = {}
+        self._away, self._left = 0.0, time.perf_counter()
+        engine._patience = Patience(clock=lambda: time.perf_counter() - self._away)
+
+    def begin(self, prompts: dict[int, NDArray[np.uint32]], new: int) -> None:
+        """Open the sessions and compute their prompts."""
+        self.paths = {i: prompt.tolist() for i, prompt in prompts.items()}
+        self._wanted = dict.fromkeys(prompts, ALL_WANTED)
+        for i, prompt in prompts.items():
+            self.engine.open(opening(i, prompt, new))
+        while any(len(self.paths[i]) == len(prompts[i]) for i in prompts):
+            self.step([])
+        self.said, self.seconds = 0, 0.0
+
+    def proposals(self) -> list[Proposal]:
+        """What the drafter says at this moment, of those sessions whose hints are wanted."""
+        if self.hints is None:
+            return []
+        hints = [self.hints(i, path) for i, path in self.paths.items() if self._wanted[i]]
+        return [hint for hint in hints if hint is not None]
+
+    def step(self, proposals: list[Proposal]) -> None:
+        """One turn."""
+        start = time.perf_counter()
+        self._away += start - self._left
+        self.engine.receive(proposals, ())
+        output = self.engine.step()
+        self._left = time.perf_counter()
+        self.seconds += self._left - start
+        for commit in output.commits:
+            self.paths[commit.session_id] += commit.tokens.tolist()
+            self._wanted[commit.session_id] = commit.wanted
+            self.said += len(commit.tokens)
+
+
+def race(racers: Sequence[Racer], prompts: dict[int, NDArray[np.uint32]], new: int) -> list[dict[int, list[int]]]:
+    """New tokens of every session, as each racer says them. Who has said least has the next turn."""
+    for racer in racers:
+        racer.begin(prompts, new)
+    while running := [racer for racer in racers if not racer.engine.idle]:
+        racer = min(running, key=lambda racer: racer.said)
+        racer.step(racer.proposals())
+    return [{i: path[len(prompts[i]) :] for i, path in racer.paths.items()} for racer in racers]
 
 
 def hints_of(kind: str, prompts: dict[int, NDArray[np.uint32]], texts: dict[int, list[int]]) -> Hints:
@@ -203,34 +261,6 @@ def hints_of(kind: str, prompts: dict[int, NDArray[np.uint32]], texts: dict[int,
         return Proposal(session_id, len(path), path_hash(np.array(path)), tokens, parents, score[: len(tokens)])
 
     return hint
-
-
-def decode(
-    engine: TargetEngine, prompts: dict[int, NDArray[np.uint32]], new: int, hints: Hints | None
-) -> tuple[dict[int, list[int]], float]:
-    """New tokens of every session, and the seconds that steps took once all prompts were computed."""
-    paths = {i: prompt.tolist() for i, prompt in prompts.items()}
-    for i, prompt in prompts.items():
-        engine.open(opening(i, prompt, new))
-    while any(len(paths[i]) == len(prompts[i]) for i in prompts):
-        for commit in engine.step().commits:
-            paths[commit.session_id] += commit.tokens.tolist()
-    seconds = 0.0
-    wanted = dict.fromkeys(prompts, ALL_WANTED)
-    while not engine.idle:
-        proposals = [
-            hint
-            for i, path in paths.items()
-            if hints is not None and wanted[i] and (hint := hints(i, path)) is not None
-        ]
-        start = time.perf_counter()
-        engine.receive(proposals, ())
-        output = engine.step()
-        seconds += time.perf_counter() - start
-        for commit in output.commits:
-            paths[commit.session_id] += commit.tokens.tolist()
-            wanted[commit.session_id] = commit.wanted
-    return {i: path[len(prompts[i]) :] for i, path in paths.items()}, seconds
 
 
 def plot(report: Report, folder: Path = RESULTS) -> None:
