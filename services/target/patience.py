@@ -21,6 +21,7 @@ from enum import Enum, auto
 
 TURN = 16  # steps
 _SOONEST, _LATEST = 16, 128  # turns after which a way that is not the best is tried again
+_LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
 _KEPT_LEAST = 0.3
@@ -75,7 +76,7 @@ class _Contest:
         self._turns += 1
         present = self._measured[self.way]
         present.add(self._turns, tokens, seconds)
-        best = max(self._measured, key=lambda way: self._measured[way].rate)
+        best = max(self._measured, key=lambda way: self._measured[way].rate * (_LEAD if way is Way.PLAIN else 1.0))
         if self.way is best or present.rate >= _FAR_BEHIND * self._measured[best].rate:
             present.pause = _SOONEST
         else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.target.patience import TURN, Patience, Way
+from services.target.patience import TURN, Patience, Way, _Contest
 
 
 class Clock:
@@ -111,3 +111,11 @@ def test_a_way_that_is_not_allowed_is_not_taken():
     clock = Clock()
     patience = Patience((Way.WAIT, Way.GO), clock)
     assert share_of(Way.PLAIN, clock, patience, 64 * TURN, answer=0.001, gain=0.0, drafting=0.020) == 0.0
+
+
+@pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
+def test_hints_must_bring_more_than_noise_does(gain, plain):
+    contest = _Contest([Way.GO, Way.PLAIN])
+    for _ in range(4):
+        contest.end_turn(gain if contest.way is Way.GO else 1.0, 1.0)
+    assert (contest.way is Way.PLAIN) == plain
