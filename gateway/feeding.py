@@ -1,4 +1,8 @@
-"""Hidden states from a target's frame to the drafts that feed on them, unopened."""
+"""Hidden states from a target's frame to the drafts that feed on them, unopened.
+
+A draft is fed each session's positions in order. When a draft takes a session over, its target is asked for all of them
+again; what was still on its way from before is then no continuation of anything, and is left out.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,23 @@ def relay(
     batch: common_pb2.FeatureBatch, sessions: Mapping[int, Session], drafts: Sequence[DraftLink], metrics: Metrics
 ) -> None:
     """Pass a batch on, each block to the draft of its session, and note how far every session has been fed."""
-    for session_id, end in codec.feature_ends(batch):
-        if (session := sessions.get(session_id)) is not None:
-            session.features_until = end
+    stray: set[int] = set()
+    for session_id, first, end in codec.feature_spans(batch):
+        session = sessions.get(session_id)
+        if session is None:
+            continue
+        if first > session.features_until:
+            stray.add(session_id)
+        else:
+            session.features_until = max(session.features_until, end)
     hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
-    if len(hungry) > 1:
+    if len(hungry) > 1 or stray:
 
         def draft_of(session_id: int) -> DraftLink | None:
             session = sessions.get(session_id)
-            return session.draft if session is not None and session.draft in hungry else None
+            if session is None or session_id in stray:
+                return None
+            return session.draft if session.draft in hungry else None
 
         batches = split_features(batch, draft_of)
     else:

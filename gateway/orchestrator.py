@@ -377,7 +377,8 @@ class Orchestrator:
 
 def _request_of(session: Session, target: TargetLink) -> common_pb2.OpenSession:
     """What opens a session on a target, with the features that its draft feeds on if the target can give them."""
-    wanted = session.draft.feature_spec if session.draft is not None else 0
+    draft = session.draft
+    wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
     return open_to_pb(session.request(wanted if wanted in target.features else 0))
 
 

@@ -43,6 +43,11 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         """Id of what it feeds on; 0 for nothing."""
         return self.features.spec.spec_id if self.features is not None else 0
 
+    def follows(self, length: int) -> bool:
+        """True if it drafts for sessions of that many tokens."""
+        limit = self.info.max_session_tokens if self.info is not None else 0
+        return not limit or length < limit
+
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session. What is said of it before is said first."""
         self._opens.append(request)

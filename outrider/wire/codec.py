@@ -218,11 +218,14 @@ def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
     return blocks
 
 
-def feature_ends(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int]]:
-    """Each block as (session id, position behind its last row): for the gateway, which does not look at rows."""
+def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int]]:
+    """Each block as (session id, first position, position behind its last row): for the gateway, which does not look
+    at rows. Raises InvalidRequest.
+    """
     ids = unpack(batch.session_ids, U64)
-    ends = unpack(batch.first_positions, U32, len(ids)) + unpack(batch.row_counts, U32, len(ids))
-    return zip(ids.tolist(), ends.tolist(), strict=True)
+    first = unpack(batch.first_positions, U32, len(ids))
+    ends = first + unpack(batch.row_counts, U32, len(ids))
+    return zip(ids.tolist(), first.tolist(), ends.tolist(), strict=True)
 
 
 # --- frames ---

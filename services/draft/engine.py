@@ -102,7 +102,7 @@ class DraftEngine(Engine):
             return
         for block in blocks:
             session = self._sessions.get(block.session_id)
-            if session is not None:
+            if session is not None and session in self._places[-1]:
                 session.features.add(block.first, block.rows)
                 self._feed(session)
 

@@ -28,6 +28,7 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, *, torch_
         state = {name: torch.from_numpy(array.copy()) for name, array in tensors.items()}
         torch.save(state, folder / "pytorch_model.bin")
     else:
+        tensors = {name: np.ascontiguousarray(array) for name, array in tensors.items()}  # it writes memory as it lies
         safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
 

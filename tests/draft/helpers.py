@@ -33,6 +33,15 @@ def standalone(folder: Path, **flags) -> DraftEngine:
     return build(config)[0]
 
 
+def fed(algorithm: str, folder: Path, target: Path, **flags) -> DraftEngine:
+    """An engine around a head that the target feeds, in float32."""
+    options = {
+        "max_running_requests": 4, "draft_max_total_tokens": 2048, "speculative_draft_model_path": str(folder),
+        "model_path": str(target), "draft_feature_dtype": "float32",
+    }  # fmt: skip
+    return build(DraftConfig(speculative_algorithm=algorithm, **(options | flags)))[0]
+
+
 def ngram(**flags) -> DraftEngine:
     return build(DraftConfig(speculative_algorithm="NGRAM", **flags))[0]
 

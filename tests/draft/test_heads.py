@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from outrider.speculation.tree import ROOT
 from services.draft.model.formats.eagle import read_eagle
@@ -45,14 +44,6 @@ def build(kind, folder, target):
     return {"EAGLE": read_eagle, "EAGLE3": read_eagle3}[kind](folder, read_target(target))
 
 
-def twin_of(kind, config, tensors, target):
-    shared = load_file(target / "model.safetensors")
-    embed = tensors.get("embed_tokens.weight", shared["model.embed_tokens.weight"])
-    head = tensors.get("lm_head.weight", shared.get("lm_head.weight", shared["model.embed_tokens.weight"]))
-    named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    return Twin(kind, config, named, embed, head)
-
-
 def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
 
@@ -62,7 +53,7 @@ def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
     kind, options = HEADS[name]
     config, tensors = {"EAGLE": eagle, "EAGLE3": eagle3}[kind](target, **options)
     draft = build(kind, write_head(tmp_path / "head", config, tensors), target)
-    twin = twin_of(kind, config, tensors, target)
+    twin = Twin.of(kind, config, tensors, target)
     rng = np.random.default_rng(1)
     tokens = rng.integers(0, VOCAB, 24).tolist()
     features = rng.standard_normal((40, draft.config.hidden_size)).astype(np.float32)

@@ -4,6 +4,7 @@ Row j pairs token j + 1 with a feature: the target's where it is given, else wha
 """
 
 import numpy as np
+from safetensors.numpy import load_file
 
 
 def norm(x, weight, epsilon):
@@ -37,6 +38,21 @@ class Twin:
             out, last = self.row(row, self.embed[token], feature, states)
             logits.append(self.head @ out)
         return np.array(logits)
+
+    @classmethod
+    def of(cls, kind, config, tensors, target):
+        """The twin of a head that `tests.checkpoints.heads` made for the target in a folder."""
+        shared = load_file(target / "model.safetensors")
+        embed = tensors.get("embed_tokens.weight", shared["model.embed_tokens.weight"])
+        head = tensors.get("lm_head.weight", shared.get("lm_head.weight", shared["model.embed_tokens.weight"]))
+        named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        return cls(kind, config, named, embed, head)
+
+    def log_probs(self, tokens, features):
+        """Log-probabilities of what follows the last row, by the target's ids."""
+        row = self.logits(tokens, features)[-1]
+        ids = np.arange(len(row)) + self.tensors.get("d2t", np.zeros(len(row))).astype(int)
+        return dict(zip(ids.tolist(), row - np.log(np.exp(row - row.max()).sum()) - row.max(), strict=True))
 
     def row(self, position, embedding, feature, states):
         t, epsilon = self.tensors, self.config["rms_norm_eps"]

@@ -25,8 +25,11 @@ def target_engine(folder: Path, **options: Any) -> Engine:
     return TargetEngine(load(folder, config), config, HINTED)
 
 
-def draft_engine(algorithm: str, folder: Path | None = None, **options: Any) -> Engine:
-    """A draft engine. options: match_type, max_running, children, beside."""
+def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None = None, **options: Any) -> Engine:
+    """A draft engine. target: the target's folder, for heads.
+
+    options: match_type, max_running, children, beside.
+    """
     from services.draft.app import build
 
     names = {
@@ -38,6 +41,7 @@ def draft_engine(algorithm: str, folder: Path | None = None, **options: Any) -> 
     config = DraftConfig(
         speculative_algorithm=algorithm,
         speculative_draft_model_path=str(folder) if folder else None,
+        model_path=str(target) if target else None,
         draft_max_total_tokens=8192,
         **{names.get(name, name): value for name, value in ({"max_running": 8} | options).items()},
     )

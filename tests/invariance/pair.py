@@ -1,7 +1,8 @@
 """A target and a drafter joined by transports in memory, with faults on demand. Stands where the gateway stands.
 
 Every message crosses as the bytes of its real frame. The engines are the real ones, stepped by hand, so that a run
-repeats exactly and messages can be lost, doubled, delayed and reordered at will.
+repeats exactly and messages can be lost, doubled, delayed and reordered at will. Hidden states for drafters that feed
+on them travel with the commits, or without faults' mercy behind them; whoever has lost some is fed from the beginning.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from outrider.serving.messages import Message, OpenSession, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
+from services.draft.drafters.base import Drafter
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,25 @@ class Pair:
         self.proposals = Transport(faults, self.random)
         self.commits = Transport(faults, self.random)
         self.growth = growth
+        self.features = self._configure()
+        self.fed: dict[int, int] = {}  # by session, the first position whose hidden states are still to come
         self.killed = (killed_from, killed_until)
+
+    def _configure(self) -> int:
+        """Id of the hidden states that the draft wants; 0 for none."""
+        drafter = getattr(self.draft, "drafter", None)
+        if not isinstance(drafter, Drafter) or drafter.features is None:
+            return 0
+        spec = drafter.features.id(drafter.fusion)
+        self.target.features.configure(spec, drafter.features, drafter.fusion)
+        return spec
 
     def run(self, requests: Sequence[OpenSession], limit: int = 5000) -> Result:
         self.truth = {r.session_id: r for r in requests}
         self.tokens: dict[int, list[int]] = {r.session_id: r.tokens.tolist() for r in requests}
         self.result = Result({}, {})
         for request in requests:
-            self.target.open(request)
+            self._open_target(request.session_id)
             self._open_draft(request.session_id)
         for now in range(limit):
             if len(self.result.tokens) == len(requests):
@@ -112,8 +125,8 @@ class Pair:
             self.commits.under_way.clear()
         if now == self.killed[1]:
             self.draft = self.make_draft()
-            for session_id in self.truth.keys() - self.result.tokens.keys():
-                self._open_draft(session_id)
+            for session_id in sorted(self.truth.keys() - self.result.tokens.keys()):
+                self._reopen_draft(session_id)
         for frame in self.proposals.arrivals(now):
             self.target.receive(codec.propose_response_from_pb(frame).proposals, [])
         output = self.target.step()
@@ -122,12 +135,28 @@ class Pair:
         for commit in output.commits:
             self._commit(commit)
         if self.draft is not None:
-            self.commits.send(codec.propose_request_to_pb(Message(commits=output.commits)), now)
+            self._relay(output, now)
             self._draft(now)
+
+    def _relay(self, output: StepOutput, now: int) -> None:
+        blocks = []
+        for block in output.features:  # those of before the session was opened again are of no use
+            if block.first <= self.fed[block.session_id]:
+                self.fed[block.session_id] = block.first + len(block.rows)
+                blocks.append(block)
+        if self.commits.faults == Faults():
+            self.commits.send(codec.propose_request_to_pb(Message(commits=output.commits, features=blocks)), now)
+            return
+        self.commits.send(codec.propose_request_to_pb(Message(commits=output.commits)), now)
+        if blocks:
+            self.commits.send(codec.propose_request_to_pb(Message(features=blocks)), now)
 
     def _draft(self, now: int) -> None:
         for frame in self.commits.arrivals(now):
-            self.draft.receive([], codec.propose_request_from_pb(frame)[0].commits)
+            message = codec.propose_request_from_pb(frame)[0]
+            self.draft.receive([], message.commits)
+            if message.features:
+                self.draft.receive_features(message.features)
         for _ in range(self.random.randint(0, self.growth) if self.proposals.faults.delay else self.growth):
             if self.draft.idle:
                 break
@@ -135,9 +164,19 @@ class Pair:
             for failure in output.failures:
                 self.result.reopened += 1
                 if failure.session_id not in self.result.tokens:
-                    self._open_draft(failure.session_id)
+                    self._reopen_draft(failure.session_id)
             if output.proposals:
                 self.proposals.send(codec.propose_response_to_pb(output), now)
+
+    def _open_target(self, session_id: int) -> None:
+        self.fed[session_id] = 0
+        tokens = np.array(self.tokens[session_id], np.uint32)
+        self.target.open(replace(self.truth[session_id], tokens=tokens, feature_spec=self.features))
+
+    def _reopen_draft(self, session_id: int) -> None:
+        self._open_draft(session_id)
+        if self.features:
+            self._open_target(session_id)
 
     def _open_draft(self, session_id: int) -> None:
         if self.draft is not None:

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.serving.messages import Grammar, GrammarKind
+from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.invariance.engines import draft_engine, target_engine
 from tests.invariance.pair import Faults, GarbageDraft, Pair, request
 from tests.tiny import EOS, VOCAB, write_model, write_tokenizer
@@ -25,10 +26,12 @@ LENGTH = 48
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folders of a target and of an unrelated draft of the same vocabulary."""
+    """Folders of a target, of an unrelated draft of the same vocabulary, of an EAGLE and an EAGLE-3 head."""
     base = tmp_path_factory.mktemp("models")
     target = write_tokenizer(write_model(base / "target", "llama", seed=1))
-    return target, write_model(base / "other", "qwen3", seed=2)
+    write_head(base / "eagle", *eagle(target))
+    write_head(base / "eagle3", *eagle3(target, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]}, states=2))
+    return target, write_model(base / "other", "qwen3", seed=2), base / "eagle", base / "eagle3"
 
 
 @pytest.fixture(scope="session")
@@ -71,6 +74,9 @@ DRAFTERS = {
     "self, chain": lambda models: lambda: draft_engine("STANDALONE", models[0], children=1),
     "ngram beside": lambda models: lambda: draft_engine("STANDALONE", models[1], beside=True),
     "ngram beside self": lambda models: lambda: draft_engine("STANDALONE", models[0], beside=True),
+    "eagle": lambda models: lambda: draft_engine("EAGLE", models[2], models[0]),
+    "eagle 3": lambda models: lambda: draft_engine("EAGLE3", models[3], models[0]),
+    "ngram beside eagle 3": lambda models: lambda: draft_engine("EAGLE3", models[3], models[0], beside=True),
     "garbage": lambda models: lambda: GarbageDraft(VOCAB),
 }
 
@@ -103,7 +109,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage"])
+@pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage", "eagle", "eagle 3"])
 def test_any_fault_of_the_transport(target, models, plain, drafter, fault, temperature):
     for seed in range(2):
         run = Pair(target, DRAFTERS[drafter](models), FAULTS[fault], seed=seed).run(requests(temperature))
@@ -114,7 +120,7 @@ def test_any_fault_of_the_transport(target, models, plain, drafter, fault, tempe
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("drafter", ["ngram", "self"])
+@pytest.mark.parametrize("drafter", ["ngram", "self", "eagle", "eagle 3"])
 def test_a_draft_killed_midway(target, models, plain, drafter, temperature):
     for back in (8, -1):
         pair = Pair(target, DRAFTERS[drafter](models), killed_from=4, killed_until=back)

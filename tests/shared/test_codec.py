@@ -117,7 +117,7 @@ def test_features_cross_both_streams_as_they_are(sizes):
             assert (a.session_id, a.first) == (b.session_id, b.first)
             assert np.array_equal(a.rows, b.rows)
     batch = codec.features_to_pb(sent)
-    assert list(codec.feature_ends(batch)) == [(b.session_id, b.first + len(b.rows)) for b in sent]
+    assert list(codec.feature_spans(batch)) == [(b.session_id, b.first, b.first + len(b.rows)) for b in sent]
 
 
 def test_blocks_that_do_not_add_up_are_refused():

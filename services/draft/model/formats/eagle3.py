@@ -201,9 +201,9 @@ class _Reader:
 
     def _fusion(self, hidden: int) -> bytes:
         shapes = self._fusion_shapes(hidden)
-        return (
-            save({name: np.array(self.tensors.read(name, shapes[name])) for name in sorted(shapes)}) if shapes else b""
-        )
+        tensors = {name: self.tensors.read(name, shapes[name]) for name in sorted(shapes)}
+        # safetensors writes memory as it lies, whatever the strides are.
+        return save({name: np.array(tensor, order="C") for name, tensor in tensors.items()}) if shapes else b""
 
     def _target_ids(self, entries: int) -> NDArray[np.int32] | None:
         """The target's id of each entry of the head; None if they are the same. Raises ConfigError."""
