@@ -22,9 +22,10 @@ from outrider.serving.stream import StreamHub
 from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
-from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
+from services.draft.ngrams.base import NgramOptions
 from services.draft.service import DraftServicer
 
 log = logging.getLogger(__name__)

@@ -147,14 +147,18 @@ class DraftEngine(Engine):
 
     @property
     def idle(self) -> bool:
-        """True if no tree wants to grow."""
-        return not self._failures and not any(
-            session.growing or not session.silent for session in self._sessions.values()
+        """True if no tree wants to grow, and no drafter has work of its own."""
+        return (
+            not self._failures
+            and not any(drafter.busy for drafter in self.drafters)
+            and not any(session.growing or not session.silent for session in self._sessions.values())
         )
 
     def step(self) -> StepOutput:
         """One round of growth, and what came of it."""
         self._admit()
+        for drafter in self.drafters:
+            drafter.work()
         wishes, index = self._choose()
         if wishes:
             for growth in self.drafters[index].grow(wishes):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider import native
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
@@ -151,13 +152,16 @@ def test_a_library_of_another_system_is_named(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
-    for script, said in (("sleep 5", "did not compile them in 0 s"), ("echo an error >&2; false", "an error")):
+    for script, said in (
+        ("sleep 5", "did not compile outrider-kernels in 0 s"),
+        ("echo an error >&2; false", "an error"),
+    ):
         compiler = tmp_path / "g++"
         compiler.write_text(f"#!/bin/sh\n{script}\n")
         compiler.chmod(0o755)
-        monkeypatch.setattr(library.build, "_LONGEST", 0.2)
+        monkeypatch.setattr(native, "_LONGEST", 0.2)
         with pytest.raises(library.Unavailable, match=said):
-            library.build._compile(str(compiler), tmp_path / "out.so")
+            library.build.KERNELS.compile(str(compiler), tmp_path / "out.so")
     assert not (tmp_path / "out.so").exists()
 
 

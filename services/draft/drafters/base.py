@@ -82,6 +82,14 @@ class Drafter(ABC):
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
         """Grant those wishes that pay in one round. wishes: best first, at least one."""
 
+    @property
+    def busy(self) -> bool:
+        """True if it has work that is nobody's wish."""
+        return False
+
+    def work(self) -> None:  # noqa: B027  (few drafters have any)
+        """Do a little of that work; called once a round."""
+
     @abstractmethod
     def warm_up(self) -> None:
         """Get ready before the first session."""

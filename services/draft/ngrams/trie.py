@@ -1,4 +1,4 @@
-"""A trie of token paths, shared by all sessions, after SGLang's NGRAM speculation.
+"""A trie of token paths, shared by all sessions, after SGLang's NGRAM speculation: the plain twin.
 
 Inserting a sequence stores, from every start that leaves more than the shortest window behind it, the path of up to
 `branch_length` tokens. A node knows how often it was stored (frequency) and when last (recency). When the trie is full,
@@ -30,11 +30,9 @@ class TrieNode:
         """Up to `count` children, the one stored last first."""
         return list(islice(reversed(self.children.values()), count))
 
-    def frequent(self, count: int) -> list[TrieNode]:
-        """Up to `count` children, the most frequent first; of equals, the one stored last."""
-        if len(self.children) < 2:
-            return self.recent(count)
-        return heapq.nlargest(count, reversed(self.children.values()), key=_FREQUENCY)
+    def frequent(self, count: int, among: int) -> list[TrieNode]:
+        """Up to `count` of the children stored last, the most frequent first; of equals, the one stored last."""
+        return heapq.nlargest(count, self.recent(among), key=_FREQUENCY)
 
 
 _FREQUENCY = attrgetter("frequency")
@@ -49,19 +47,24 @@ class Trie:
         self.branch_length = branch_length
         self.min_window = min_window
         self.max_window = max_window
+        self._stamp = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all paths."""
         self.root = TrieNode(None, -1, 0)
         self._size = 0
-        self._stamp = 0
         # Every node stands once in the queue, under a stamp that may be out of date. It is made at the first eviction.
         self._queue: list[tuple[int, int, int, TrieNode]] | None = None
 
     def __len__(self) -> int:
         return self._size
 
-    def insert(self, tokens: Sequence[int]) -> None:
-        """Store every path of a sequence."""
-        for start in range(len(tokens) - self.min_window):
-            self._insert_path(tokens[start : start + self.branch_length])
+    def insert(self, tokens: Sequence[int], lead: Sequence[int] = (), first: int = 0, stop: int | None = None) -> None:
+        """Store the paths of a sequence that begin from `first` on and before `stop`. lead: stands before each."""
+        last = len(tokens) - self.min_window
+        for start in range(first, last if stop is None else min(stop, last)):
+            self._insert_path([*lead, *tokens[start : start + self.branch_length]])
 
     def _insert_path(self, path: Sequence[int]) -> None:
         self._stamp = stamp = self._stamp + 1
@@ -108,12 +111,12 @@ class Trie:
             yield node
             pending.extend(node.children.values())
 
-    def match(self, context: Sequence[int]) -> list[tuple[TrieNode, int]]:
+    def match(self, context: Sequence[int], lead: Sequence[int] = ()) -> list[tuple[TrieNode, int]]:
         """Suffixes of a context that are stored and go on, as (node, window), longest first."""
         anchors: list[tuple[TrieNode, int]] = []
         for window in range(min(len(context), self.max_window), self.min_window - 1, -1):
             node: TrieNode | None = self.root
-            for token in context[-window:]:
+            for token in (*lead, *context[-window:]):
                 node = node.children.get(token)  # type: ignore[union-attr]
                 if node is None:
                     break

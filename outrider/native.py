@@ -1,0 +1,73 @@
+"""C++ of ours, compiled once an environment and source, for whichever service has some.
+
+A library lands beside the virtual environment's own libraries, or in the cache folder if that cannot be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider import checkpoint
+
+_COMPILERS = ("g++", "clang++", "c++")
+_LONGEST = 300.0  # seconds
+
+
+class Unavailable(Exception):
+    """Why a library cannot be had on this machine, and what would help."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A folder of C++ files that become one library. name: of the library's file, without its key."""
+
+    name: str
+    folder: Path
+    flags: tuple[str, ...]
+
+    def compiled(self) -> Path:
+        """The compiled library, made if it is not there. Raises Unavailable."""
+        name = f"{self.name}-{self._key()}.so"
+        places = [Path(sys.prefix) / "lib" / "outrider", checkpoint.cache_folder() / "kernels"]
+        for place in places:
+            if (place / name).is_file():
+                return place / name
+        compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
+        if compiler is None:
+            raise Unavailable("there is no C++ compiler (g++ or clang++); install one")
+        for place in places:
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                return self.compile(compiler, place / name)
+            except OSError:
+                continue  # a folder that cannot be written; the next one may be
+        raise Unavailable(f"neither {places[0]} nor {places[1]} can be written")
+
+    def _key(self) -> str:
+        digest = hashlib.sha256(" ".join(self.flags).encode())
+        for path in sorted(self.folder.iterdir()):
+            digest.update(path.read_bytes())
+        return digest.hexdigest()[:16]
+
+    def compile(self, compiler: str, path: Path) -> Path:
+        """Compile to a file, which appears at once and whole. Raises Unavailable."""
+        sources = sorted(str(source) for source in self.folder.glob("*.cpp"))
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            command = [compiler, *self.flags, *sources, "-o", str(made)]
+            try:
+                result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+            except subprocess.TimeoutExpired:
+                raise Unavailable(f"{compiler} did not compile {self.name} in {_LONGEST:.0f} s") from None
+            if result.returncode:
+                first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
+                raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
+            os.replace(made, path)
+        return path
