@@ -1,4 +1,4 @@
-"""Control of the targets from the gateway: new weights, a flush, a pause. Every call goes to all of them at once.
+"""Control of the services from the gateway: new weights, a flush, a pause. Every call goes to all of a kind at once.
 
 What a target refuses as a bad update is the caller's mistake. A target that was away has missed the update; once it is
 back, it is refused for its old weights until it gets the new ones too.
@@ -15,10 +15,11 @@ import grpc
 
 from gateway.facts import Facts
 from gateway.orchestrator import Orchestrator
+from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
 from outrider.serving.rpc import CHANNEL_OPTIONS
-from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -94,16 +95,21 @@ class Control:
             model.fingerprint, self._facts.target.weight_version = first.fingerprint, first.weight_version
             for target, result in zip(self._targets, results, strict=True):
                 target.weights_changed(first if isinstance(result, BaseException) else result.weights)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        _check(results)
         return changed[0]
 
     # --- cache and pauses ---
 
     async def flush_cache(self) -> None:
-        """Drop cached prefixes. Raises InvalidRequest while requests are under way."""
+        """Drop cached prefixes, and what drafts have learned. Raises InvalidRequest while requests are under way."""
         await self._all(lambda stub: stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=_CALL_TIMEOUT))
+        request = draft_pb2.FlushDraftRequest()
+        drafts = [draft for draft in self._orchestrator.drafts if draft.up]  # the others begin with nothing
+        calls = [
+            _call(draft, draft_pb2_grpc.DraftServiceStub, lambda stub: stub.FlushDraft(request, timeout=_CALL_TIMEOUT))
+            for draft in drafts
+        ]
+        _check(await asyncio.gather(*calls, return_exceptions=True))
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating."""
@@ -122,26 +128,34 @@ class Control:
         return self._orchestrator.targets
 
     async def _all(self, call: Callable[[Any], Awaitable[Any]]) -> None:
-        results = await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        _check(await asyncio.gather(*(self._call(t, call) for t in self._targets), return_exceptions=True))
 
     async def _call(self, target: TargetLink, call: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Over a channel of its own: a target that is refused for its old weights can be called, too."""
-        try:
-            async with grpc.aio.insecure_channel(target.address, options=CHANNEL_OPTIONS) as channel:
-                return await call(target_pb2_grpc.TargetServiceStub(channel))
-        except grpc.aio.AioRpcError as error:
-            raise _error_of(target, error) from None
+        return await _call(target, target_pb2_grpc.TargetServiceStub, call)
 
 
-def _error_of(target: TargetLink, error: grpc.aio.AioRpcError) -> OutriderError:
+async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+    """Over a channel of its own: a target that is refused for its old weights can be called, too."""
+    try:
+        async with grpc.aio.insecure_channel(link.address, options=CHANNEL_OPTIONS) as channel:
+            return await call(stub(channel))
+    except grpc.aio.AioRpcError as error:
+        raise _error_of(link, error) from None
+
+
+def _check(results: Sequence[Any]) -> None:
+    """Raise the first error among results."""
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> OutriderError:
     found = from_grpc_code(int(error.code().value[0]), error.details() or "")
     if isinstance(found, ConfigError):
         return InvalidRequest(found.message)
     if isinstance(found, Unavailable):
-        return Unavailable(f"the target at {target.address} cannot be reached: {found.message}")
+        return Unavailable(f"the {link.service} at {link.address} cannot be reached: {found.message}")
     return found
 
 

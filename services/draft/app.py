@@ -53,15 +53,15 @@ async def serve(config: DraftConfig) -> int:
     check(config)
     servicers: list[DraftServicer] = []
 
-    def register(server: GrpcServer, hub: StreamHub[Any, Any], _: EngineLoop) -> Sequence[str]:
-        servicers.append(DraftServicer(hub))
+    def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
+        servicers.append(DraftServicer(hub, loop))
         return servicers[0].register(server)
 
     def build_engine() -> DraftEngine:
         engine, model = build(config)
         for drafter in engine.drafters:
             drafter.warm_up()
-        servicers[0].info, servicers[0].fusion = describe(engine, model), engine.drafter.fusion
+        servicers[0].serve(describe(engine, model), engine)
         return engine
 
     return await serve_engine(build_engine, config.listen, propose_request_from_pb, propose_response_to_pb, register)

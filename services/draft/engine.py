@@ -86,6 +86,11 @@ class DraftEngine(Engine):
         if not any(session in places for places in self._places):
             self.close(session.id)
 
+    def flush(self) -> None:
+        """Forget what drafters have kept of texts for later ones."""
+        for drafter in self.drafters:
+            drafter.flush()
+
     # --- commits ---
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from outrider.errors import Unavailable
+from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
+from services.draft.engine import DraftEngine
 
 _PART_BYTES = 1 << 20
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """DraftService around an engine's streams. `info` is filled once the drafter is built."""
+    """DraftService around an engine's streams. Until `serve` is called, callers are told to wait."""
 
-    def __init__(self, hub: StreamHub[Any, Any]) -> None:
+    def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
         self._hub = hub
-        self.info: draft_pb2.GetDraftInfoResponse | None = None
-        self.fusion = b""
+        self._loop = loop
+        self._engine: DraftEngine | None = None
+        self._info: draft_pb2.GetDraftInfoResponse | None = None
+
+    def serve(self, info: draft_pb2.GetDraftInfoResponse, engine: DraftEngine) -> None:
+        """The drafters are built."""
+        self._info, self._engine = info, engine
 
     def register(self, server: GrpcServer) -> tuple[str, ...]:
         """Add the service to a server. Returns its full name."""
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server.server)
         return (SERVICE_NAME,)
 
-    def _built(self) -> draft_pb2.GetDraftInfoResponse:
-        if self.info is None:
+    def _built(self) -> tuple[draft_pb2.GetDraftInfoResponse, DraftEngine]:
+        if self._info is None or self._engine is None:
             raise Unavailable("the draft service is starting up; retry in a moment")
-        return self.info
+        return self._info, self._engine
 
     async def GetDraftInfo(  # noqa: N802
         self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -40,7 +48,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """Facts for the handshake."""
         del request
         async with statuses(context):
-            return self._built()
+            return self._built()[0]
         raise AssertionError("an aborted call does not go on")
 
     async def GetFusion(  # noqa: N802
@@ -49,9 +57,20 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """The fusion layer for the target, in parts."""
         del request
         async with statuses(context):
-            self._built()
-            for start in range(0, len(self.fusion), _PART_BYTES):
-                yield draft_pb2.GetFusionResponse(content=self.fusion[start : start + _PART_BYTES])
+            fusion = self._built()[1].drafter.fusion
+            for start in range(0, len(fusion), _PART_BYTES):
+                yield draft_pb2.GetFusionResponse(content=fusion[start : start + _PART_BYTES])
+
+    async def FlushDraft(  # noqa: N802
+        self, request: draft_pb2.FlushDraftRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> draft_pb2.FlushDraftResponse:
+        """Forget what was learned from texts, between two rounds."""
+        del request
+        async with statuses(context):
+            _, engine = self._built()
+            await asyncio.wrap_future(self._loop.call(engine.flush))
+            return draft_pb2.FlushDraftResponse()
+        raise AssertionError("an aborted call does not go on")
 
     async def Propose(  # noqa: N802
         self,

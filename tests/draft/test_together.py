@@ -143,3 +143,23 @@ def test_random_commits(model):
         assert engine.running[1].tokens.tolist() == tokens
         engine.check()
     settle(engine)
+
+
+def test_a_flush_forgets_texts_and_harms_no_session(model):
+    engine = together(model)
+    engine.open(request(1, PROMPT))
+    settle(engine)
+    engine.close(1)
+    assert len(engine.drafter.prefix) > 0
+    engine.open(request(2, PROMPT))
+    engine.step()
+    engine.flush()
+    assert len(engine.drafters[0].ngrams) == 0
+    settle(engine)
+    engine.receive([], [commit_of(PROMPT, [10, 11], session_id=2)])
+    settle(engine)
+    assert engine.running[2].tree.root_children
+    engine.close(2)
+    engine.flush()
+    assert len(engine.drafter.prefix) == 0
+    engine.check()

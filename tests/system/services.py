@@ -73,8 +73,8 @@ def target_service(folder, address, **flags):
 
 def draft_service(address, drafter):
     def register(server, hub, loop, engine):
-        servicer = DraftServicer(hub)
-        servicer.info, servicer.fusion = describe_draft(engine, None), drafter.fusion
+        servicer = DraftServicer(hub, loop)
+        servicer.serve(describe_draft(engine, None), engine)
         return servicer.register(server)
 
     coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)

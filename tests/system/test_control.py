@@ -185,6 +185,18 @@ def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
         assert len(waiting.result(30)["choices"][0]["token_ids"]) == 3
 
 
+def test_a_flush_reaches_the_draft(shared):
+    running = shared
+    running.ask(PROMPTS[0], max_tokens=5)
+    ngrams = running.draft.engine.drafter.ngrams
+    assert len(ngrams) > 0
+    until(lambda: running.draft.engine.load().running_sessions == 0)
+    assert running.post("/flush_cache")["success"]
+    assert len(ngrams) == 0
+    running.ask(PROMPTS[0], max_tokens=5)
+    assert len(ngrams) > 0
+
+
 @pytest.mark.parametrize("route", ["/pause_generation", "/abort_request", "/update_weights_from_disk"])
 def test_requests_can_be_aborted(shared, folders, route):
     running = shared

@@ -39,6 +39,14 @@ class GetFusionResponse(_message.Message):
     content: bytes
     def __init__(self, content: _Optional[bytes] = ...) -> None: ...
 
+class FlushDraftRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushDraftResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ProposeRequest(_message.Message):
     __slots__ = ("opens", "commits", "closes", "features")
     OPENS_FIELD_NUMBER: _ClassVar[int]

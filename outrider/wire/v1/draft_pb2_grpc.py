@@ -44,6 +44,11 @@ class DraftServiceStub:
                 request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionRequest.SerializeToString,
                 response_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionResponse.FromString,
                 _registered_method=True)
+        self.FlushDraft = channel.unary_unary(
+                '/outrider.wire.v1.DraftService/FlushDraft',
+                request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftRequest.SerializeToString,
+                response_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftResponse.FromString,
+                _registered_method=True)
         self.Propose = channel.stream_stream(
                 '/outrider.wire.v1.DraftService/Propose',
                 request_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.ProposeRequest.SerializeToString,
@@ -68,6 +73,13 @@ class DraftServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushDraft(self, request, context):
+        """Forgets what was learned from texts: stored n-grams, and cached prefixes. Sessions go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Propose(self, request_iterator, context):
         """One stream for all sessions of a gateway. When it ends, its sessions end.
         """
@@ -87,6 +99,11 @@ def add_DraftServiceServicer_to_server(servicer, server):
                     servicer.GetFusion,
                     request_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionRequest.FromString,
                     response_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionResponse.SerializeToString,
+            ),
+            'FlushDraft': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushDraft,
+                    request_deserializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftRequest.FromString,
+                    response_serializer=outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftResponse.SerializeToString,
             ),
             'Propose': grpc.stream_stream_rpc_method_handler(
                     servicer.Propose,
@@ -148,6 +165,33 @@ class DraftService:
             '/outrider.wire.v1.DraftService/GetFusion',
             outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionRequest.SerializeToString,
             outrider_dot_wire_dot_v1_dot_draft__pb2.GetFusionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushDraft(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.wire.v1.DraftService/FlushDraft',
+            outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftRequest.SerializeToString,
+            outrider_dot_wire_dot_v1_dot_draft__pb2.FlushDraftResponse.FromString,
             options,
             channel_credentials,
             insecure,

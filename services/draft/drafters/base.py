@@ -82,6 +82,9 @@ class Drafter(ABC):
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
         """Grant those wishes that pay in one round. wishes: best first, at least one."""
 
+    def flush(self) -> None:  # noqa: B027  (a drafter may keep nothing)
+        """Forget what was kept of texts for later ones. Sessions go on."""
+
     @property
     def busy(self) -> bool:
         """True if it has work that is nobody's wish."""

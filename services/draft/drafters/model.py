@@ -126,6 +126,10 @@ class ModelDrafter(Drafter):
         self.prefix.allocator.check(tables=[table.pages.tolist() for table in tables])
         self.prefix.check()
 
+    def flush(self) -> None:
+        """Drop cached prefixes."""
+        self.prefix.flush()
+
     # --- rounds ---
 
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:

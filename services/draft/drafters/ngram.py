@@ -67,6 +67,11 @@ class NgramDrafter(Drafter):
             self._prompts.append((session.tokens.copy(), lead, 0))
             self.work()
 
+    def flush(self) -> None:
+        """Forget all paths."""
+        self._prompts.clear()
+        self.ngrams.clear()
+
     @property
     def busy(self) -> bool:
         """True while prompts are to be stored."""
