@@ -35,6 +35,8 @@ class ProcessConfig:
 
     cores: str | None = None
     """CPU cores of this process, such as "0-3,6"; all by default. Its threads are as many."""
+    niceness: int = 0
+    """How far this process gives way to others on its cores, 0 to 19."""
     log_level: LogLevel = "info"
     """Least severe log lines that are shown."""
 

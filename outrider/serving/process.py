@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import uvloop
@@ -21,7 +23,7 @@ def run(role: str, config: ProcessConfig, serve: Callable[[], Coroutine[Any, Any
     """
     setup_logging(role, config.log_level)
     try:
-        take_cores(config.cores)
+        take_cores(config.cores, config.niceness)
         return uvloop.run(serve())
     except OutriderError as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -30,8 +32,12 @@ def run(role: str, config: ProcessConfig, serve: Callable[[], Coroutine[Any, Any
         return 130
 
 
-def take_cores(cores: str | None) -> None:
+def take_cores(cores: str | None, niceness: int = 0) -> None:
     """Put the process on its cores, with as many threads. Raises ConfigError for cores that it may not use."""
+    if not 0 <= niceness <= 19:
+        raise ConfigError(f"--niceness must lie between 0 and 19, not {niceness}")
+    if niceness:
+        _give_way(niceness)
     if cores is None:
         return
     wanted = parse_cores(cores)
@@ -40,3 +46,12 @@ def take_cores(cores: str | None) -> None:
         raise ConfigError(f"--cores {cores}: this process may not use core {missing[0] if missing else cores}")
     os.sched_setaffinity(0, wanted)
     os.environ["OMP_NUM_THREADS"] = os.environ["NPROC"] = str(len(wanted))  # for PyTorch and for XLA
+
+
+def _give_way(niceness: int) -> None:
+    os.nice(niceness)
+    # Where the kernel groups processes by session, niceness counts among groups only if it is the group's own.
+    group = Path("/proc/self/autogroup")
+    if group.exists():
+        with contextlib.suppress(OSError):
+            group.write_text(str(niceness))

@@ -113,7 +113,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     draft = None
     if config.draft.speculative_algorithm != "NONE":
         draft = DraftConfig(
-            **asdict(config.draft), **shared, log_level=level, cores=format_cores(cores.draft),
+            **asdict(config.draft), **shared, log_level=level, cores=format_cores(cores.draft), niceness=cores.niceness,
             model_path=config.target.model_path if config.draft.speculative_algorithm in FED_ALGORITHMS else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip

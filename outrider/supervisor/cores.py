@@ -9,34 +9,42 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.config import Algorithm, ServeConfig, parse_cores
+from outrider.config import MODEL_ALGORITHMS, Algorithm, ServeConfig, parse_cores
 from outrider.errors import ConfigError
+
+_NICENESS = 15  # of a draft model that shares a core with the target: a thirtieth of it while both compute
 
 
 @dataclass(frozen=True)
 class CorePlan:
-    """Core numbers of each process. Sets overlap only on machines of fewer than four cores."""
+    """Core numbers of each process. Sets overlap only on machines of fewer than four cores.
+
+    niceness: how far the draft gives way.
+    """
 
     target: tuple[int, ...]
     draft: tuple[int, ...]
     gateway: tuple[int, ...]
+    niceness: int = 0
 
 
 def plan_cores(cores: Sequence[int], algorithm: Algorithm) -> CorePlan:
     """Divide cores among the processes.
 
     From four cores on: the gateway one, a drafter without a model one, a draft model a quarter, the target the rest.
-    Three cores: the target two; draft and gateway share the third. Two cores: with a draft model the target has the
-    first for itself, and the others share the second; else the target has both, and the others use what is left of
-    them, which is little enough (measured: 150 tokens a second against 110 on a core of its own). One core: all share.
+    Three cores: the target two; draft and gateway share the third. Two cores: the target has both (measured: 150 tokens
+    a second against 110 on a core of its own); a draft model has the second whenever the target leaves it, the others
+    need little. One core: all share it.
     """
     cores = tuple(cores)
     count = len(cores)
     if count >= 4:
-        draft = {"NONE": 0, "NGRAM": 1, "STANDALONE": max(1, count // 4)}[algorithm]
+        draft = max(1, count // 4) if algorithm in MODEL_ALGORITHMS else int(algorithm != "NONE")
         target = count - 1 - draft
         return CorePlan(cores[:target], cores[target : target + draft], cores[-1:])
-    if count == 2 and algorithm in ("NONE", "NGRAM"):
+    if count == 2 and algorithm in MODEL_ALGORITHMS:
+        return CorePlan(cores, cores[-1:], cores, _NICENESS)
+    if count == 2:
         return CorePlan(cores, cores, cores)
     return CorePlan(cores[: max(1, count - 1)], cores[-1:], cores[-1:])
 
@@ -49,6 +57,7 @@ def choose_cores(config: ServeConfig) -> CorePlan:
         _checked(config.cores_target, usable) or plan.target,
         _checked(config.cores_draft, usable) or plan.draft,
         _checked(config.cores_gateway, usable) or plan.gateway,
+        plan.niceness,
     )
 
 

@@ -4,7 +4,7 @@ A drafter that answers within a millisecond makes a step of thirty worth more; o
 not; and one that shares the machine with the target may cost more than its hints bring. So three ways of working are
 measured against one another, in turns of some steps, at each load by itself:
 
-    WAIT   until every session that is drafted for has had an answer, at most a small part of a step
+    WAIT   until every session that is drafted for has had an answer, at most as long as a step takes
     GO     with the hints that lie there
     PLAIN  without hints; drafters are told that none are wanted
 
@@ -19,14 +19,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-TURN = 16  # steps
+TURN = 16  # steps that a turn is measured; the first turns at a load are shorter
+_FIRST_TURN = 4
+_SETTLING = 2  # steps at the beginning of a turn that are not measured: drafters have yet to be told
 _SOONEST, _LATEST = 16, 128  # turns after which a way that is not the best is tried again
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
 _KEPT_LEAST = 0.3
-_PART_OF_STEP = 0.2
-_LONGEST = 0.02  # seconds
+_LONGEST = 0.05  # seconds that a step is held at most, and never longer than a step takes
 
 
 class Way(Enum):
@@ -66,10 +67,15 @@ class _Measured:
 class _Contest:
     """The ways at one load."""
 
-    def __init__(self, ways: Sequence[Way]) -> None:
+    def __init__(self, ways: Sequence[Way], first: Way) -> None:
         self._measured = {way: _Measured() for way in ways}
         self._turns = 0
-        self.way = ways[0]  # of the present turn
+        self.way = first  # of the present turn
+
+    @property
+    def steps(self) -> int:
+        """Length of the present turn: at first short ones, so that what does not pay is soon known not to."""
+        return int(min(_FIRST_TURN << self._turns // len(self._measured), TURN))
 
     def end_turn(self, tokens: float, seconds: float) -> None:
         """A turn has ended; choose the next one's way."""
@@ -94,13 +100,13 @@ class Patience:
         self._ways = ways
         self._contests: dict[int, _Contest] = {}  # by the number of bits of the number of sessions
         self._load = 0
-        self._turn = [0.0, 0.0]  # tokens a session, seconds
-        self._steps = 0
+        self._begin_turn()
         self._step_seconds = 0.0
         self._has_drafter = False
         self._awaited: set[int] = set()
         self._drafted: set[int] = set()
-        self._ended = self._deadline = clock()
+        self._computing = 0.0  # seconds of a step, waits left out
+        self._ended = self._began = self._deadline = clock()
 
     @property
     def way(self) -> Way:
@@ -118,6 +124,7 @@ class Patience:
     def begin(self) -> None:
         """A step begins."""
         self._awaited.clear()
+        self._began = self._clock()
 
     def answered(self, session_id: int, fresh: bool) -> None:
         """A hint has come, or word that there is none. fresh: its drafter knew of the last commit."""
@@ -142,25 +149,37 @@ class Patience:
         """
         now = self._clock()
         seconds, self._ended = now - self._ended, now
+        computing = now - self._began
+        self._computing += (0.2 if self._computing else 1.0) * (computing - self._computing)
         if self._has_drafter and count and usual:
             self._measure(count, tokens / count, seconds)
         if self.way is Way.WAIT and (drafted := self._drafted.intersection(wanted)):
             self._awaited = drafted
-            self._deadline = now + min(_PART_OF_STEP * self._step_seconds, _LONGEST)
+            self._deadline = now + min(self._computing, _LONGEST)
 
     def _measure(self, count: int, tokens: float, seconds: float) -> None:
         load = count.bit_length()
         if load != self._load:
-            self._load, self._turn, self._steps, self._step_seconds = load, [0.0, 0.0], 0, 0.0
-            self._contests.setdefault(load, _Contest(self._ways))
+            way, self._load, self._step_seconds = self.way, load, 0.0
+            self._begin_turn()
+            if load not in self._contests:
+                self._contests[load] = _Contest(self._ways, first=way)
             return
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.
         if self._step_seconds and seconds > 4 * self._step_seconds:
             seconds = self._step_seconds
         self._step_seconds = 0.9 * self._step_seconds + 0.1 * seconds if self._step_seconds else seconds
+        self._steps += 1
+        if self._steps <= 0:
+            return
         self._turn[0] += tokens
         self._turn[1] += seconds
-        self._steps += 1
-        if self._steps == TURN:
-            self._contests[load].end_turn(*self._turn)
-            self._turn, self._steps = [0.0, 0.0], 0
+        contest = self._contests[load]
+        if self._steps >= contest.steps:
+            before = contest.way
+            contest.end_turn(*self._turn)
+            self._begin_turn(settling=_SETTLING if contest.way is not before else 0)
+
+    def _begin_turn(self, settling: int = 0) -> None:
+        self._turn = [0.0, 0.0]  # tokens a session, seconds
+        self._steps = -settling
