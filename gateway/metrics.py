@@ -125,6 +125,10 @@ class Metrics:
         self._cached_pages = gauge("engine_cached_pages", "Free KV pages that keep a cached prefix.", replica)
         self._total_pages = gauge("engine_total_pages", "KV pages in all.", replica)
         self._preemptions = gauge("engine_preemptions", "Sessions that gave their pages back for others.", replica)
+        drafter = ("address", "drafter")
+        self._offered = gauge("drafter_offered_nodes", "Nodes of a drafter whose parent was committed.", drafter)
+        self._promised = gauge("drafter_promised_nodes", "How many of them its scores said would be.", drafter)
+        self._accepted = gauge("drafter_accepted_nodes", "How many of them were.", drafter)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
     def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
@@ -136,6 +140,10 @@ class Metrics:
         self._total_pages.labels(service, address).set(load.total_pages)
         self._preemptions.labels(service, address).set(load.preemptions)
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
+        for drafter in load.drafters:
+            self._offered.labels(address, drafter.name).set(drafter.offered)
+            self._promised.labels(address, drafter.name).set(drafter.promised)
+            self._accepted.labels(address, drafter.name).set(drafter.accepted)
 
     def render(self) -> bytes:
         """The exposition, as Prometheus reads it."""

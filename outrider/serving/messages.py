@@ -106,6 +106,16 @@ class SessionFailure:
 
 
 @dataclass(frozen=True)
+class DrafterLoad:
+    """What a drafter promised and what came of it, since the start. Fields as in the wire's DrafterLoad."""
+
+    name: str
+    offered: int
+    promised: float
+    accepted: int
+
+
+@dataclass(frozen=True)
 class EngineLoad:
     """State of an engine after a step. Fields as in the wire's EngineLoad."""
 
@@ -118,6 +128,7 @@ class EngineLoad:
     cached_pages: int = 0
     weight_version: str = ""
     preemptions: int = 0
+    drafters: tuple[DrafterLoad, ...] = ()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import EngineLoad, Message, SessionFailure, StepOutput
+from outrider.serving.messages import DrafterLoad, EngineLoad, Message, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, pack, split, unpack
 from outrider.wire.opens import open_to_pb, opens_from_pb
@@ -243,6 +243,10 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         cached_pages=load.cached_pages,
         weight_version=load.weight_version,
         preemptions=load.preemptions,
+        drafters=[
+            common_pb2.DrafterLoad(name=d.name, offered=d.offered, promised=d.promised, accepted=d.accepted)
+            for d in load.drafters
+        ],
     )
 
 
@@ -258,6 +262,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.cached_pages,
         message.weight_version,
         message.preemptions,
+        tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted) for d in message.drafters),
     )
 
 

@@ -23,6 +23,7 @@ from outrider.speculation.tree import ROOT
 from services.draft.drafters.base import Drafter, Wish
 from services.draft.frontier import Frontier, TreeLimits
 from services.draft.places import Places
+from services.draft.record import Record, observe
 from services.draft.session import DraftSession
 
 # Wishes of a session that one round looks at; more than any drafter grants.
@@ -42,6 +43,7 @@ class DraftEngine(Engine):
         self.max_running = max_running
         self._sessions: dict[int, DraftSession] = {}
         self._places = [Places(drafter, index, max_running) for index, drafter in enumerate(self.drafters)]
+        self._records = [Record(drafter.name) for drafter in self.drafters]
         self._quick_was_last = False
         self._failures: list[SessionFailure] = []
 
@@ -133,6 +135,7 @@ class DraftEngine(Engine):
         tokens = commit.tokens[known:]
         session.wanted = commit.wanted
         path = session.path_of(tokens.tolist())
+        observe(self._records, session, tokens.tolist(), path)
         ready = [places.will_commit(session, len(tokens), path) for places in self._places]
         kept = session.commit(tokens, ready[-1])
         for places in self._places:
@@ -203,7 +206,12 @@ class DraftEngine(Engine):
     def load(self) -> EngineLoad:
         """Sessions and pages at present."""
         main = self._places[-1]
-        return replace(self.drafter.load(), running_sessions=len(main.held), waiting_sessions=len(main.waiting))
+        return replace(
+            self.drafter.load(),
+            running_sessions=len(main.held),
+            waiting_sessions=len(main.waiting),
+            drafters=tuple(record.load() for record in self._records),
+        )
 
     def check(self) -> None:
         """Audit the pages. Raises EngineFault."""

@@ -49,6 +49,7 @@ class DraftSession:
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens
         self._sent: list[bool] = []  # by node: it has been proposed
+        self.origin: list[int] = []  # by node: the drafter that proposed it first, as index of its frontier
         self._told: dict[int, float] = {}  # log-scores of nodes that were sent before the tree was replanted, by hash
         self._keys = np.empty((0, 2), dtype=np.uint32)
         self._keys_from = 0
@@ -139,7 +140,7 @@ class DraftSession:
         places: list[int | None] = []
         for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
             above = node if parent < 0 else places[parent]
-            places.append(None if above is None else self._add_child(above, token, min(log_score, 0.0)))
+            places.append(None if above is None else self._add_child(above, token, min(log_score, 0.0), drafter))
         inner = set(parents)
         for i, place in enumerate(places):
             if place is None:
@@ -148,7 +149,7 @@ class DraftSession:
                 self._mark_expanded(place, drafter)
             self._enter_frontiers(place)
 
-    def _add_child(self, parent: int, token: int, log_score: float) -> int | None:
+    def _add_child(self, parent: int, token: int, log_score: float, drafter: int) -> int | None:
         depth = 1 if parent == ROOT else self.tree.depth[parent] + 1
         before = self.new_tokens + depth - 1  # new tokens before this one
         if depth > self.max_depth or (before < self.stop.min_tokens and token in self.stop_ids):
@@ -158,6 +159,7 @@ class DraftSession:
             return None
         node = self.tree.add(parent, token, log_score)
         if node is not None and node == len(self._sent):
+            self.origin.append(drafter)
             self._sent.append(log_score <= self._told.get(self.tree.hash[node], -math.inf) + _NEWS)
         return node
 
@@ -194,6 +196,7 @@ class DraftSession:
         self._tokens[self.length : end] = tokens
         kept = self.tree.commit(tokens)
         self._sent = [self._sent[old] for old in kept]
+        self.origin = [self.origin[old] for old in kept]
         self.answered = not self.wanted  # nobody waits for what is not wanted
         self._told = {}
         for frontier in self.frontiers:
@@ -205,7 +208,7 @@ class DraftSession:
     def reset(self) -> None:
         """Forget the tree, but not the tokens."""
         self.tree.clear()
-        self._sent = []
+        self._sent, self.origin = [], []
         self._told = {}
         for frontier in self.frontiers:
             frontier.reset()

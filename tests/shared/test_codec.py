@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 
 from outrider.errors import ContextTooLong, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import EngineLoad, Grammar, GrammarKind, Message, OpenSession, SessionFailure, StepOutput
+from outrider.serving.messages import (
+    DrafterLoad,
+    EngineLoad,
+    Grammar,
+    GrammarKind,
+    Message,
+    OpenSession,
+    SessionFailure,
+    StepOutput,
+)
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import arrays, codec
@@ -81,7 +90,7 @@ def test_frames_for_the_draft_and_of_the_target(items):
     got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
     for a, b in zip(items, got.commits, strict=True):
         same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
-    load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9)
+    load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9, (DrafterLoad("NGRAM", 8, 2.5, 3), DrafterLoad("EAGLE3", 0, 0.0, 0)))
     failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
     assert answer.load == load

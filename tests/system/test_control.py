@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 
 import pytest
 from safetensors.torch import load_file, save
@@ -187,7 +188,9 @@ def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
 
 def test_a_flush_reaches_the_draft(shared):
     running = shared
-    running.ask(PROMPTS[0], max_tokens=5)
+    running.ask("a b a b a b a b", max_tokens=40)
+    metrics = running.gateway.client.get("/metrics").text
+    assert re.search(r'outrider_drafter_offered_nodes{address="unix:[^"]*",drafter="NGRAM"} [1-9]', metrics)
     ngrams = running.draft.engine.drafter.ngrams
     assert len(ngrams) > 0
     until(lambda: running.draft.engine.load().running_sessions == 0)
