@@ -11,9 +11,9 @@ from outrider.errors import ConfigError
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT
-from services.draft.model.config import Rope
 from services.draft.model.formats.llama import load_params, read_config
 from services.draft.model.noise import gumbel_from_bits, token_bits
+from services.draft.model.rope import Rope
 from services.draft.model.sampling import Sampling, candidates
 from tests.draft.helpers import all_logits
 from tests.draft.stepping import Stepper
@@ -222,7 +222,7 @@ def test_sharded_bfloat16_checkpoint(tmp_path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "holds a GPT2LMHeadModel"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "lacks 'factor'"),
         ({"hidden_size": None}, "hidden_size"),
     ],

@@ -41,17 +41,29 @@ class _Running(NamedTuple):
     output: jax.Array  # [S, K, G, Q, D]
 
 
-def attention(q: jax.Array, pool: jax.Array, context: Context, page_size: int) -> jax.Array:
+def attention(
+    q: jax.Array,
+    pool: jax.Array,
+    context: Context,
+    page_size: int,
+    *,
+    since: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
     """Attend from each row to what it sees.
 
-    q: [S, Q, heads, D]; pool: [slots, 2, kv_heads, D], keys and values of one layer. Returns [S, Q, heads, D]; rows
-    that see nothing give 0.
+    q: [S, Q, heads, D]; pool: [slots, 2, kv_heads, D], keys and values of one layer, or [slots, 1, kv_heads, D] where
+    a key is its own value. since: [S, Q] int32, the first trunk token that each row sees; all by default.
+    sinks: [heads], a further score, of nothing. Returns [S, Q, heads, D]; rows that see nothing give 0.
     """
     sessions, rows, heads, dim = q.shape
     kv_heads = pool.shape[2]
     grouped = (q * dim**-0.5).reshape(sessions, rows, kv_heads, heads // kv_heads, dim)
     shape = (sessions, kv_heads, heads // kv_heads, rows)
     running = _Running(jnp.full(shape, -1e30), jnp.zeros(shape), jnp.zeros((*shape, dim)))
+    if sinks is not None:
+        scores = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
+        running = running._replace(maximum=jnp.broadcast_to(scores, shape), total=jnp.ones(shape))
     running = _attend(running, grouped, pool[context.scratch_slots], context.scratch_mask)
 
     pages_a_block = min(max(_BLOCK_TOKENS // page_size, 1), context.pages.shape[1])
@@ -65,6 +77,8 @@ def attention(q: jax.Array, pool: jax.Array, context: Context, page_size: int) -
         positions = first * page_size + jnp.arange(block)
         fresh = positions >= i * block
         mask = (positions < context.visible[:, :, None]) & fresh  # [S, Q, block]
+        if since is not None:
+            mask &= positions >= since[:, :, None]
         return _attend(running, grouped, pool[slots], mask)
 
     blocks = (jnp.max(context.visible) + block - 1) // block
@@ -74,11 +88,11 @@ def attention(q: jax.Array, pool: jax.Array, context: Context, page_size: int) -
 
 
 def _attend(running: _Running, q: jax.Array, kv: jax.Array, mask: jax.Array) -> _Running:
-    """Take more keys in. q: [S, Q, K, G, D]; kv: [S, B, 2, K, D]; mask: [S, Q, B]."""
+    """Take more keys in. q: [S, Q, K, G, D]; kv: [S, B, 2 or 1, K, D]; mask: [S, Q, B]."""
     scores = jnp.einsum("sqkgd,sbkd->skgqb", q, kv[:, :, 0], preferred_element_type=jnp.float32)
     mask = mask[:, None, None]  # [S, 1, 1, Q, B]
     maximum = jnp.maximum(running.maximum, jnp.where(mask, scores, -1e30).max(axis=-1))
     p = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
     decay = jnp.exp(running.maximum - maximum)
-    values = jnp.einsum("skgqb,sbkd->skgqd", p.astype(kv.dtype), kv[:, :, 1], preferred_element_type=jnp.float32)
+    values = jnp.einsum("skgqb,sbkd->skgqd", p.astype(kv.dtype), kv[:, :, -1], preferred_element_type=jnp.float32)
     return _Running(maximum, running.total * decay + p.sum(axis=-1), running.output * decay[..., None] + values)

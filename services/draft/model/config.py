@@ -13,44 +13,21 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.errors import ConfigError
 from services.draft.model.heads import Head
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding. kind: "default", "linear" or "llama3"; the last four matter to "llama3" alone."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Radians a position, one for each pair of dimensions. [head_dim / 2] float32."""
-        inverse = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-        if self.kind == "linear":
-            inverse = inverse / self.factor
-        elif self.kind == "llama3":
-            inverse = self._llama3(inverse)
-        return inverse.astype(np.float32)
-
-    def _llama3(self, inverse: NDArray[np.float64]) -> NDArray[np.float64]:
-        # Long waves are slowed down by the factor, short ones stay, those between are blended.
-        waves = 2 * math.pi / inverse
-        smooth = (self.original_context / waves - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        smooth = np.clip(smooth, 0.0, 1.0)
-        return (1 - smooth) * inverse / self.factor + smooth * inverse
+from services.draft.model.rope import Rope, rope_of
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention. width: numbers that its projections take."""
+    """Grouped-query attention. width: numbers that its projections take.
+
+    gated:  a gate stands beside each head's query; what the head saw is multiplied by its sigmoid
+    scale:  of the scores, by default 1 / sqrt(head_dim)
+    window: tokens that a row sees, itself included; by default all. A drafted row sees its whole path
+    sinks:  each head may look past all tokens, at nothing, with a score of its own
+    value_dim, value_scale: published values are narrower than keys, and are to be multiplied
+    """
 
     width: int
     heads: int
@@ -60,11 +37,47 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    gated: bool = False
+    scale: float | None = None
+    window: int | None = None
+    sinks: bool = False
+    value_dim: int | None = None
+    value_scale: float = 1.0
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
         """What the cache keeps of a row: keys and values side by side."""
         return 2, self.kv_heads, self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek): keys and values of all heads are made from one latent vector a token.
+
+    The projections from the latent vector to keys and values are moved to the query's and the output's side, so that
+    the cache keeps the latent vector and the rotated key alone, and all heads read the same.
+
+    width: numbers that its projections take; query_rank: numbers that the query goes through, 0 if it is made at once;
+    rank: of the latent vector; plain_dim, rotary_dim: of a head's query; value_dim: of a head's value; scale: of scores
+    interleaved: published rotated numbers stand in pairs side by side
+    """
+
+    width: int
+    heads: int
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+    rope: Rope
+    scale: float
+    bias: bool = False
+    interleaved: bool = True
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """What the cache keeps of a row: one vector, which is key and value of every head."""
+        return 1, 1, self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,32 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """A mixture of gated feed-forward parts, of which a router gives each row a few.
+
+    count, width:  of the experts; a shared one of `shared` numbers, 0 if there is none, takes every row
+    chosen:        experts a row; by the sigmoid of the router's logits plus a bias, or by their softmax
+    groups, kept:  experts are chosen among the best `kept` groups of them
+    normed:        weights of the chosen experts add up to 1
+    scaling:       of the weights
+    shared_gate:   the shared expert's output is multiplied by the sigmoid of a number of the row's own
+    joined:        published as one tensor of all experts
+    """
+
+    count: int
+    width: int
+    chosen: int
+    shared: int = 0
+    sigmoid: bool = False
+    groups: int = 1
+    kept: int = 1
+    normed: bool = True
+    scaling: float = 1.0
+    shared_gate: bool = False
+    joined: bool = False
+
+
+@dataclass(frozen=True)
 class Layer:
     """A decoder layer: x + attention(norm(x)), then the same with the feed-forward part.
 
@@ -84,8 +123,8 @@ class Layer:
     residual_after_norm: what attention's output is added to has been through the input's norm
     """
 
-    attention: Attention
-    mlp: Mlp
+    attention: Attention | LatentAttention
+    mlp: Mlp | Experts
     epsilon: float
     input_norm: bool = True
     beside: bool = False
@@ -128,29 +167,6 @@ def attention_of(raw: dict[str, Any], *, width: int | None = None, **options: An
         rope=rope_of(raw),
         **options,
     )
-
-
-def rope_of(raw: dict[str, Any]) -> Rope:
-    """The rotary embedding of a config.json. Raises ConfigError for a kind that is not supported."""
-    scaling = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
-        raise ConfigError("the draft model rotates a part of each head only, which is not supported")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, float(scaling["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            kind,
-            float(scaling["factor"]),
-            float(scaling["low_freq_factor"]),
-            float(scaling["high_freq_factor"]),
-            int(scaling["original_max_position_embeddings"]),
-        )
-    raise ConfigError(f"the draft model's rope type {kind!r} is not supported; expected default, linear or llama3")
 
 
 def eos_of(raw: dict[str, Any]) -> tuple[int, ...]:

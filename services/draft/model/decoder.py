@@ -1,19 +1,21 @@
 """The decoder as pure functions: rows of tokens in, states out, keys and values written into the pools.
 
-Legend of shapes: S sessions, Q rows a session, H hidden size, D head size, V vocabulary, W width of a feature.
+Legend of shapes: S sessions, Q rows a session, H hidden size, V vocabulary, W width of a feature.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from services.draft.kernels.attention import Context, attention
+from services.draft.kernels.attention import Context
 from services.draft.kv_cache import Pools, move_and_write
-from services.draft.model.config import Attention, Layer, ModelConfig
+from services.draft.model.attending import attend
+from services.draft.model.config import Layer, ModelConfig
+from services.draft.model.feed_forward import feed_forward
 from services.draft.model.heads import Inputs, Params, rms_norm
 
 
@@ -99,11 +101,11 @@ def _layer(
     residual = inner if description.residual_after_norm else x
     if beside is not None:
         inner = jnp.concatenate([rms_norm(beside, layer["beside_norm"], epsilon), inner], axis=-1)
-    q, kv = _project(layer, description.attention, inner, rows.positions, epsilon)
-    filled = move_and_write(pool, moves, rows.slots.reshape(-1), kv.reshape(-1, *pool.shape[1:]))
-    seen = attention(q, filled, context, page_size).reshape(*x.shape[:2], -1)
-    x = residual + _linear(seen, layer, "output")
-    x = x + _mlp(rms_norm(x, layer["mlp_norm"], epsilon), layer)
+    seen, filled = attend(
+        description.attention, page_size, layer, inner, pool, rows.positions, rows.slots, context, moves, epsilon
+    )
+    x = residual + seen
+    x = x + feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
     return x, filled
 
 
@@ -116,35 +118,3 @@ def head(params: Params, x: jax.Array, vocab_limit: int) -> jax.Array:
             return logits
         ids = jnp.arange(logits.shape[-1])
     return jnp.where(ids < vocab_limit, logits, -1e30)
-
-
-def _linear(x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
-    y = jnp.einsum("...i,io->...o", x, layer[name])
-    return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
-
-
-def _project(
-    layer: dict[str, Any], description: Attention, x: jax.Array, positions: jax.Array, epsilon: float
-) -> tuple[jax.Array, jax.Array]:
-    """Queries [S, Q, heads, D], and keys and values [S, Q, 2, kv_heads, D]."""
-    heads, dim = description.heads, description.head_dim
-    qkv = _linear(x, layer, "qkv").reshape(*x.shape[:2], -1, dim)
-    q, k, v = jnp.split(qkv, (heads, heads + description.kv_heads), axis=2)
-    if description.qk_norm:
-        q, k = rms_norm(q, layer["q_norm"], epsilon), rms_norm(k, layer["k_norm"], epsilon)
-    # Angles are computed and not looked up, so that no position lies beyond a table.
-    angles = positions[..., None].astype(jnp.float32) * description.rope.inverse_frequencies(dim)
-    rotation = (jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None])  # [S, Q, 1, D / 2]
-    return _rotate(q, rotation), jnp.stack([_rotate(k, rotation), v], axis=2)
-
-
-def _rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the pairs (i, i + D / 2) of each head. x: [S, Q, heads, D]."""
-    cos, sin = rotation
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def _mlp(x: jax.Array, layer: dict[str, Any]) -> jax.Array:
-    gate, up = jnp.split(_linear(x, layer, "gate_up"), 2, axis=-1)
-    return _linear(jax.nn.silu(gate) * up, layer, "down")

@@ -14,12 +14,16 @@ from safetensors import SafetensorError, safe_open
 
 from outrider.checkpoint import weight_files
 from outrider.errors import ConfigError
+from services.draft.model.float8 import read_float8, scaled_blocks
 from services.draft.model.torch_files import load_torch_file
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_FORMATS = {"int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8", "int8": "I8", "float64": "F64"}
+_FORMATS = {"int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8", "int8": "I8", "float64": "F64",
+            "float8_e4m3fn": "F8_E4M3"}  # fmt: skip
+
+_SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
 
 
 class Tensors:
@@ -29,12 +33,12 @@ class Tensors:
         """known_as: from a name in the files to the one that is asked for. Raises ConfigError."""
         self.folder = folder
         self._files: list[Any] = []
-        self._places: dict[str, tuple[Mapping[str, Any] | Any, str]] = {}
+        self._places: dict[str, tuple[Mapping[str, Any] | Any, str, Path]] = {}
         for file in weight_files(folder, torch_files=True):
             opened = _open(file)
             self._files.append(opened)
             for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
-                self._places[known_as(name)] = opened, name
+                self._places[known_as(name)] = opened, name, file
 
     def __enter__(self) -> Tensors:
         return self
@@ -54,30 +58,40 @@ class Tensors:
         """What there is."""
         return set(self._places)
 
-    def check(self, what: str, expected: Shapes, ignored: Iterable[str] = ()) -> None:
+    def check(self, what: str, expected: Shapes, ignored: Iterable[str] = (), within: str = "") -> None:
         """Raise ConfigError unless there is every expected tensor, and none besides but ignored ones.
 
-        what: the kind of model, for messages. ignored: names, or ends of names.
+        what: the kind of model, for messages. ignored: names, or ends of names. within: names that begin otherwise are
+        of something else.
         """
         missing = sorted(expected.keys() - self.names)
         if missing:
             raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of a {what}: {_some(missing)}")
         # Old exports carry the rotary constants.
         endings = (*ignored, "rotary_emb.inv_freq")
-        extra = sorted(name for name in self.names - expected.keys() if not name.endswith(endings))
+        extra = sorted(
+            name
+            for name in self.names - expected.keys()
+            if name.startswith(within) and not name.endswith(endings) and name.removesuffix(_SCALES) not in expected
+        )
         if extra:
             raise ConfigError(f"{self.folder} has {len(extra)} tensors that a {what} does not know: {_some(extra)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
-        file, inner = self._place(name)
+        file, inner, _ = self._place(name)
         return tuple(file[inner].shape if isinstance(file, Mapping) else file.get_slice(inner).get_shape())
 
     def read(self, name: str, shape: tuple[int, ...] | None = None, *, integers: bool = False) -> NDArray[Any]:
-        """A tensor of floating-point numbers, or of `integers` or truth values. Raises ConfigError."""
-        file, inner = self._place(name)
+        """A tensor of floating-point numbers, or of `integers` or truth values. Raises ConfigError.
+
+        Numbers of 8 bits come multiplied by their blocks' scales, in float32.
+        """
+        file, inner, path = self._place(name)
         if shape is not None and self.shape(name) != shape:
             raise ConfigError(f"tensor {name} has shape {list(self.shape(name))}; config.json expects {list(shape)}")
+        if name + _SCALES in self and not isinstance(file, Mapping):
+            return scaled_blocks(name, read_float8(path, inner), self.read(name + _SCALES))
         tensor: NDArray[Any] = file[inner] if isinstance(file, Mapping) else _tensor(file, inner)
         accepted = {"int64", "int32", "bool"} if integers else set(_FLOATS)
         if tensor.dtype.name not in accepted:
@@ -86,7 +100,7 @@ class Tensors:
             raise ConfigError(f"tensor {name} has number format {found}; expected one of {wanted}")
         return tensor
 
-    def _place(self, name: str) -> tuple[Mapping[str, Any] | Any, str]:
+    def _place(self, name: str) -> tuple[Mapping[str, Any] | Any, str, Path]:
         if name not in self._places:
             raise ConfigError(f"{self.folder} lacks the tensor {name}")
         return self._places[name]

@@ -1,0 +1,111 @@
+"""Attention of a layer: queries, keys and values from states, what the rows see, and states from that.
+
+Legend of shapes: S sessions, Q rows a session, I numbers of a state, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.kernels.attention import Context, attention
+from services.draft.kv_cache import move_and_write
+from services.draft.model.config import Attention, LatentAttention
+from services.draft.model.feed_forward import linear
+from services.draft.model.heads import rms_norm
+from services.draft.model.rope import Rope
+
+# The norms inside of latent attention have an epsilon of their own.
+_LATENT_EPSILON = 1e-6
+
+
+def attend(
+    description: Attention | LatentAttention,
+    page_size: int,
+    layer: dict[str, Any],
+    x: jax.Array,
+    pool: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+    context: Context,
+    moves: jax.Array,
+    epsilon: float,
+) -> tuple[jax.Array, jax.Array]:
+    """What attention adds to states x [S, Q, I], and the pool with the rows' keys and values.
+
+    positions, slots: [S, Q]; moves: slots to copy first, [2, M]; epsilon: of the norms of queries and keys.
+    """
+    if isinstance(description, LatentAttention):
+        return _attend_latent(description, page_size, layer, x, pool, positions, slots, context, moves)
+    q, kv, gate = _project(layer, description, x, positions, epsilon)
+    filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *pool.shape[1:]))
+    since = None if description.window is None else positions - description.window + 1
+    seen = attention(q, filled, context, page_size, since=since, sinks=layer.get("sinks"))
+    if gate is not None:
+        seen = seen * jax.nn.sigmoid(gate)
+    return linear(seen.reshape(*x.shape[:2], -1), layer, "output"), filled
+
+
+def _project(
+    layer: dict[str, Any], description: Attention, x: jax.Array, positions: jax.Array, epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Queries [S, Q, heads, D], keys and values [S, Q, 2, kv_heads, D], and the gate [S, Q, heads, D] if there is."""
+    heads, kv_heads, dim = description.heads, description.kv_heads, description.head_dim
+    qkv = linear(x, layer, "qkv").reshape(*x.shape[:2], -1, dim)
+    q, k, v, gate = jnp.split(qkv, (heads, heads + kv_heads, heads + 2 * kv_heads), axis=2)
+    if description.qk_norm:
+        q, k = rms_norm(q, layer["q_norm"], epsilon), rms_norm(k, layer["k_norm"], epsilon)
+    cos_sin = _angles(description.rope, dim, positions)
+    q = _scaled(_rotate(q, cos_sin), description.scale, dim)
+    return q, jnp.stack([_rotate(k, cos_sin), v], axis=2), gate if description.gated else None
+
+
+def _attend_latent(
+    description: LatentAttention,
+    page_size: int,
+    layer: dict[str, Any],
+    x: jax.Array,
+    pool: jax.Array,
+    positions: jax.Array,
+    slots: jax.Array,
+    context: Context,
+    moves: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Queries go to the latent space, where all heads read the same rows, and what they saw comes back from there."""
+    rank = description.rank
+    inner = x
+    if description.query_rank:
+        inner = rms_norm(linear(x, layer, "query_down"), layer["query_norm"], _LATENT_EPSILON)
+    q = linear(inner, layer, "query").reshape(*x.shape[:2], description.heads, -1)
+    plain, turning = jnp.split(q, (description.plain_dim,), axis=-1)
+    latent, key = jnp.split(linear(x, layer, "latent"), (rank,), axis=-1)
+    latent = rms_norm(latent, layer["latent_norm"], _LATENT_EPSILON)
+    cos_sin = _angles(description.rope, description.rotary_dim, positions)
+    row = jnp.concatenate([latent, _rotate(key[:, :, None], cos_sin)[:, :, 0]], axis=-1)
+    filled = move_and_write(pool, moves, slots.reshape(-1), row.reshape(-1, *pool.shape[1:]))
+    q = jnp.concatenate([jnp.einsum("sqhp,hpr->sqhr", plain, layer["keys"]), _rotate(turning, cos_sin)], axis=-1)
+    seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, context, page_size)[..., :rank]
+    values = jnp.einsum("sqhr,hrv->sqhv", seen, layer["values"])
+    return linear(values.reshape(*x.shape[:2], -1), layer, "output"), filled
+
+
+def _scaled(q: jax.Array, scale: float | None, dim: int) -> jax.Array:
+    """Queries such that attention, which multiplies them by 1 / sqrt(dim), multiplies them by the scale."""
+    return q if scale is None else q * (scale * math.sqrt(dim))
+
+
+def _angles(rope: Rope, dim: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, [S, Q, 1, rotated / 2]. Computed and not looked up, so that none lies beyond a table."""
+    angles = (positions[..., None].astype(jnp.float32) * rope.inverse_frequencies(dim))[:, :, None]
+    return jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
+
+
+def _rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotate the pairs (i, i + half) of each head's first 2 * half numbers. x: [S, Q, heads, D]."""
+    cos, sin = cos_sin
+    half = cos.shape[-1]
+    a, b, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
