@@ -16,7 +16,8 @@ import tyro
 
 from outrider.errors import ConfigError
 
-Algorithm = Literal["NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NONE"]
+Algorithm = Literal["NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
+MtpState = Literal["auto", "normed", "raw"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
@@ -141,11 +142,15 @@ class DraftOptions:
     speculative_algorithm: Algorithm = "NGRAM"
     """The drafter."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the draft model; every algorithm but NGRAM needs one."""
+    """Hugging Face id, local folder, or GGUF file of the draft model; NGRAM needs none, NEXTN finds it in the target."""
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target's hidden states travel to a head that feeds on them; auto is bfloat16."""
+    speculative_mtp_feature: MtpState = "auto"
+    """NEXTN: the target's last state that it hands over, behind its final norm or before; auto is the model's own."""
+    speculative_mtp_own_state: MtpState = "auto"
+    """NEXTN: the state that a layer hands on to its next step, behind its final norm or before; auto is normed."""
     draft_page_size: int = 16
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None
@@ -175,7 +180,7 @@ class DraftConfig(DraftOptions, SharedOptions, ProcessConfig):
     """The draft service: proposes tokens ahead of the target."""
 
     model_path: Annotated[str | None, tyro.conf.arg(aliases=["--model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the target: EAGLE and EAGLE3 share its embedding and its head."""
+    """Hugging Face id, local folder, or GGUF file of the target, whose embedding and head fed drafters share."""
     listen: str = "127.0.0.1:30020"
     """Address of the gRPC service: host:port or unix:/path."""
 
@@ -237,8 +242,10 @@ class ServeConfig:
 Config = TypeVar("Config", bound=ProcessConfig)
 
 # Drafters with a checkpoint of their own, and those of them that the target feeds.
-MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3")
-FED_ALGORITHMS = ("EAGLE", "EAGLE3")
+MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+# Those that may come with the target's own checkpoint; EAGLE is another name of NEXTN there, as in SGLang.
+BUILT_IN_ALGORITHMS = ("EAGLE", "NEXTN")
 
 
 def plain_argv(argv: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from types import FrameType
 
 from outrider import checkpoint
 from outrider.config import (
+    BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
     MODEL_ALGORITHMS,
     DraftConfig,
@@ -68,7 +69,9 @@ def serve(config: ServeConfig) -> int:
 def check_flags(config: ServeConfig) -> None:
     """Refuse early what would fail late. Raises ConfigError."""
     draft, gateway = config.draft, config.gateway
-    if draft.speculative_algorithm in MODEL_ALGORITHMS and draft.speculative_draft_model_path is None:
+    own_model = draft.speculative_algorithm in MODEL_ALGORITHMS
+    own_model = own_model and draft.speculative_algorithm not in BUILT_IN_ALGORITHMS
+    if own_model and draft.speculative_draft_model_path is None:
         raise ConfigError(
             f"{draft.speculative_algorithm} drafts with a model of its own; name it with --speculative-draft-model-path"
         )

@@ -13,7 +13,7 @@ from typing import Any
 import tyro
 
 import outrider
-from outrider.config import FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, plain_argv
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, plain_argv
 from outrider.errors import ConfigError
 from outrider.serving import process
 from outrider.serving.loop import EngineLoop
@@ -107,7 +107,8 @@ def check(config: DraftConfig) -> None:
     if config.speculative_algorithm == "NONE":
         raise ConfigError("--speculative-algorithm NONE needs no draft service; name NGRAM or STANDALONE")
     algorithm = config.speculative_algorithm
-    if algorithm in MODEL_ALGORITHMS and config.speculative_draft_model_path is None:
+    own_model = algorithm in MODEL_ALGORITHMS and algorithm not in BUILT_IN_ALGORITHMS
+    if own_model and config.speculative_draft_model_path is None:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
     if algorithm in FED_ALGORITHMS and config.model_path is None:
         raise ConfigError(

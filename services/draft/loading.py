@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from outrider import checkpoint
-from outrider.config import FED_ALGORITHMS, DraftConfig
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, DraftConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -25,6 +25,7 @@ from services.draft.model.formats import llama
 from services.draft.model.formats.base import Draft
 from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
+from services.draft.model.formats.mtp import holds_mtp, read_mtp
 from services.draft.model.formats.target import read_target
 from services.draft.model.runner import ModelRunner
 from services.draft.trunk import SCRATCH_SLOTS
@@ -47,9 +48,8 @@ _DEFAULT_CHUNK = 256
 
 def load_model_drafter(config: DraftConfig, children: int) -> tuple[ModelDrafter, common_pb2.ModelInfo]:
     """The drafter and the facts of its model. children: candidates a node. Raises ConfigError."""
-    assert config.speculative_draft_model_path is not None
     _keep_programs()
-    folder = checkpoint.resolve(config.speculative_draft_model_path, torch_files=True)
+    folder = checkpoint.resolve(_path(config), torch_files=True)
     draft, vocabulary = _read(folder, config)
     runner, prefix = _runner(draft, vocabulary, config, children)
     chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
@@ -69,6 +69,13 @@ def load_model_drafter(config: DraftConfig, children: int) -> tuple[ModelDrafter
     return drafter, _describe(folder, vocabulary, config, draft.config)
 
 
+def _path(config: DraftConfig) -> str:
+    """Where the draft model is: in the target's own checkpoint unless it is named."""
+    path = config.speculative_draft_model_path or config.model_path
+    assert path is not None, "app.check refuses a drafter whose model is not named"
+    return path
+
+
 def _read(folder: Path, config: DraftConfig) -> tuple[Draft, Path]:
     """The draft model, and the folder whose tokenizer it uses."""
     if config.speculative_algorithm not in FED_ALGORITHMS:
@@ -76,7 +83,11 @@ def _read(folder: Path, config: DraftConfig) -> tuple[Draft, Path]:
         return Draft(model, lambda dtype: llama.load_params(folder, model, dtype)), folder
     assert config.model_path is not None
     target = checkpoint.resolve(config.model_path)
-    return _HEADS[config.speculative_algorithm](folder, read_target(target)), target
+    algorithm, facts = config.speculative_algorithm, read_target(target)
+    if algorithm == "NEXTN" or (algorithm in BUILT_IN_ALGORITHMS and (folder == target or holds_mtp(folder))):
+        states = config.speculative_mtp_feature, config.speculative_mtp_own_state
+        return read_mtp(folder, facts, feature=states[0], own=states[1]), target
+    return _HEADS[algorithm](folder, facts), target
 
 
 def _runner(draft: Draft, vocabulary: Path, config: DraftConfig, children: int) -> tuple[ModelRunner, PrefixCache]:
@@ -137,10 +148,9 @@ def _memory_bytes() -> int:
 
 
 def _describe(folder: Path, vocabulary: Path, config: DraftConfig, model: ModelConfig) -> common_pb2.ModelInfo:
-    assert config.speculative_draft_model_path is not None
     fed = model.head.fed
     return common_pb2.ModelInfo(
-        model_path=checkpoint.display_name(config.speculative_draft_model_path),
+        model_path=checkpoint.display_name(_path(config)),
         fingerprint=checkpoint.fingerprint(folder),
         architecture=model.architecture,
         # A fed head's own vocabulary, if it has one, is translated before anybody sees it.

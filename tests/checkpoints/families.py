@@ -39,7 +39,8 @@ class Family:
 
 
 def _family(architecture: str, model_type: str, *tensors: str, shards: bool = False, **config: Any) -> Family:
-    return Family({"architectures": [architecture], "model_type": model_type} | _COMMON | config, tensors, shards)
+    settings = {"architectures": [architecture], "model_type": model_type} | _COMMON | config
+    return Family({key: value for key, value in settings.items() if value != "absent"}, tensors, shards)
 
 
 _MIMO_CONFIGURATION = """
@@ -169,13 +170,34 @@ FAMILIES: dict[str, Family] = {
     "cohere-2": _family("Cohere2ForCausalLM", "cohere2", head_dim=16, logit_scale=0.25, sliding_window=24,
                         sliding_window_pattern=3, layer_norm_eps=1e-5, tie_word_embeddings=True, pad_token_id=0),
 }  # fmt: skip
+# Families of whose checkpoints the MTP layers alone are of interest.
+DRAFTING: dict[str, Family] = {
+    "mimo-v2": _family(
+        "MiMoV2FlashForCausalLM", "mimo_v2_flash", "model.layers.2.self_attn.attention_sink_bias",
+        num_key_value_heads=1, swa_num_key_value_heads=2, swa_num_attention_heads=4, head_dim=24, swa_head_dim=24,
+        v_head_dim=20, swa_v_head_dim=20, partial_rotary_factor=0.334, rope_theta=5000000, swa_rope_theta=10000,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"], sliding_window=8,
+        sliding_window_size=8, attention_value_scale=0.707, add_swa_attention_sink_bias=True, layernorm_epsilon=1e-5,
+        mlp_layer_types=["dense", "sparse", "dense"], attention_bias=False, n_routed_experts=4, n_group=1, topk_group=1,
+        scoring_func="sigmoid", topk_method="noaux_tc", rope_scaling="absent", **_MOE,
+    ),
+    "qwen3-next": _family(
+        "Qwen3NextForCausalLM", "qwen3_next", "model.layers.1.mlp.shared_expert_gate.weight",
+        "model.layers.1.mlp.experts.3.gate_proj.weight",
+        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], head_dim=16,
+        partial_rotary_factor=0.25, num_experts=8, shared_expert_intermediate_size=24, decoder_sparse_step=1,
+        mlp_only_layers=[],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        attention_bias=False, **_MOE,
+    ),
+}  # fmt: skip
 
 
 def write_family(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path:
     """Write the checkpoint of a family. changes: of its configuration. Returns the folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    family = FAMILIES[name]
+    family = FAMILIES.get(name) or DRAFTING[name]
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in family.code.items():
         (folder / file).write_text(text)
@@ -188,7 +210,7 @@ def write_family(folder: Path, name: str, seed: int = 0, **changes: Any) -> Path
     model.save_pretrained(folder, **({"max_shard_size": "60KB"} if family.shards else {}))
     (folder / "config.json").write_text(config)  # save_pretrained has its own mind about keys
     names = tensor_names(folder)
-    assert set(family.tensors) <= names, set(family.tensors) - names
+    assert changes or set(family.tensors) <= names, set(family.tensors) - names
     return folder
 
 

@@ -108,3 +108,32 @@ class Eagle3Head(Head):
         """The head's own final norm."""
         normed = rms_norm(x, params["norm"], self.epsilon)
         return normed, normed if self.norm_output else x
+
+
+@dataclass(frozen=True)
+class MtpHead(Head):
+    """Multi-token prediction: a linear layer joins [norm(embedding); norm(feature)] for a decoder layer of the model.
+
+    hands_normed: the state that is handed on has been through the final norm
+    blind_start:  the embedding at position 0 counts as zeros (MiMo)
+    """
+
+    hands_normed: bool = True
+    blind_start: bool = False
+
+    fed = True
+
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """params: embedding_norm, feature_norm [H], and fuse [2H, H]."""
+        assert inputs.feature is not None
+        embedding = inputs.embedding
+        if self.blind_start:
+            embedding = jnp.where(inputs.positions[..., None] == 0, 0, embedding)
+        token = rms_norm(embedding, params["embedding_norm"], self.epsilon)
+        feature = rms_norm(inputs.feature, params["feature_norm"], self.epsilon)
+        return jnp.concatenate([token, feature], axis=-1) @ params["fuse"], None
+
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The layer's own final norm; the target's head reads what comes of it."""
+        normed = rms_norm(x, params["norm"], self.epsilon)
+        return normed, normed if self.hands_normed else x

@@ -75,6 +75,7 @@ class Tensors:
             if name.startswith(within) and not name.endswith(endings) and name.removesuffix(_SCALES) not in expected
         )
         if extra:
+            extra = [self._places[name][1] for name in extra]
             raise ConfigError(f"{self.folder} has {len(extra)} tensors that a {what} does not know: {_some(extra)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -82,14 +83,20 @@ class Tensors:
         file, inner, _ = self._place(name)
         return tuple(file[inner].shape if isinstance(file, Mapping) else file.get_slice(inner).get_shape())
 
+    def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ConfigError unless a tensor has a shape."""
+        if self.shape(name) != shape:
+            found, inner = list(self.shape(name)), self._place(name)[1]
+            raise ConfigError(f"tensor {inner} has shape {found}; config.json expects {list(shape)}")
+
     def read(self, name: str, shape: tuple[int, ...] | None = None, *, integers: bool = False) -> NDArray[Any]:
         """A tensor of floating-point numbers, or of `integers` or truth values. Raises ConfigError.
 
         Numbers of 8 bits come multiplied by their blocks' scales, in float32.
         """
         file, inner, path = self._place(name)
-        if shape is not None and self.shape(name) != shape:
-            raise ConfigError(f"tensor {name} has shape {list(self.shape(name))}; config.json expects {list(shape)}")
+        if shape is not None:
+            self.check_shape(name, shape)
         if name + _SCALES in self and not isinstance(file, Mapping):
             return scaled_blocks(name, read_float8(path, inner), self.read(name + _SCALES))
         tensor: NDArray[Any] = file[inner] if isinstance(file, Mapping) else _tensor(file, inner)
@@ -97,7 +104,7 @@ class Tensors:
         if tensor.dtype.name not in accepted:
             known = _FLOATS | _FORMATS
             found, wanted = known.get(tensor.dtype.name, tensor.dtype.name), sorted(known[name] for name in accepted)
-            raise ConfigError(f"tensor {name} has number format {found}; expected one of {wanted}")
+            raise ConfigError(f"tensor {inner} has number format {found}; expected one of {wanted}")
         return tensor
 
     def _place(self, name: str) -> tuple[Mapping[str, Any] | Any, str, Path]:
@@ -121,7 +128,7 @@ def _open(file: Path) -> Any:
 def _tensor(file: Any, name: str) -> NDArray[Any]:
     try:
         tensor: NDArray[Any] = file.get_tensor(name)
-    except (SafetensorError, TypeError, KeyError) as error:
+    except (SafetensorError, TypeError, KeyError, AttributeError) as error:
         found = file.get_slice(name).get_dtype()
         raise ConfigError(f"tensor {name} has number format {found}, which cannot be read: {error}") from None
     return tensor
