@@ -142,7 +142,7 @@ class DraftOptions:
     speculative_algorithm: Algorithm = "NGRAM"
     """The drafter."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the draft model; NGRAM needs none, NEXTN finds it in the target."""
+    """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target."""
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
     draft_feature_dtype: FeatureDType = "auto"
