@@ -37,7 +37,7 @@ DRAFTERS = {
     "STANDALONE (self)": ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"],
     "STANDALONE (self), chain": [
         *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"),
-        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6"),
     ],
 }
 

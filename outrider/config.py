@@ -49,11 +49,12 @@ class SharedOptions:
     max_running_requests: int = 48
     """Most sessions that run together."""
     speculative_num_steps: int | None = None
-    """Depth of a draft: most draft tokens that one step can accept in a session."""
+    """Depth of a draft: most draft tokens that one step can accept in a session. A drafter with a model grows exactly
+    SGLang's tree if this and the next two are set, and a tree that adapts if none is."""
     speculative_eagle_topk: int | None = None
-    """Most children of a draft node."""
+    """Most children of a draft node, and nodes of a level that get children."""
     speculative_num_draft_tokens: int | None = None
-    """Rows verified per session and step, the root included; by default chosen by the service."""
+    """Rows verified per session and step, the root included; for a chain (--speculative-eagle-topk 1) its depth + 1."""
     disable_radix_cache: bool = False
     """Keep no KV pages for later sessions that begin with the same tokens."""
 

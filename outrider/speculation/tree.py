@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -196,17 +196,26 @@ class SpeculationTree:
         return list(range(len(self))) if node == ROOT else self._reroot(node)
 
     def _reroot(self, root: int) -> list[int]:
-        old = self.token, self.parent, self.log_score
+        below = {root}
         kept: list[int] = []
-        renumbered = {root: ROOT}
-        for node in range(root + 1, len(old[0])):
-            if old[1][node] in renumbered:
-                renumbered[node] = len(kept)
+        for node in range(root + 1, len(self)):
+            if self.parent[node] in below:
+                below.add(node)
                 kept.append(node)
-        self.clear()
-        for node in kept:
-            self.add(renumbered[old[1][node]], old[0][node], old[2][node])
+        self._rebuild(root, kept)
         return kept
+
+    def retain(self, nodes: Sequence[int]) -> None:
+        """Forget all nodes but these, which are renumbered in their order: parents before children."""
+        self._rebuild(ROOT, nodes)
+
+    def _rebuild(self, root: int, kept: Sequence[int]) -> None:
+        old = self.token, self.parent, self.log_score
+        renumbered = {root: ROOT}
+        self.clear()
+        for place, node in enumerate(kept):
+            renumbered[node] = place
+            self.add(renumbered[old[1][node]], old[0][node], old[2][node])
 
     def select(
         self,

@@ -34,6 +34,7 @@ from outrider.config import (
     to_argv,
 )
 from outrider.errors import ConfigError, EngineFault
+from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, supervise
@@ -75,10 +76,20 @@ def check_flags(config: ServeConfig) -> None:
         raise ConfigError(
             f"{draft.speculative_algorithm} drafts with a model of its own; name it with --speculative-draft-model-path"
         )
+    tree_shape(config)
     if gateway.port == gateway.grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
         check_port(gateway.host, port, flag)
+
+
+def tree_shape(config: ServeConfig) -> TreeShape | None:
+    """The shape that the flags give trees of a model; None if they adapt. Raises ConfigError."""
+    shared = config.shared
+    if config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
+        return None
+    rows = shared.speculative_num_draft_tokens
+    return explicit_shape(shared.speculative_num_steps, shared.speculative_eagle_topk, rows)
 
 
 def check_port(host: str, port: int, flag: str) -> None:
@@ -109,8 +120,10 @@ def prepare_models(config: ServeConfig, display: Display) -> None:
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     """The three configurations. runtime: a private folder for sockets."""
     shared, level = asdict(config.shared), config.log_level
+    shape = tree_shape(config)
     target = TargetConfig(
-        **asdict(config.target), **shared, log_level=level, cores=format_cores(cores.target),
+        **asdict(config.target), **(shared if shape is None else shared | {"speculative_num_draft_tokens": shape.rows}),
+        log_level=level, cores=format_cores(cores.target),
         listen=config.listen_target or f"unix:{runtime}/target.sock",
     )  # fmt: skip
     draft = None

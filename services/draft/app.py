@@ -19,6 +19,7 @@ from outrider.serving import process
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
+from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
@@ -27,6 +28,7 @@ from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
 from services.draft.ngrams.base import NgramOptions
 from services.draft.service import DraftServicer
+from services.draft.trunk import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     else:
         from services.draft.loading import load_model_drafter
 
-        drafter, model = load_model_drafter(config, max(config.speculative_eagle_topk or 0, _MODEL_CHILDREN))
+        drafter, model = load_model_drafter(config, tree_shape(config), _MODEL_CHILDREN)
     return DraftEngine(drafter, tree_limits(config), config.max_running_requests, beside=ngram), model
 
 
@@ -115,6 +117,9 @@ def check(config: DraftConfig) -> None:
             f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, whose "
             "embedding and head it shares"
         )
+    shape = tree_shape(config)
+    if shape is not None:
+        _check_shape(config, shape)
     positive = {
         "--max-running-requests": config.max_running_requests,
         "--draft-page-size": config.draft_page_size,
@@ -134,6 +139,27 @@ def check(config: DraftConfig) -> None:
         )
     if uses_ngram(config):
         _check_ngram(config)
+
+
+def tree_shape(config: DraftConfig) -> TreeShape | None:
+    """The shape of explicit trees; None for trees that adapt, and for NGRAM, whose own flags say how they grow."""
+    if config.speculative_algorithm not in MODEL_ALGORITHMS:
+        return None
+    rows = config.speculative_num_draft_tokens
+    return explicit_shape(config.speculative_num_steps, config.speculative_eagle_topk, rows)
+
+
+def _check_shape(config: DraftConfig, shape: TreeShape) -> None:
+    if config.speculative_ngram_beside:
+        raise ConfigError(
+            "--speculative-ngram-beside adds nodes to trees whose shape --speculative-num-steps, "
+            "--speculative-eagle-topk and --speculative-num-draft-tokens fix; leave it out, or those three"
+        )
+    if shape.expansions > SCRATCH_SLOTS:
+        raise ConfigError(
+            f"--speculative-num-steps {shape.steps} and --speculative-eagle-topk {shape.topk} expand "
+            f"{shape.expansions} nodes of a session at a time; there is room for {SCRATCH_SLOTS}"
+        )
 
 
 def _check_ngram(config: DraftConfig) -> None:
@@ -172,6 +198,13 @@ def ngram_options(config: DraftConfig) -> NgramOptions:
 
 def tree_limits(config: DraftConfig) -> TreeLimits:
     """Limits of the trees: what was asked for, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
+    shape = tree_shape(config)
+    if shape is not None:
+        if shape.rows != config.speculative_num_draft_tokens:
+            log.warning("a chain of %d steps has %d rows: --speculative-num-draft-tokens is %d",
+                        shape.steps, shape.rows, shape.rows)  # fmt: skip
+        nodes = max(_MAX_NODES, shape.candidates)
+        return TreeLimits(nodes, shape.steps, shape.topk, floor=0.0, shape=shape)
     return TreeLimits(
         nodes=_MAX_NODES,
         depth=config.speculative_num_steps or _DEFAULT_DEPTH,

@@ -20,6 +20,7 @@ from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import ROOT
+from services.draft.beam import BeamFrontier
 from services.draft.drafters.base import Drafter, Wish
 from services.draft.frontier import Frontier, TreeLimits
 from services.draft.places import Places
@@ -59,16 +60,18 @@ class DraftEngine(Engine):
         self.close(request.session_id)
         if not 1 <= request.prompt_length <= len(request.tokens):
             raise InvalidRequest("a session needs at least one token to draft for", param="prompt")
-        frontiers = [
-            Frontier(drafter.expansions, self.limits.floor, from_parents=drafter.from_parents)
-            for drafter in self.drafters
-        ]
+        frontiers = [self._frontier(drafter) for drafter in self.drafters]
         session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers)
         for places in self._places:
             places.enter(session)
         self._sessions[session.id] = session
         self._admit()
         self._keep(session)
+
+    def _frontier(self, drafter: Drafter) -> Frontier:
+        if self.limits.shape is not None:
+            return BeamFrontier(self.limits.shape, lasting=drafter.features is None)
+        return Frontier(drafter.expansions, self.limits.floor, from_parents=drafter.from_parents)
 
     def close(self, session_id: int) -> None:
         """Forget a session and free what it holds."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 
@@ -20,18 +22,19 @@ class TreeLimits:
     """How far a tree grows.
 
     nodes: most nodes a session. depth: deepest node, in levels below the root. children: most children a node. floor:
-    least probability that a node is reached, below which it is neither expanded nor sent.
+    least probability that a node is reached, below which it is neither expanded nor sent. shape: of explicit trees.
     """
 
     nodes: int = 256
     depth: int = 16
     children: int = 4
     floor: float = 2e-3
+    shape: TreeShape | None = None
 
     @property
     def log_floor(self) -> float:
         """Natural log of the floor."""
-        return math.log(self.floor)
+        return math.log(self.floor) if self.floor else -math.inf
 
 
 class Frontier:
@@ -54,6 +57,11 @@ class Frontier:
         self.root_expanded = self.blocked = False
         self.expanded.clear()
         self._open.clear()
+
+    @property
+    def complete(self) -> bool:
+        """True if there is something to say of the root, if only that nothing follows it."""
+        return self.root_expanded
 
     @property
     def wants(self) -> bool:
@@ -96,3 +104,14 @@ class Frontier:
         self.root_expanded = root_expanded
         self.expanded = {new for new, old in enumerate(kept) if old in self.expanded}
         self._open = set()
+
+    def survey(self, tree: SpeculationTree, max_depth: int) -> None:
+        """The tree has changed."""
+
+    def needed(self) -> list[int] | None:
+        """After a commit: the nodes that are still of use, parents before children; None if all are."""
+        return None
+
+    def chosen(self, tree: SpeculationTree) -> Sequence[int]:
+        """Nodes that may be proposed, parents before children."""
+        return range(len(tree))

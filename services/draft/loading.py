@@ -16,6 +16,7 @@ from outrider.errors import ConfigError
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureFormat
+from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
@@ -46,12 +47,17 @@ _CHUNK = {"cpu": 64}
 _DEFAULT_CHUNK = 256
 
 
-def load_model_drafter(config: DraftConfig, children: int) -> tuple[ModelDrafter, common_pb2.ModelInfo]:
-    """The drafter and the facts of its model. children: candidates a node. Raises ConfigError."""
+def load_model_drafter(
+    config: DraftConfig, shape: TreeShape | None, children: int
+) -> tuple[ModelDrafter, common_pb2.ModelInfo]:
+    """The drafter and the facts of its model. Raises ConfigError.
+
+    shape: of explicit trees; children: candidates a node where there is none
+    """
     _keep_programs()
     folder = checkpoint.resolve(_path(config), torch_files=True)
     draft, vocabulary = _read(folder, config)
-    runner, prefix = _runner(draft, vocabulary, config, children)
+    runner, prefix = _runner(draft, vocabulary, config, shape.topk if shape else children)
     chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
     drafter: ModelDrafter
     if draft.features is None:
@@ -61,6 +67,8 @@ def load_model_drafter(config: DraftConfig, children: int) -> tuple[ModelDrafter
         drafter = FeatureDrafter(
             config.speculative_algorithm, runner, prefix, config.max_running_requests, chunk, features, draft.fusion
         )
+    if shape is not None:
+        drafter.follow(shape)
     allocator = prefix.allocator
     log.info(
         "%s, %s on %s, %d pages of %d tokens", draft.config.architecture, _dtype_name(config), jax.default_backend(),

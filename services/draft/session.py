@@ -148,6 +148,7 @@ class DraftSession:
             if i in inner:
                 self._mark_expanded(place, drafter)
             self._enter_frontiers(place)
+        self._survey()
 
     def _add_child(self, parent: int, token: int, log_score: float, drafter: int) -> int | None:
         depth = 1 if parent == ROOT else self.tree.depth[parent] + 1
@@ -201,9 +202,27 @@ class DraftSession:
         self._told = {}
         for frontier in self.frontiers:
             frontier.renumber(kept, root_expanded=root_expanded and frontier is self.frontiers[-1])
+        kept = self._prune(kept)
         for node in range(len(kept)):
             self._enter_frontiers(node)
         return kept
+
+    def _survey(self) -> None:
+        for frontier in self.frontiers:
+            frontier.survey(self.tree, self.max_depth)
+
+    def _prune(self, kept: list[int]) -> list[int]:
+        """Forget nodes that are of no use. kept: old index of each node. Returns those of the nodes that stay."""
+        self._survey()
+        main = self.frontiers[-1]
+        needed = main.needed()
+        if needed is None:
+            return kept
+        self.tree.retain(needed)
+        main.renumber(needed, root_expanded=main.root_expanded)
+        self._survey()
+        self._sent = [False] * len(needed)  # a tree is proposed as a whole
+        return [kept[i] for i in needed]
 
     def reset(self) -> None:
         """Forget the tree, but not the tokens."""
@@ -230,16 +249,17 @@ class DraftSession:
         return proposals
 
     def _awaits_root(self) -> bool:
-        """True if a drafter has yet to tell the root's children, now or once it is fed."""
+        """True if a drafter has yet to tell what follows the root, now or once it is fed."""
         return any(
-            not frontier.root_expanded and (self.wants(drafter) or frontier.blocked)
+            not frontier.complete and (self.wants(drafter) or frontier.blocked)
             for drafter, frontier in enumerate(self.frontiers)
         )
 
     def proposals(self) -> list[Proposal]:
         """The nodes above the floor that have not been sent, hung on what has; they count as sent afterwards."""
         tree, floor = self.tree, self.limits.log_floor
-        fresh = [i for i in range(len(tree)) if not self._sent[i] and tree.path_score[i] >= floor]
+        chosen = self.frontiers[-1].chosen(tree)
+        fresh = [i for i in chosen if not self._sent[i] and tree.path_score[i] >= floor]
         if len(fresh) > self.wanted:  # the best; no child is better than its parent
             fresh = sorted(sorted(fresh, key=lambda i: -tree.path_score[i])[: self.wanted])
         groups: dict[int, list[int]] = {}  # by anchor, in the tree's order: parents first

@@ -227,7 +227,7 @@ def ancestors(tree, node):
 
 
 def test_limits_of_depth_and_children(model):
-    engine = standalone(model, speculative_num_steps=3, speculative_eagle_topk=2)
+    engine = standalone(model, speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=8)
     engine.open(request(1, PROMPT))
     settle(engine)
     (session,) = engine.running.values()

@@ -28,16 +28,18 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None = None, **options: Any) -> Engine:
     """A draft engine. target: the target's folder, for heads.
 
-    options: match_type, max_running, children, beside.
+    options: match_type, max_running, beside; tree: steps, topk and rows of explicit trees.
     """
     from services.draft.app import build
 
     names = {
         "match_type": "speculative_ngram_match_type",
         "max_running": "max_running_requests",
-        "children": "speculative_eagle_topk",
         "beside": "speculative_ngram_beside",
     }
+    if tree := options.pop("tree", ()):
+        flags = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        options |= dict(zip(flags, tree, strict=True))
     config = DraftConfig(
         speculative_algorithm=algorithm,
         speculative_draft_model_path=str(folder) if folder else None,

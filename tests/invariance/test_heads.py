@@ -27,10 +27,7 @@ def models(tmp_path_factory):
 def drafts(models):
     """One engine a head; every run leaves it empty."""
     target, heads = models
-    return {
-        name: draft_engine(algorithm, folder, target, max_running=4, children=2)
-        for name, (algorithm, folder) in heads.items()
-    }
+    return {name: draft_engine(algorithm, folder, target, max_running=4) for name, (algorithm, folder) in heads.items()}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -24,16 +24,18 @@ def parse(*flags):
 def test_shared_flags_reach_both_services_and_others_their_own(tmp_path):
     config = parse(
         "--model", "m", "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d",
-        "--log-level", "debug", "--max-running-requests", "7", "--speculative-num-steps", "3", "--page-size", "32",
+        "--log-level", "debug", "--max-running-requests", "7", "--page-size", "32",
+        "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "9",
     )  # fmt: skip
     made = configure(config, CORES, tmp_path)
-    target = TargetConfig(
-        model_path="m", listen=f"unix:{tmp_path}/target.sock", max_running_requests=7, speculative_num_steps=3,
-        page_size=32, cores="0,1", log_level="debug",
+    shared = {"max_running_requests": 7, "speculative_num_steps": 3, "speculative_eagle_topk": 1}
+    target = TargetConfig(  # a chain has no more rows than it needs
+        model_path="m", listen=f"unix:{tmp_path}/target.sock", page_size=32, cores="0,1", log_level="debug",
+        speculative_num_draft_tokens=4, **shared,
     )  # fmt: skip
     draft = DraftConfig(
         speculative_algorithm="STANDALONE", speculative_draft_model_path="d", listen=f"unix:{tmp_path}/draft.sock",
-        max_running_requests=7, speculative_num_steps=3, cores="2", log_level="debug",
+        cores="2", log_level="debug", speculative_num_draft_tokens=9, **shared,
     )  # fmt: skip
     assert (made.target, made.draft) == (target, draft)
     assert (made.gateway.target, made.gateway.draft) == ((target.listen,), (draft.listen,))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import EngineLoad
+from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
 from services.draft.batch import Job, Shape, build_inputs
 from services.draft.drafters.base import Drafter, Growth, Wish
@@ -49,11 +50,15 @@ class Work:
         return sum(self.reach[:rows])
 
 
-def growth_shapes(max_running: int) -> list[Shape]:
-    """Shapes of rounds of growth, small to large."""
+def growth_shapes(max_running: int, tree: TreeShape | None = None) -> list[Shape]:
+    """Shapes of rounds of growth, small to large. tree: of explicit trees: a level of one takes a round, or the root,
+    fed with what a step can commit.
+    """
     sizes = [1, 4, 16, 64]
     count = next((i for i, size in enumerate(sizes) if size >= max_running), len(sizes) - 1)
     rows = {1: (1, 4, 8), 4: (1, 4), 16: (1, 4), 64: (2,)}
+    if tree is not None:
+        rows = dict.fromkeys(sizes, tuple(sorted({tree.topk, tree.steps + 1})))
     return [Shape(size, q, q) for size in sizes[: count + 1] for q in rows[size]]
 
 
@@ -66,13 +71,23 @@ class ModelDrafter(Drafter):
         self.prefix = prefix
         self.eos_token_ids = runner.config.eos_token_ids
         self.max_session_tokens = min(runner.config.context, runner.table_pages * runner.page_size)
-        self._growth_shapes = growth_shapes(max_running)
+        self._max_running = max_running
         self._chunk_shape = Shape(1, chunk, 1)
-        self._most_rows = max(shape.rows for shape in self._growth_shapes if shape.sessions == 1)
+        self._least_edge = _LEAST_EDGE
+        self._grow_in(growth_shapes(max_running))
         self.trunks: dict[int, Trunk] = {}
         self.moves: dict[int, list[tuple[int, int]]] = {}  # by session: rows to move before the next step
         self._fed_chunk = False  # the last round was a chunk
         self._step_tokens = 0
+
+    def follow(self, tree: TreeShape) -> None:
+        """Grow trees of a fixed shape, in which no candidate is too unlikely. Called before the warm-up."""
+        self._least_edge = -math.inf
+        self._grow_in(growth_shapes(self._max_running, tree))
+
+    def _grow_in(self, shapes: list[Shape]) -> None:
+        self._growth_shapes = shapes
+        self._most_rows = max(shape.rows for shape in shapes if shape.sessions == 1)
 
     def warm_up(self) -> None:
         """Compile and measure every shape."""
@@ -218,7 +233,7 @@ class ModelDrafter(Drafter):
         likely = [
             (token, score)
             for token, score in zip(ids.tolist(), log_scores.tolist(), strict=True)
-            if score >= _LEAST_EDGE
+            if score > self._least_edge
         ]
         tokens, scores = [token for token, _ in likely], [score for _, score in likely]
         return Growth(session, node, tokens, [-1] * len(tokens), scores)

@@ -1,0 +1,85 @@
+"""Explicit trees, grown as SGLang grows EAGLE-2's: level by level, a beam of K nodes, the best N - 1 of all candidates.
+
+    level 0    the root's K children; all of them are the beam
+    level i    each node of the beam gets K children; the best K of these K * K are the next beam
+    choice     the N - 1 best candidates of all levels are proposed at once, in the order of flat numbers
+
+A candidate's score is the product of probabilities along its path. Ties go to the lower flat number, which counts
+candidates level by level, in the order of the beam and of each node's children; so no child stands before its parent.
+Nothing is drafted ahead: the next tree begins with the next commit. What of it is known already is not computed again.
+"""
+
+from __future__ import annotations
+
+from outrider.speculation.shape import TreeShape
+from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.frontier import Frontier
+
+
+class BeamFrontier(Frontier):
+    """The main drafter's view of a tree whose shape is fixed."""
+
+    def __init__(self, shape: TreeShape, *, lasting: bool) -> None:
+        """lasting: what is known of a node's children stays true when the node is committed."""
+        super().__init__(shape.expansions, 1.0, from_parents=True)
+        self.shape = shape
+        self._lasting = lasting
+        self._missing: list[int] = []  # nodes of the beam that have no children yet
+        self._candidates: list[int] = []  # by flat number, as far as they are known
+
+    @property
+    def complete(self) -> bool:
+        """True if nothing of the tree is missing."""
+        return self.root_expanded and not self._missing
+
+    @property
+    def wants(self) -> bool:
+        """True if there is something to expand."""
+        return self.held and (bool(self._missing) if self.root_expanded else not self.blocked)
+
+    def wishes(self, tree: SpeculationTree, count: int) -> list[tuple[float, int]]:
+        """Nodes of the beam, or the root; all are needed, however likely they are."""
+        del tree
+        return [(0.0, node) for node in (self._missing[:count] if self.root_expanded else [ROOT])] if self.wants else []
+
+    def mark(self, tree: SpeculationTree, node: int) -> list[int]:
+        """A node, or the root, is expanded now."""
+        super().mark(tree, node)
+        return []
+
+    def enter(self, tree: SpeculationTree, node: int) -> None:
+        """Which nodes are expanded is a matter of the beam."""
+
+    def reset(self) -> None:
+        """Nothing is expanded."""
+        super().reset()
+        self._missing, self._candidates = [], []
+
+    def renumber(self, kept: list[int], *, root_expanded: bool) -> None:
+        """The root has moved down."""
+        super().renumber(kept, root_expanded=root_expanded and self._lasting)
+
+    def survey(self, tree: SpeculationTree, max_depth: int) -> None:
+        """Go over the tree as far as it is known. max_depth: of nodes worth having, in levels."""
+        score = tree.path_score
+        beam = list(tree.root_children) if self.root_expanded else []
+        self._candidates, self._missing = list(beam), []
+        for _ in range(1, min(self.shape.steps, max_depth)):
+            self._missing = [node for node in beam if node not in self.expanded]
+            level = [child for node in beam if node in self.expanded for child in tree.children_of(node)]
+            self._candidates += level
+            if self._missing:
+                return
+            beam = sorted(level, key=lambda node: -score[node])[: self.shape.topk]  # sorting is stable
+
+    def needed(self) -> list[int]:
+        """Nodes that the tree is made of, parents before children."""
+        return sorted(self._candidates)
+
+    def chosen(self, tree: SpeculationTree) -> list[int]:
+        """The nodes to propose, by flat number; none before all is known."""
+        if not self.complete:
+            return []
+        score = tree.path_score
+        flat = sorted(range(len(self._candidates)), key=lambda i: -score[self._candidates[i]])
+        return [self._candidates[i] for i in sorted(flat[: self.shape.rows - 1])]
