@@ -152,6 +152,9 @@ class DraftOptions:
     """NEXTN: the target's last state that it hands over, behind its final norm or before; auto is the model's own."""
     speculative_mtp_own_state: MtpState = "auto"
     """NEXTN: the state that a layer hands on to its next step, behind its final norm or before; auto is normed."""
+    speculative_token_map: str | None = None
+    """File of frequent token ids, as torch.save writes a list, which alone are proposed (FR-Spec); or its place on the
+    Hugging Face hub, REPOSITORY/FILE. Not for EAGLE3 and NGRAM."""
     draft_page_size: int = 16
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None

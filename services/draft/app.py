@@ -117,6 +117,8 @@ def check(config: DraftConfig) -> None:
             f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, whose "
             "embedding and head it shares"
         )
+    if algorithm == "NGRAM" and config.speculative_token_map is not None:
+        log.warning("--speculative-token-map is ignored: NGRAM has no head that it could shorten")
     shape = tree_shape(config)
     if shape is not None:
         _check_shape(config, shape)

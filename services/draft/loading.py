@@ -29,6 +29,7 @@ from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import holds_mtp, read_mtp
 from services.draft.model.formats.target import read_target
 from services.draft.model.runner import ModelRunner
+from services.draft.model.token_map import read_token_map, with_token_map
 from services.draft.trunk import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ def load_model_drafter(
     _keep_programs()
     folder = checkpoint.resolve(_path(config), torch_files=True)
     draft, vocabulary = _read(folder, config)
+    facts = _describe(folder, vocabulary, config, draft.config)
+    if config.speculative_token_map is not None:
+        draft = _mapped(draft, config.speculative_token_map, config.speculative_algorithm)
     runner, prefix = _runner(draft, vocabulary, config, shape.topk if shape else children)
     chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
     drafter: ModelDrafter
@@ -74,7 +78,17 @@ def load_model_drafter(
         "%s, %s on %s, %d pages of %d tokens", draft.config.architecture, _dtype_name(config), jax.default_backend(),
         allocator.total_pages, allocator.page_size,
     )  # fmt: skip
-    return drafter, _describe(folder, vocabulary, config, draft.config)
+    return drafter, facts
+
+
+def _mapped(draft: Draft, token_map: str, algorithm: str) -> Draft:
+    if algorithm == "EAGLE3":
+        log.warning("--speculative-token-map is ignored: an EAGLE-3 head has a vocabulary of its own")
+        return draft
+    whole = draft.config.vocab_size
+    ids = read_token_map(token_map, whole)
+    log.info("the draft proposes %d of %d tokens", len(ids), whole)
+    return with_token_map(draft, ids)
 
 
 def _path(config: DraftConfig) -> str:
