@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.report import Report
-from bench.target import first_token, many, verified_step
+from bench.target import first_token, many, verified_steps
 from outrider import checkpoint
 from outrider.config import TargetConfig
 from services.target.app import build_engine
@@ -27,8 +27,8 @@ MOE = {
 }  # fmt: skip
 ROUNDS = 3
 MEASURED: dict[str, Callable[[TargetEngine, int], float]] = {
-    "step of 1 row": lambda engine, steps: verified_step(engine, 1, steps),
-    "step of 8 rows": lambda engine, steps: verified_step(engine, 8, steps),
+    "step of 1 row": lambda engine, steps: verified_steps(engine, [1], steps)[0],
+    "step of 8 rows": lambda engine, steps: verified_steps(engine, [8], steps)[0],
     "8 sessions, plain": lambda engine, steps: many(engine, 8, steps),
     "prompt of 48 tokens": lambda engine, steps: min(first_token(engine, seed) for seed in range(max(2, steps // 8))),
 }

@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
             del rival
     steps.notes += [
         "floor: weights, keys and values that a step reads, at the bandwidth of all threads together",
-        "of floor: floor / step; against plain: a step with so many rows / one with a single row",
+        "of floor: floor / step; against plain: a step with so many rows / one with a single row, taken in turns",
     ]
     hints.notes += [
         f"hints of {HINTED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
@@ -99,16 +99,16 @@ def measure_steps(report: Report, engine: TargetEngine, name: str, steps: int) -
     """Rows of one session, several sessions, and the first token."""
     runner = engine.model.runner
     assert isinstance(runner, ProgramRunner), "the floor is that of a compiled program"
-    bandwidth = read_bandwidth(runner.threads)
+    counts = (1, 8, 16)
+    before = read_bandwidth(runner.threads)
+    taken = verified_steps(engine, counts, steps)
+    bandwidth = (before + read_bandwidth(runner.threads)) / 2
     bytes_read = runner.weight_bytes + CONTEXT * token_bytes(engine.model.shapes, engine.model.cache_dtype)
     floor = bytes_read / bandwidth
-    plain = 0.0
-    for rows in (1, 8, 16):
-        seconds = verified_step(engine, rows, steps)
-        plain = plain or seconds
+    for rows, seconds in zip(counts, taken, strict=True):
         report.add(
             weights=name, what=f"step of {rows} rows", ms=1e3 * seconds, floor_ms=1e3 * floor,
-            **{"of floor": floor / seconds, "against plain": seconds / plain, "tokens/s": ""},
+            **{"of floor": floor / seconds, "against plain": seconds / taken[0], "tokens/s": ""},
             **{"GB/s": bandwidth / 1e9},
         )  # fmt: skip
     seconds = many(engine, 8, steps)
@@ -122,23 +122,25 @@ class _Everything(Budget):
         return [len(draft) for draft in drafts]
 
 
-def verified_step(engine: TargetEngine, rows: int, steps: int) -> float:
-    """Median seconds of a step with so many rows of a session; no draft is ever right."""
+def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int) -> list[float]:
+    """Median seconds of steps with some numbers of rows of a session, taken in turns; no draft is ever right."""
     budget, most = engine.budget, engine.max_rows
-    engine.budget, engine.max_rows = _Everything(), rows
-    engine.open(opening(1, prompt_of(1, CONTEXT), steps + 8))
-    path = prompt_of(1, CONTEXT).tolist()
-    times = []
-    while not engine.idle:
+    engine.budget = _Everything()
+    engine.open(opening(1, prompt_of(1, CONTEXT), len(counts) * (steps + 4) + 4))
+    while not engine.step().commits:  # the prompt
+        pass
+    times: dict[int, list[float]] = {rows: [] for rows in counts}
+    for turn in range(len(counts) * (steps + 4)):
+        engine.max_rows = rows = counts[turn % len(counts)]
         engine.hints(1).clear()
         for depth in range(rows - 1):
             engine.hints(1).add(depth - 1, 7, 0.0)
         start = time.perf_counter()
-        output = engine.step()
-        times.append(time.perf_counter() - start)
-        path += [token for commit in output.commits for token in commit.tokens.tolist()]
+        engine.step()
+        times[rows].append(time.perf_counter() - start)
+    engine.close(1)
     engine.budget, engine.max_rows = budget, most
-    return float(np.median(times[4:-1]))
+    return [float(np.median(taken[4:])) for taken in times.values()]
 
 
 def many(engine: TargetEngine, sessions: int, steps: int) -> float:
