@@ -151,9 +151,11 @@ class Patience:
         seconds, self._ended = now - self._ended, now
         computing = now - self._began
         self._computing += (0.2 if self._computing else 1.0) * (computing - self._computing)
-        if self._has_drafter and count and usual:
+        drafted = self._drafted.intersection(wanted)
+        # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints.
+        if self._has_drafter and count and usual and (drafted or self.way is Way.PLAIN):
             self._measure(count, tokens / count, seconds)
-        if self.way is Way.WAIT and (drafted := self._drafted.intersection(wanted)):
+        if self.way is Way.WAIT and drafted:
             self._awaited = drafted
             self._deadline = now + min(self._computing, _LONGEST)
 
