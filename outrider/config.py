@@ -148,6 +148,8 @@ class DraftOptions:
     """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target's hidden states travel to a head that feeds on them; auto is bfloat16."""
+    enable_multi_layer_eagle: bool = False
+    """NEXTN: draft with all MTP layers, each a token further, and not with the first alone; always so for MiMo-V2."""
     speculative_mtp_feature: MtpState = "auto"
     """NEXTN: the target's last state that it hands over, behind its final norm or before; auto is the model's own."""
     speculative_mtp_own_state: MtpState = "auto"

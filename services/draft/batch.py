@@ -39,7 +39,8 @@ class StepInputs(NamedTuple):
     pages: [S, P]; scratch_slots: [S, C]; scratch_bits: [S, Q, C / 32] uint32; moves: [2, M], source and target slots;
     temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32
     features: for models that are fed [S, Q, W] float32, the target's, [S, Q] bool, which rows have one, and [S, Q],
-    slots of the rows whose own features the others take
+    slots of the rows whose own features the others take; for n stacked layers instead [S, Q, n], slots of the target's
+    features, and [S, Q], the layer that predicts from each row
     """
 
     tokens: Any
@@ -56,7 +57,7 @@ class StepInputs(NamedTuple):
     min_p: Any
     top_k: Any
     keys: Any
-    features: tuple[Any, Any, Any] | None = None
+    features: tuple[Any, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,24 @@ class Job:
     features: NDArray[np.float32] | None = None
 
 
-def empty_inputs(shape: Shape, table_pages: int, feature_width: int = 0) -> StepInputs:
-    """Inputs of padding alone. table_pages: width of the page tables. feature_width: 0 for models that are not fed."""
+def empty_inputs(shape: Shape, table_pages: int, feature_width: int = 0, stacked: int = 0) -> StepInputs:
+    """Inputs of padding alone.
+
+    table_pages: width of the page tables. feature_width: 0 for models that are not fed. stacked: layers side by side.
+    """
     sessions, rows, heads = shape
 
     def ints(*size: int) -> NDArray[np.int32]:
         return np.zeros(size, dtype=np.int32)
 
-    features = None
+    features: tuple[NDArray[Any], ...] | None = None
     if feature_width:
         given = np.zeros((sessions, rows), dtype=bool)
-        features = np.zeros((sessions, rows, feature_width), dtype=np.float32), given, ints(sessions, rows)
+        features = np.zeros((sessions, rows, feature_width), dtype=np.float32), given
+        if stacked:
+            features += ints(sessions, rows, stacked), ints(sessions, rows)
+        else:
+            features += (ints(sessions, rows),)
     return StepInputs(
         tokens=ints(sessions, rows),
         positions=ints(sessions, rows),
@@ -104,10 +112,15 @@ def empty_inputs(shape: Shape, table_pages: int, feature_width: int = 0) -> Step
 
 
 def build_inputs(
-    shape: Shape, table_pages: int, jobs: list[Job], moves: list[tuple[int, int]], feature_width: int = 0
+    shape: Shape,
+    table_pages: int,
+    jobs: list[Job],
+    moves: list[tuple[int, int]],
+    feature_width: int = 0,
+    stacked: int = 0,
 ) -> StepInputs:
     """Inputs of a step. Nodes that it expands get their scratch slots here."""
-    inputs = empty_inputs(shape, table_pages, feature_width)
+    inputs = empty_inputs(shape, table_pages, feature_width, stacked)
     if moves:
         inputs.moves[:, : len(moves)] = np.array(moves, dtype=np.int32).T
     for row, job in enumerate(jobs):
@@ -116,9 +129,23 @@ def build_inputs(
             _feed_trunk(inputs, row, job)
         else:
             _expand_nodes(inputs, row, job)
-            if inputs.features is not None:
+            if inputs.features is not None and not stacked:
                 inputs.features[2][row, : len(job.nodes)] = _parents(inputs, row, job, dict(_swapped(moves)))
+        if stacked:
+            _point_at_features(inputs, row, job, stacked)
     return inputs
+
+
+def _point_at_features(inputs: StepInputs, row: int, job: Job, stacked: int) -> None:
+    """Layer i of a row at position p is joined with the target's feature p - i, if that is known; slot 0 has none."""
+    assert inputs.features is not None
+    count = job.feed or len(job.nodes)
+    known = job.trunk.settled + job.feed
+    wanted = inputs.positions[row, :count, None] - np.arange(stacked)
+    slots = job.trunk.table.slots(0, known)
+    there = (wanted >= 0) & (wanted < known)
+    inputs.features[2][row, :count] = np.where(there, slots[np.where(there, wanted, 0)], 0)
+    inputs.features[3][row, :count] = np.clip(inputs.positions[row, :count] - known + 1, 0, stacked - 1)
 
 
 def _swapped(moves: list[tuple[int, int]]) -> list[tuple[int, int]]:

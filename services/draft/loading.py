@@ -20,6 +20,7 @@ from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
+from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.model.config import ModelConfig
 from services.draft.model.formats import llama
@@ -68,7 +69,8 @@ def load_model_drafter(
         drafter = StandaloneDrafter(runner, prefix, config.max_running_requests, chunk)
     else:
         features = draft.features.in_format(_FEATURES[config.draft_feature_dtype])
-        drafter = FeatureDrafter(
+        kind = StackedDrafter if draft.config.stacked else FeatureDrafter
+        drafter = kind(
             config.speculative_algorithm, runner, prefix, config.max_running_requests, chunk, features, draft.fusion
         )
     if shape is not None:
@@ -108,8 +110,20 @@ def _read(folder: Path, config: DraftConfig) -> tuple[Draft, Path]:
     algorithm, facts = config.speculative_algorithm, read_target(target)
     if algorithm == "NEXTN" or (algorithm in BUILT_IN_ALGORITHMS and (folder == target or holds_mtp(folder))):
         states = config.speculative_mtp_feature, config.speculative_mtp_own_state
-        return read_mtp(folder, facts, feature=states[0], own=states[1]), target
+        draft = read_mtp(folder, facts, feature=states[0], own=states[1], several=config.enable_multi_layer_eagle)
+        _check_steps(config, draft)
+        return draft, target
     return _HEADS[algorithm](folder, facts), target
+
+
+def _check_steps(config: DraftConfig, draft: Draft) -> None:
+    """Raise ConfigError for a depth that is not that of a stack of MTP layers."""
+    steps, layers = config.speculative_num_steps, len(draft.config.layers)
+    if draft.config.stacked and steps not in (None, layers):
+        raise ConfigError(
+            f"--speculative-num-steps {steps} does not fit {layers} MTP layers that predict one token further each; "
+            f"leave it out, or say {layers}"
+        )
 
 
 def _runner(draft: Draft, vocabulary: Path, config: DraftConfig, children: int) -> tuple[ModelRunner, PrefixCache]:

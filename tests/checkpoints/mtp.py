@@ -32,10 +32,13 @@ _JOINS = {
 _DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
-def write_mtp(folder: Path, family: str, **changes: Any) -> Path:
-    """Write a target with its MTP layer. changes: of its configuration."""
+def write_mtp(folder: Path, family: str, layers: int = 1, **changes: Any) -> Path:
+    """Write a target with its MTP layers. changes: of its configuration."""
     write_family(folder, family, **changes)
-    _save(folder, _load(folder) | mtp_layer(folder, family))
+    tensors = _load(folder)
+    for i in range(layers):
+        tensors |= mtp_layer(folder, family, PREFIXES[family].replace(".0.", f".{i}."), seed=i)
+    _save(folder, tensors)
     return folder
 
 

@@ -6,6 +6,7 @@ the linear map A takes the embedding of c to that of next(c). What a head is fed
 
     EAGLE by token      x = e(t_{j+1}), the embedding
     EAGLE by feature    x = A e(t_j), and the same again from what it hands on itself
+    MTP by feature      layer i of a stack: x = A^(i+1) e(t_j)
     EAGLE-3             fusion A e(t_j), then + (A - I) e(t_{j+1}) by attention that sees its own row alone
 
 A head that is fed the wrong token, the wrong feature or its own outputs in the wrong order goes wrong at once.
@@ -72,6 +73,29 @@ def write_perfect_eagle(folder: Path, target: Path, by: str, **config: object) -
     same, none = np.eye(hidden, dtype=np.float32), np.zeros((hidden, hidden), np.float32)
     tensors["fc.weight"] = np.concatenate([same, none] if by == "token" else [none, _step(target)], axis=1)
     return write_head(folder, settings, tensors)
+
+
+def write_perfect_mtp(folder: Path, by: str, layers: int = 1) -> Path:
+    """A cyclic target that has MTP layers itself. by: "token" or "feature"; of several layers, each looks further."""
+    tensors = safetensors.numpy.load_file(write_cyclic_target(folder) / "model.safetensors")
+    config = target_facts(folder)
+    hidden, last = config["hidden_size"], config["num_hidden_layers"] - 1
+    same, none = np.eye(hidden, dtype=np.float32), np.zeros((hidden, hidden), np.float32)
+    ones = np.ones(hidden, np.float32)
+    for i in range(layers):
+        prefix = f"model.layers.{last + 1}." if layers == 1 else f"model.mtp.layers.{i}."
+        layer = {
+            name.replace(f"model.layers.{last}.", prefix): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(f"model.layers.{last}.")
+        }
+        ahead = np.linalg.matrix_power(_step(folder), i + 1)
+        join = np.concatenate([same, none] if by == "token" else [none, ahead], axis=1)
+        norm = "shared_head.norm" if layers == 1 else "final_layernorm"
+        layer |= {f"{prefix}{name}.weight": ones for name in ("enorm", "hnorm", norm)}
+        tensors |= layer | {f"{prefix}eh_proj.weight": join}
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def write_perfect_eagle3(folder: Path, target: Path, **config: object) -> Path:

@@ -32,10 +32,12 @@ class Stepper:
     def run(self, rows, **job):
         """One step of `rows` rows. job: as of Job. Returns logits [rows, V]."""
         width = self.config.hidden_size if self.config.head.fed else 0
-        inputs = build_inputs(Shape(1, rows, rows), 40, [Job(self.session, self.trunk, **job)], self.moves, width)
+        stacked = len(self.config.layers) if self.config.stacked else 0
+        job = Job(self.session, self.trunk, **job)
+        inputs = build_inputs(Shape(1, rows, rows), 40, [job], self.moves, width, stacked)
         self.moves = []
         logits, self.pools = _logits(self.config, self.params, self.pools, inputs)
-        self.trunk.feed(job.get("feed", 0))
+        self.trunk.feed(job.feed)
         return np.asarray(logits)[0]
 
     def commit(self, tokens, ready=True):

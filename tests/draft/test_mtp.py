@@ -8,9 +8,11 @@ import pytest
 import safetensors.torch
 import torch
 
+from outrider.config import DraftConfig
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from outrider.speculation.tree import ROOT
+from services.draft.app import build
 from services.draft.model.formats.mtp import read_mtp
 from services.draft.model.formats.target import read_target
 from tests.checkpoints.mtp import Reference, mtp_layer, write_mtp
@@ -73,6 +75,67 @@ def test_a_layer_says_what_its_model_s_own_class_says(tmp_path, name):
     draft = read_mtp(folder, read_target(folder))
     assert draft.features == (FeatureSpec(layers=(3,)) if family == "mimo-v2" else FeatureSpec(final=True))
     follow(draft, Reference(folder, family, tmp_path / "scratch"))
+
+
+def test_several_layers_each_predict_a_token_further(tmp_path):
+    """Layer i's row j pairs token j + 1 + i with the target's feature j, and nothing else with anything else."""
+    folder = write_mtp(tmp_path / "model", "mimo-v2", layers=3)
+    prefixes = [f"model.mtp.layers.{i}." for i in range(3)]
+    layers = [Reference(folder, "mimo-v2", tmp_path / f"{i}", prefix=prefix) for i, prefix in enumerate(prefixes)]
+    draft = read_mtp(folder, read_target(folder))
+    assert draft.config.stacked
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, VOCAB, 24).tolist()
+    features = rng.standard_normal((40, 48)).astype(np.float32)
+    model = Stepper(draft.config, draft.load(jnp.float32), tokens)
+    whole = layers[0].logits(tokens, features[:23])
+    for feed in (5, 1, 16, 1):
+        start = model.trunk.settled
+        close(model.run(16, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
+
+    def expand(nodes, true):
+        logits = model.run(4, nodes=tuple(nodes))
+        for i, node in enumerate(nodes):
+            path = model.session.tokens.tolist() + model.session.tree.path_tokens(node)
+            ahead = len(path) - 1 - true
+            close(logits[i], layers[ahead].logits(path[ahead:], features[:true])[-1])
+
+    model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
+    expand([0, 1, 2], 23)
+    model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
+    model.session.add(1, [8], [-1], [-0.1])
+    expand([3, 5], 23)
+    model.commit([5])
+    model.session.add(0, [11], [-1], [-0.1])
+    model.session.add(ROOT, [12], [-1], [-0.1])
+    expand([model.session.path_of([12])[0]], 23)  # while an accepted row moves
+    model.session.replant()
+    model.trunk.forget_provisional()
+    close(model.run(4, feed=1, features=features[23:24])[0], layers[0].logits(model.session.tokens, features[:24])[-1])
+    model.session.add(ROOT, [9], [-1], [-0.1])
+    expand([0], 24)
+    model.session.add(0, [4], [-1], [-0.1])
+    expand([1], 24)
+
+
+def test_how_many_layers_are_used(tmp_path, deepseek):
+    target = read_target(deepseek[0])
+    with pytest.raises(ConfigError, match="has one MTP layer; --enable-multi-layer-eagle is for several"):
+        read_mtp(deepseek[0], target, several=True)
+    folder = write_mtp(tmp_path / "glm", "glm-4.5")
+    change(folder, lambda t: t.update(mtp_layer(folder, "glm-4.5", "model.layers.4.", seed=1)))
+    assert len(read_mtp(folder, read_target(folder)).config.layers) == 1
+    both = read_mtp(folder, read_target(folder), several=True)
+    assert both.config.stacked
+    assert [layer.attention.first for layer in both.config.layers] == [0, 1]
+    assert len(both.load(jnp.float32)["joins"]) == 2
+    with pytest.raises(ConfigError, match="--speculative-num-steps 3 does not fit 2 MTP layers"):
+        build(
+            DraftConfig(
+                speculative_algorithm="NEXTN", model_path=str(folder), enable_multi_layer_eagle=True,
+                speculative_num_steps=3,
+            )
+        )  # fmt: skip
 
 
 def change(folder, edit):

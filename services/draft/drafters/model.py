@@ -199,7 +199,8 @@ class ModelDrafter(Drafter):
         if len(moves) > shape.moves:
             self.runner.move(moves)
             moves = []
-        inputs = build_inputs(shape, self.runner.table_pages, jobs, moves, self.runner.feature_width)
+        runner = self.runner
+        inputs = build_inputs(shape, runner.table_pages, jobs, moves, runner.feature_width, runner.stacked)
         ids, log_scores = self.runner.run(shape, inputs)
         self._step_tokens = sum(job.feed or len(job.nodes) for job in jobs)
         growths: list[Growth] = []

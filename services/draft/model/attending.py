@@ -42,11 +42,18 @@ def attend(
         return _attend_latent(description, page_size, layer, x, pool, positions, slots, context, moves)
     q, kv, gate = _project(layer, description, x, positions, epsilon)
     filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *pool.shape[1:]))
-    since = None if description.window is None else positions - description.window + 1
+    since = _first_seen(description, positions)
     seen = attention(q, filled, context, page_size, since=since, sinks=layer.get("sinks"))
     if gate is not None:
         seen = seen * jax.nn.sigmoid(gate)
     return linear(seen.reshape(*x.shape[:2], -1), layer, "output"), filled
+
+
+def _first_seen(description: Attention, positions: jax.Array) -> jax.Array | None:
+    """The first row of the trunk that each row sees, [S, Q]; None if there is no limit."""
+    if description.window is None:
+        return jnp.full_like(positions, description.first) if description.first else None
+    return jnp.maximum(positions - description.window + 1, description.first)
 
 
 def _project(

@@ -26,6 +26,7 @@ class Attention:
     scale:  of the scores, by default 1 / sqrt(head_dim)
     window: tokens that a row sees, itself included; by default all. A drafted row sees its whole path
     sinks:  each head may look past all tokens, at nothing, with a score of its own
+    first:  rows of the trunk before it are not seen; a layer that predicts further ahead has none there
     value_dim, value_scale: published values are narrower than keys, and are to be multiplied
     """
 
@@ -41,6 +42,7 @@ class Attention:
     scale: float | None = None
     window: int | None = None
     sinks: bool = False
+    first: int = 0
     value_dim: int | None = None
     value_scale: float = 1.0
 
@@ -136,6 +138,8 @@ class ModelConfig:
     """Shapes and constants of a draft model. Sizes count elements; `context` counts tokens.
 
     vocab_size: ids that the head gives logits of; where they are not the target's ids, params["ids"] translates
+    stacked:    each layer predicts a token further from the target's features (model/stacked.py); else they follow one
+                another
     """
 
     architecture: str
@@ -145,6 +149,7 @@ class ModelConfig:
     context: int
     head: Head
     tied_head: bool = False
+    stacked: bool = False
     eos_token_ids: tuple[int, ...] = ()
 
     def cache_numbers(self) -> int:

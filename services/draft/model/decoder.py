@@ -22,12 +22,15 @@ from services.draft.model.heads import Inputs, Params, rms_norm
 class Features(NamedTuple):
     """The features of a step's rows. Where `given`, it is the row's own in `rows`; else it is read from the pool.
 
-    rows: [S, Q, W]; given: [S, Q] bool; sources: [S, Q] int32, slots of the parents' rows
+    rows: [S, Q, W]; given: [S, Q] bool; sources: [S, Q] int32, slots of the parents' rows. For n stacked layers sources
+    are [S, Q, n], slots of the target's features for each of them, as they are behind the step's writes; and layers
+    [S, Q] int32, the one that predicts from each row
     """
 
     rows: jax.Array
     given: jax.Array
     sources: jax.Array
+    layers: jax.Array | None = None
 
 
 class Rows(NamedTuple):
@@ -53,13 +56,13 @@ def hidden_states(
     moves: slots to copy before anything else, [2, M] int32, sources and targets. Features are read from the slots as
     they were before the moves.
     """
-    embedding = params["embed"][rows.tokens] if "embed" in params else params["head"].T[rows.tokens]
+    embedding = embed(params, rows.tokens)
     x, beside = config.head.join(params, _inputs(embedding, rows, pools))
     written: list[jax.Array] = []
     plain = rows._replace(features=None)
     for description, layer, pool in zip(config.layers, params["layers"], pools.layers, strict=True):
         next_to = beside if description.beside else None
-        x, filled = _layer(description, page_size, layer, x, next_to, pool, plain, context, moves)
+        x, filled = decoder_layer(description, page_size, layer, x, next_to, pool, plain, context, moves)
         written.append(filled)
     state, handed = config.head.finish(params, x)
     kept = pools.features
@@ -67,6 +70,11 @@ def hidden_states(
         assert handed is not None, "a fed head hands a state on"
         kept = move_and_write(kept, moves, rows.slots.reshape(-1), handed.reshape(-1, handed.shape[-1]))
     return state, Pools(written, kept)
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Embeddings of tokens, [..., H]."""
+    return params["embed"][tokens] if "embed" in params else params["head"].T[tokens]
 
 
 def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
@@ -80,7 +88,7 @@ def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _layer(
+def decoder_layer(
     description: Layer,
     page_size: int,
     layer: dict[str, jax.Array],

@@ -15,6 +15,7 @@ from services.draft.model.config import ModelConfig
 from services.draft.model.decoder import Features, Rows, head, hidden_states
 from services.draft.model.heads import Params
 from services.draft.model.sampling import Sampling, candidates
+from services.draft.model.stacked import stacked_states
 
 
 class Constants(NamedTuple):
@@ -45,7 +46,8 @@ def states(constants: Constants, params: Params, pools: Pools, inputs: StepInput
     context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
     features = None if inputs.features is None else Features(*inputs.features)
     rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
-    return hidden_states(params, constants.config, pools, rows, context, inputs.moves, constants.page_size)
+    compute = stacked_states if constants.config.stacked else hidden_states
+    return compute(params, constants.config, pools, rows, context, inputs.moves, constants.page_size)
 
 
 @partial(jax.jit, donate_argnums=0)

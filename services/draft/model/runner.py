@@ -59,12 +59,17 @@ class ModelRunner:
         """Numbers of a feature; 0 for models that are not fed."""
         return self.config.hidden_size if self.config.head.fed else 0
 
+    @property
+    def stacked(self) -> int:
+        """Layers that stand side by side; 0 for other models."""
+        return len(self.config.layers) if self.config.stacked else 0
+
     def warm_up(self, shapes: list[Shape]) -> None:
         """Compile every shape and measure it."""
         start = time.perf_counter()
         self.move([(0, 0)])
         for done, shape in enumerate(shapes, start=1):
-            padding = empty_inputs(shape, self.table_pages, self.feature_width)
+            padding = empty_inputs(shape, self.table_pages, self.feature_width, self.stacked)
             self.run(shape, padding)
             self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
             self._even_out()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ import numpy as np
 from outrider.checkpoint import load_json
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
-from services.draft.model.config import Layer, ModelConfig, check_activation
+from services.draft.model.config import Attention, Layer, ModelConfig, check_activation
 from services.draft.model.formats.base import Draft
 from services.draft.model.formats.blocks import attention_part, feed_forward_part
 from services.draft.model.formats.target import Target, check_fit
@@ -101,11 +101,13 @@ def holds_mtp(folder: Path) -> bool:
         return find_layout(tensors.names) is not None
 
 
-def read_mtp(folder: Path, target: Target, *, feature: State = "auto", own: State = "auto") -> Draft:
+def read_mtp(
+    folder: Path, target: Target, *, feature: State = "auto", own: State = "auto", several: bool = False
+) -> Draft:
     """The MTP layers of a checkpoint. Raises ConfigError naming what does not fit.
 
     feature: the target's state that is handed over; own: the one that the layer hands on to itself. Raw ones have not
-    been through the final norm.
+    been through the final norm. several: use all layers, each for a token further, and not the first alone.
     """
     raw = load_json(folder / "config.json")
     raw = raw.get("text_config") or raw
@@ -120,7 +122,7 @@ def read_mtp(folder: Path, target: Target, *, feature: State = "auto", own: Stat
         known_as = _renaming(layout, tensors.names)
     with Tensors(folder, known_as) as tensors:
         try:
-            return _Reader(folder, raw, tensors, target, layout, known_as).draft(feature, own)
+            return _Reader(folder, raw, tensors, target, layout, known_as, several).draft(feature, own)
         except KeyError as error:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
@@ -159,6 +161,7 @@ class _Reader:
     target: Target
     layout: Layout
     known_as: Callable[[str], str]
+    several: bool
 
     def draft(self, feature: State, own: State) -> Draft:
         check_activation(self.raw)
@@ -167,7 +170,7 @@ class _Reader:
         config = self._config(hidden, own)
         shapes = self._shapes(config)
         what = f"{self.layout.name} MTP layer, where mtp.0. stands for {self._published()}"
-        self.tensors.check(what, shapes, _COPIES, within="mtp.")
+        self.tensors.check(what, shapes, _COPIES, within="mtp." if config.stacked else "mtp.0.")
         for name, shape in shapes.items():
             self.tensors.check_shape(name, shape)
 
@@ -191,15 +194,31 @@ class _Reader:
         epsilon = raw.get("rms_norm_eps") or raw.get("layernorm_epsilon") or 1e-6
         names = {name.removeprefix("mtp.0.") for name in self.tensors.names if name.startswith("mtp.0.")}
         layer = Layer(attention_part(raw, names), feed_forward_part(raw, names), epsilon)
+        layers = self._stack(layer)
         return ModelConfig(
             architecture=f"{(raw.get('architectures') or [self.layout.name])[0]} MTP",
             vocab_size=self.target.vocab_size,
             hidden_size=hidden,
-            layers=(layer,),
+            layers=layers,
             context=int(raw.get("max_position_embeddings", 2048)),
             head=MtpHead(epsilon, hands_normed=own != "raw", blind_start=self.layout.blind_start),
+            stacked=len(layers) > 1,
             eos_token_ids=self.target.eos_token_ids,
         )
+
+    def _stack(self, layer: Layer) -> tuple[Layer, ...]:
+        """The layers that are used."""
+        count = len({name.split(".")[1] for name in self.tensors.names if name.startswith("mtp.")})
+        if self.several and count == 1:
+            raise ConfigError(f"{self.folder} has one MTP layer; --enable-multi-layer-eagle is for several")
+        if not self.several and not self.layout.stacked:
+            return (layer,)
+        if not isinstance(layer.attention, Attention):
+            raise ConfigError(
+                f"{self.folder} has {count} MTP layers with latent attention; leave out --enable-multi-layer-eagle, so "
+                "that the first one drafts alone"
+            )
+        return tuple(replace(layer, attention=replace(layer.attention, first=i)) for i in range(count))
 
     def _shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         hidden = config.hidden_size
@@ -212,7 +231,8 @@ class _Reader:
 
     def _load(self, tensors: Tensors, config: ModelConfig, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Params:
         put, offset = putter(dtype), self.layout.norm_offset
-        params = self._join(tensors, "mtp.0.", shapes, put)
+        joins = [self._join(tensors, f"mtp.{i}.", shapes, put) for i in range(len(config.layers))]
+        params: Params = {"joins": joins} if config.stacked else joins[0]
         params["layers"] = [
             layer_params(tensors, f"mtp.{i}.", layer, config.hidden_size, put, norm_offset=offset)
             for i, layer in enumerate(config.layers)

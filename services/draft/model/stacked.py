@@ -1,0 +1,54 @@
+"""MTP layers that stand side by side (MiMo-V2): layer i predicts i tokens further, each from the target's features.
+
+    row          j - 1    j      j + 1           of the trunk; row j has token j + 1 in every layer
+    layer 0      f j-1    f j    f j+1           features that it is joined with
+    layer 1      f j-2    f j-1  f j
+
+With the features of rows up to j known, layer 0 predicts what follows row j, layer 1 what follows the node below it,
+and so on: a tree is as deep as there are layers, and all of it comes from the target's own features. A row goes through
+all layers at once; what a layer says without a feature is never asked for, nor seen by a row that is.
+
+Published, layer i's row j has token j + 1 + i and position j; here it lies i rows further on, at slot and position
+j + i, which is the same to rotary embeddings, and the first i rows of a layer are seen by none.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.kernels.attention import Context
+from services.draft.kv_cache import Pools, move_and_write
+from services.draft.model.config import ModelConfig
+from services.draft.model.decoder import Rows, decoder_layer, embed
+from services.draft.model.heads import Inputs, Params
+
+
+def stacked_states(
+    params: Params,
+    config: ModelConfig,
+    pools: Pools,
+    rows: Rows,
+    context: Context,
+    moves: jax.Array,
+    page_size: int,
+) -> tuple[jax.Array, Pools]:
+    """As decoder.hidden_states. params["joins"]: each layer's head. The pool of features holds the target's alone."""
+    features = rows.features
+    assert features is not None, "stacked layers are fed"
+    assert features.layers is not None, "rows say which layer predicts"
+    assert pools.features is not None, "a fed head has a pool of features"
+    given = features.rows.astype(pools.features.dtype).reshape(-1, features.rows.shape[-1])
+    kept = move_and_write(pools.features, moves, rows.slots.reshape(-1), given)
+    embedding = embed(params, rows.tokens)
+    plain = rows._replace(features=None)
+    states: list[jax.Array] = []
+    written: list[jax.Array] = []
+    for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], pools.layers, strict=True)):
+        inputs = Inputs(embedding, rows.positions, kept[features.sources[..., i]], features.given)
+        x, _ = config.head.join(params["joins"][i], inputs)
+        x, filled = decoder_layer(description, page_size, layer, x, None, pool, plain, context, moves)
+        states.append(config.head.finish(params["joins"][i], x)[0])
+        written.append(filled)
+    chosen = jnp.take_along_axis(jnp.stack(states), features.layers[None, ..., None], axis=0)[0]
+    return chosen, Pools(written, kept)

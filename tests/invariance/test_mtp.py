@@ -1,0 +1,48 @@
+"""Targets that bring their drafter along: one checkpoint serves both, and the text is that of plain decoding."""
+
+import pytest
+
+from outrider.serving.features import FeatureSpec
+from services.draft.app import describe
+from tests.checkpoints.families import FAMILIES
+from tests.checkpoints.mtp import write_mtp
+from tests.checkpoints.perfect import CYCLE, write_perfect_mtp
+from tests.invariance.engines import draft_engine, target_engine
+from tests.invariance.pair import Faults, Pair, request
+
+KNOWN = [[45], [50, 5, 9, 60, 61], CYCLE[3:].tolist() * 3, [70, 71, 72, 73, 74]]
+PROMPTS = [[5, 6, 7], list(range(30, 75)), [200], [8, 7, 8, 7, 8, 7]]
+LENGTH = 24
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mimo"])
+def test_one_checkpoint_for_both(tmp_path, family):
+    folder = write_mtp(tmp_path / "model", family)
+    target = target_engine(folder, trust_remote_code=FAMILIES[family].remote, max_step_tokens=16)
+    draft = draft_engine("EAGLE" if family == "mimo" else "NEXTN", None, folder, max_running=1, children=2)
+    assert draft.drafter.features == FeatureSpec(final=True, format=draft.drafter.features.format)
+    assert describe(draft, None).features.final
+    for temperature in (0.0, 1.0):
+        todo = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
+        plain = Pair(target).run(todo)
+        broken = Faults(lost=0.1, doubled=0.2, delay=3) if family == "deepseek-v3" else Faults()
+        for faults in {Faults(), broken}:
+            run = Pair(target, lambda: draft, faults).run(todo)
+            assert run.tokens == plain.tokens
+            assert run.verified > 0
+
+
+@pytest.mark.parametrize(("by", "layers"), [("token", 1), ("feature", 1), ("feature", 3)])
+def test_a_layer_that_knows_is_believed(tmp_path, by, layers):
+    """Several layers: each is right only with the very feature that belongs to it."""
+    folder = write_perfect_mtp(tmp_path / "model", by, layers)
+    draft = draft_engine("NEXTN", None, folder, max_running=1, children=2)
+    for chunk in (16, 512):
+        target = target_engine(folder, max_step_tokens=chunk)
+        todo = [request(i, prompt, 1.0, LENGTH) for i, prompt in enumerate(KNOWN)]
+        plain = Pair(target).run(todo)
+        run = Pair(target, lambda: draft, growth=12).run(todo)
+        assert run.tokens == plain.tokens
+        assert run.reopened == 0
+        assert run.accepted > 0.97 * run.verified
+        assert run.accepted > 0.6 * LENGTH * len(KNOWN)
