@@ -133,7 +133,7 @@ def test_how_many_layers_are_used(tmp_path, deepseek):
         build(
             DraftConfig(
                 speculative_algorithm="NEXTN", model_path=str(folder), enable_multi_layer_eagle=True,
-                speculative_num_steps=3,
+                speculative_num_steps=3, speculative_eagle_topk=1, speculative_num_draft_tokens=4,
             )
         )  # fmt: skip
 
