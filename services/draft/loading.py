@@ -23,8 +23,8 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.model.config import ModelConfig
-from services.draft.model.formats import llama
 from services.draft.model.formats.base import Draft
+from services.draft.model.formats.decoders import read_decoder
 from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import holds_mtp, read_mtp
@@ -103,8 +103,7 @@ def _path(config: DraftConfig) -> str:
 def _read(folder: Path, config: DraftConfig) -> tuple[Draft, Path]:
     """The draft model, and the folder whose tokenizer it uses."""
     if config.speculative_algorithm not in FED_ALGORITHMS:
-        model = llama.read_config(folder)
-        return Draft(model, lambda dtype: llama.load_params(folder, model, dtype)), folder
+        return read_decoder(folder), folder
     assert config.model_path is not None
     target = checkpoint.resolve(config.model_path)
     algorithm, facts = config.speculative_algorithm, read_target(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,11 +64,17 @@ def torch_logits(folder: Path) -> Callable[[list[int]], np.ndarray]:
 def all_logits(folder: Path, path: list[int]) -> np.ndarray:
     """Logits [n, V] of every prefix of a path, by transformers."""
     import torch
+
+    with torch.no_grad():
+        return _torch_model(folder)(torch.tensor([path])).logits[0].numpy()
+
+
+@functools.lru_cache(maxsize=1)
+def _torch_model(folder: Path):
+    import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(torch.tensor([path])).logits[0].numpy()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 class OracleTarget:

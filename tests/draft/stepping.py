@@ -50,4 +50,4 @@ class Stepper:
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _logits(config, params, pools, inputs):
     x, pools = states(Constants(config, PAGE, 1, config.vocab_size), params, pools, inputs)
-    return head(params, x, 2**31 - 1), pools
+    return head(params, x, 2**31 - 1, config.softcap), pools

@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT
-from services.draft.model.formats.llama import load_params, read_config
+from services.draft.model.formats.decoders import load_params, read_config
 from services.draft.model.noise import gumbel_from_bits, token_bits
 from services.draft.model.rope import Rope
 from services.draft.model.sampling import Sampling, candidates
@@ -23,12 +23,39 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 2e3, "factor": 2.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e2}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e3, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA = {"query_pre_attn_scalar": 10, "sliding_window": 20}
+SLIDES, FULL = "sliding_attention", "full_attention"
 MODELS = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama3 rope, biases": ("llama", {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True}),
     "linear rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "qwen2": ("qwen2", {"num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True}),
+    "mistral, window": ("mistral", {"sliding_window": 20}),
+    "qwen2, some windows, dynamic rope": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1, "rope_parameters": DYNAMIC},
+    ),
+    "yarn": ("qwen3", {"rope_parameters": YARN}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "gemma": ("gemma", {"num_key_value_heads": 1}),
+    "gemma2": (
+        "gemma2",
+        GEMMA | {"num_hidden_layers": 3, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": [SLIDES, FULL, SLIDES],
+            "rope_parameters": {FULL: LINEAR, SLIDES: DEFAULT},
+        },
+    ),
 }
 
 
@@ -222,7 +249,7 @@ def test_sharded_bfloat16_checkpoint(tmp_path):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "holds a GPT2LMHeadModel"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'longrope'"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "lacks 'factor'"),
         ({"hidden_size": None}, "hidden_size"),
     ],
@@ -236,6 +263,33 @@ def test_configurations_that_do_not_fit(tmp_path, change, message):
         read_config(folder)
 
 
+def test_gemma_3_as_it_was_published_and_with_images(tmp_path):
+    """Older keys of rotations; and the layout of models that see images, of which the text part is read."""
+    from safetensors.numpy import load_file, save_file
+
+    folder = write_model(tmp_path / "text", "gemma3_text", **GEMMA, num_hidden_layers=7)
+    new = read_config(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["rope_parameters"], raw["layer_types"]
+    raw |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None, "sliding_window_pattern": 6}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert read_config(folder) == new
+    windows = [layer.attention.window for layer in new.layers]
+    assert windows == [20, 20, 20, 20, 20, None, 20]
+    assert {layer.attention.rope.theta for layer in new.layers} == {1e4, 1e6}
+
+    whole = tmp_path / "images"
+    whole.mkdir()
+    wrapped = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": raw}
+    (whole / "config.json").write_text(json.dumps(wrapped))
+    tensors = {f"language_model.{name}": t for name, t in load_file(folder / "model.safetensors").items()}
+    tensors["vision_tower.vision_model.embeddings.position_embedding.weight"] = np.zeros((3, 4), np.float32)
+    save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    assert read_config(whole) == new
+    ours, theirs = (load_params(path, new, jnp.float32) for path in (whole, folder))
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours, theirs))
+
+
 def test_old_style_configuration(tmp_path):
     folder = write_model(tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
@@ -243,5 +297,5 @@ def test_old_style_configuration(tmp_path):
     raw |= {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}, "eos_token_id": [1, 2]}
     (folder / "config.json").write_text(json.dumps(raw))
     config = read_config(folder)
-    assert config.layers[0].attention.rope == Rope(5e5, "linear", 4.0)
+    assert {layer.attention.rope for layer in config.layers} == {Rope(5e5, "linear", 4.0)}
     assert config.eos_token_ids == (1, 2)

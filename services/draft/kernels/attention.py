@@ -49,12 +49,14 @@ def attention(
     *,
     since: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attend from each row to what it sees.
 
     q: [S, Q, heads, D]; pool: [slots, 2, kv_heads, D], keys and values of one layer, or [slots, 1, kv_heads, D] where
     a key is its own value. since: [S, Q] int32, the first trunk token that each row sees; all by default.
-    sinks: [heads], a further score, of nothing. Returns [S, Q, heads, D]; rows that see nothing give 0.
+    sinks: [heads], a further score, of nothing. softcap: bound of scores, which tanh bends towards it. Returns
+    [S, Q, heads, D]; rows that see nothing give 0.
     """
     sessions, rows, heads, dim = q.shape
     kv_heads = pool.shape[2]
@@ -64,7 +66,7 @@ def attention(
     if sinks is not None:
         scores = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1)
         running = running._replace(maximum=jnp.broadcast_to(scores, shape), total=jnp.ones(shape))
-    running = _attend(running, grouped, pool[context.scratch_slots], context.scratch_mask)
+    running = _attend(running, grouped, pool[context.scratch_slots], context.scratch_mask, softcap)
 
     pages_a_block = min(max(_BLOCK_TOKENS // page_size, 1), context.pages.shape[1])
     block = pages_a_block * page_size
@@ -79,7 +81,7 @@ def attention(
         mask = (positions < context.visible[:, :, None]) & fresh  # [S, Q, block]
         if since is not None:
             mask &= positions >= since[:, :, None]
-        return _attend(running, grouped, pool[slots], mask)
+        return _attend(running, grouped, pool[slots], mask, softcap)
 
     blocks = (jnp.max(context.visible) + block - 1) // block
     running = lax.fori_loop(0, blocks, body, running)
@@ -87,9 +89,10 @@ def attention(
     return output.transpose(0, 3, 1, 2, 4).reshape(sessions, rows, heads, dim).astype(q.dtype)
 
 
-def _attend(running: _Running, q: jax.Array, kv: jax.Array, mask: jax.Array) -> _Running:
+def _attend(running: _Running, q: jax.Array, kv: jax.Array, mask: jax.Array, softcap: float | None) -> _Running:
     """Take more keys in. q: [S, Q, K, G, D]; kv: [S, B, 2 or 1, K, D]; mask: [S, Q, B]."""
     scores = jnp.einsum("sqkgd,sbkd->skgqb", q, kv[:, :, 0], preferred_element_type=jnp.float32)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     mask = mask[:, None, None]  # [S, 1, 1, Q, B]
     maximum = jnp.maximum(running.maximum, jnp.where(mask, scores, -1e30).max(axis=-1))
     p = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)

@@ -43,7 +43,7 @@ def attend(
     q, kv, gate = _project(layer, description, x, positions, epsilon)
     filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *pool.shape[1:]))
     since = _first_seen(description, positions)
-    seen = attention(q, filled, context, page_size, since=since, sinks=layer.get("sinks"))
+    seen = attention(q, filled, context, page_size, since=since, sinks=layer.get("sinks"), softcap=description.softcap)
     if gate is not None:
         seen = seen * jax.nn.sigmoid(gate)
     return linear(seen.reshape(*x.shape[:2], -1), layer, "output"), filled
@@ -65,9 +65,11 @@ def _project(
     q, k, v, gate = jnp.split(qkv, (heads, heads + kv_heads, heads + 2 * kv_heads), axis=2)
     if description.qk_norm:
         q, k = rms_norm(q, layer["q_norm"], epsilon), rms_norm(k, layer["k_norm"], epsilon)
-    cos_sin = _angles(description.rope, dim, positions)
-    q = _scaled(_rotate(q, cos_sin), description.scale, dim)
-    return q, jnp.stack([_rotate(k, cos_sin), v], axis=2), gate if description.gated else None
+    if description.rope is not None:
+        cos_sin = _angles(description.rope, dim, positions)
+        q, k = _rotate(q, cos_sin), _rotate(k, cos_sin)
+    q = _scaled(q, description.scale, dim)
+    return q, jnp.stack([k, v], axis=2), gate if description.gated else None
 
 
 def _attend_latent(

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from outrider.errors import ConfigError
 from services.draft.model.heads import Head
 from services.draft.model.rope import Rope, rope_of
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 @dataclass(frozen=True)
@@ -28,13 +30,15 @@ class Attention:
     sinks:  each head may look past all tokens, at nothing, with a score of its own
     first:  rows of the trunk before it are not seen; a layer that predicts further ahead has none there
     value_dim, value_scale: published values are narrower than keys, and are to be multiplied
+    rope:   None where positions are not told
+    softcap: bound of the scores, which tanh bends towards it
     """
 
     width: int
     heads: int
     kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
@@ -45,6 +49,7 @@ class Attention:
     first: int = 0
     value_dim: int | None = None
     value_scale: float = 1.0
+    softcap: float | None = None
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
@@ -84,10 +89,11 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Gated feed-forward part. width: numbers between gate and down projection."""
+    """Gated feed-forward part. width: numbers between gate and down projection. activation: of the gate."""
 
     width: int
     bias: bool = False
+    activation: Activation = "silu"
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,7 @@ class Layer:
     input_norm: attention gets its input through a norm
     beside:     attention gets [norm(embedding); norm(x)], twice as wide (EAGLE-3)
     residual_after_norm: what attention's output is added to has been through the input's norm
+    output_norms: what attention and the feed-forward part say goes through norms, too (Gemma 2, 3)
     """
 
     attention: Attention | LatentAttention
@@ -131,6 +138,7 @@ class Layer:
     input_norm: bool = True
     beside: bool = False
     residual_after_norm: bool = False
+    output_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,6 +148,7 @@ class ModelConfig:
     vocab_size: ids that the head gives logits of; where they are not the target's ids, params["ids"] translates
     stacked:    each layer predicts a token further from the target's features (model/stacked.py); else they follow one
                 another
+    softcap: bound of the logits, which tanh bends towards it
     """
 
     architecture: str
@@ -151,6 +160,7 @@ class ModelConfig:
     tied_head: bool = False
     stacked: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    softcap: float | None = None
 
     def cache_numbers(self) -> int:
         """Numbers that the caches keep a token."""
@@ -164,12 +174,13 @@ class ModelConfig:
 def attention_of(raw: dict[str, Any], *, width: int | None = None, **options: Any) -> Attention:
     """Grouped-query attention of a Llama-like config.json. width: of its input, by default the hidden size."""
     heads = raw["num_attention_heads"]
+    if "rope" not in options:
+        options["rope"] = rope_of(raw)
     return Attention(
         width=width or raw["hidden_size"],
         heads=heads,
         kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rope=rope_of(raw),
         **options,
     )
 

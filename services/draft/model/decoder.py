@@ -112,14 +112,23 @@ def decoder_layer(
     seen, filled = attend(
         description.attention, page_size, layer, inner, pool, rows.positions, rows.slots, context, moves, epsilon
     )
+    if description.output_norms:
+        seen = rms_norm(seen, layer["attention_output_norm"], epsilon)
     x = residual + seen
-    x = x + feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
-    return x, filled
+    said = feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
+    if description.output_norms:
+        said = rms_norm(said, layer["mlp_output_norm"], epsilon)
+    return x + said, filled
 
 
-def head(params: Params, x: jax.Array, vocab_limit: int) -> jax.Array:
-    """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and never likely."""
+def head(params: Params, x: jax.Array, vocab_limit: int, softcap: float | None = None) -> jax.Array:
+    """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and never likely.
+
+    softcap: as of ModelConfig
+    """
     logits = jnp.einsum("...h,hv->...v", x, params["head"], preferred_element_type=jnp.float32)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     ids = params.get("ids")
     if ids is None:
         if vocab_limit >= logits.shape[-1]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from services.draft.model.config import Experts, Mlp
+from services.draft.model.config import Activation, Experts, Mlp
 
 
 def linear(x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
@@ -20,7 +20,7 @@ def linear(x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
 def feed_forward(description: Mlp | Experts, layer: dict[str, Any], x: jax.Array) -> jax.Array:
     """What the feed-forward part adds to normed states x [S, Q, H]."""
     if isinstance(description, Mlp):
-        return _gated(x, layer, "gate_up", "down")
+        return _gated(x, layer, "gate_up", "down", description.activation)
     rows = x.reshape(-1, x.shape[-1])
     mixed = _mix(rows, layer, *route(description, layer, rows), description.count)
     if description.shared:
@@ -31,9 +31,10 @@ def feed_forward(description: Mlp | Experts, layer: dict[str, Any], x: jax.Array
     return mixed.reshape(x.shape)
 
 
-def _gated(x: jax.Array, layer: dict[str, Any], gate_up: str, down: str) -> jax.Array:
+def _gated(x: jax.Array, layer: dict[str, Any], gate_up: str, down: str, activation: Activation = "silu") -> jax.Array:
     gate, up = jnp.split(linear(x, layer, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, layer, down)
+    gate = jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)
+    return linear(gate * up, layer, down)
 
 
 def route(description: Experts, layer: dict[str, Any], x: jax.Array) -> tuple[jax.Array, jax.Array]:

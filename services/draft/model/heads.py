@@ -57,12 +57,18 @@ class Head(ABC):
 
 @dataclass(frozen=True)
 class TokenHead(Head):
-    """A language model's own: embeddings go in, the final norm stands before the logits."""
+    """A language model's own: embeddings go in, the final norm stands before the logits.
+
+    scale: of embeddings
+    """
+
+    scale: float = 1.0
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-        """The embedding itself."""
+        """The embedding itself, scaled."""
         del params
-        return inputs.embedding, None
+        embedding = inputs.embedding
+        return embedding if self.scale == 1 else embedding * jnp.asarray(self.scale, embedding.dtype), None
 
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The final norm."""

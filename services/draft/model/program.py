@@ -34,7 +34,7 @@ def step(
     """One step. DONATES pools. Returns candidates and their log-scores, [S, R, children] each, and the pools."""
     x, pools = states(constants, params, pools, inputs)
     x = jnp.take_along_axis(x, inputs.head_rows[..., None], axis=1)  # [S, R, H]
-    logits = head(params, x, constants.vocab_limit)
+    logits = head(params, x, constants.vocab_limit, constants.config.softcap)
     sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.keys)
     return candidates(logits, sampling, constants.children, params.get("ids")), pools
 

@@ -79,7 +79,8 @@ def rope_of(raw: dict[str, Any]) -> Rope:
     theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     share = float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0)
-    if kind in ("default", "mrope"):  # text has the same position in all of mrope's dimensions
+    # Text has the same position in all of mrope's dimensions; "dynamic" begins only where this context ends.
+    if kind in ("default", "mrope", "dynamic"):
         return Rope(theta, share=share)
     if kind == "linear":
         return Rope(theta, kind, float(scaling["factor"]), share=share)
@@ -96,7 +97,7 @@ def rope_of(raw: dict[str, Any]) -> Rope:
     if kind == "yarn":
         return _yarn_of(scaling, theta, share, int(raw.get("max_position_embeddings", 2048)))
     raise ConfigError(
-        f"the draft model's rope type {kind!r} is not supported; expected default, linear, llama3 or yarn"
+        f"the draft model's rope type {kind!r} is not supported; expected default, linear, dynamic, llama3 or yarn"
     )
 
 

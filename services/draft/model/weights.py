@@ -33,7 +33,7 @@ def layer_shapes(layer: Layer, hidden: int, input_norm: str = "input_layernorm")
 
     hidden: numbers of a state. input_norm: name of the norm before attention.
     """
-    shapes: LayerShapes = {"post_attention_layernorm.weight": (hidden,)}
+    shapes: LayerShapes = {f"{name}.weight": (hidden,) for name in _inner_norms(layer).values()}
     if layer.input_norm:
         shapes[f"{input_norm}.weight"] = (hidden,)
     if layer.beside:
@@ -67,7 +67,7 @@ def layer_params(
         norm = norm_offset and name.endswith("norm.weight")
         return array.astype(np.float32) + np.float32(norm_offset) if norm else array
 
-    params = {"mlp_norm": put(read("post_attention_layernorm.weight"))}
+    params = {param: put(read(f"{name}.weight")) for param, name in _inner_norms(layer).items()}
     if layer.input_norm:
         params["attention_norm"] = put(read(f"{input_norm}.weight"))
     if layer.beside:
@@ -79,6 +79,17 @@ def layer_params(
     if isinstance(layer.mlp, Experts):
         return params | _experts_params(layer.mlp, read, put)
     return params | _mlp_params("mlp.", layer.mlp, read, put)
+
+
+def _inner_norms(layer: Layer) -> dict[str, str]:
+    """Published names of the norms behind attention, by parameter."""
+    if not layer.output_norms:
+        return {"mlp_norm": "post_attention_layernorm"}
+    return {
+        "attention_output_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_output_norm": "post_feedforward_layernorm",
+    }
 
 
 def _linear_shapes(linears: dict[str, tuple[int, int, bool]]) -> LayerShapes:

@@ -1,95 +1,71 @@
-"""Whole decoders in the format of Llama, Mistral, Qwen2 and Qwen3: drafts of STANDALONE."""
+"""Configurations of Llama, Mistral, Qwen2, Qwen3 and SmolLM3.
+
+biases     Qwen2 has them at queries, keys and values; the others where config.json says so
+windows    Mistral's layers see as many tokens, if it names a number; those of Qwen that it says, or the last ones
+positions  are not told in every fourth layer of SmolLM3
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from outrider.checkpoint import load_json
-from outrider.errors import ConfigError
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of, check_activation, eos_of
-from services.draft.model.heads import Params, TokenHead
-from services.draft.model.tensors import Tensors
-from services.draft.model.weights import layer_params, layer_shapes, putter
+from services.draft.model.heads import TokenHead
+from services.draft.model.rope import rope_of
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
-_EMBED, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_ALWAYS_SLIDES = "MistralForCausalLM"
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a checkpoint. Raises ConfigError for what this decoder cannot compute."""
-    raw = load_json(folder / "config.json")
-    architecture = (raw.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        raise ConfigError(
-            f"{folder} holds a {architecture}; a draft model must be one of {', '.join(ARCHITECTURES)}. "
-            "Choose another draft model, or --speculative-algorithm NGRAM"
-        )
-    try:
-        return _from_raw(raw, architecture)
-    except KeyError as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
-
-
-def _from_raw(raw: dict[str, Any], architecture: str) -> ModelConfig:
+def describe_llama(raw: dict[str, Any], architecture: str) -> ModelConfig:
+    """Raises ConfigError for what cannot be computed, KeyError for a key that is missing."""
     check_activation(raw)
     bias = bool(raw.get("attention_bias", False))
     qwen2 = architecture == "Qwen2ForCausalLM"
     epsilon = raw.get("rms_norm_eps", 1e-6)
-    attention = attention_of(
-        raw,
-        qkv_bias=bias or qwen2,
-        output_bias=bias and not qwen2,
-        qk_norm=architecture == "Qwen3ForCausalLM",
-    )
-    layer = Layer(attention, Mlp(raw["intermediate_size"], bool(raw.get("mlp_bias", False))), epsilon)
+    told = _told_positions(raw, architecture)
+    rope = rope_of(raw)
+
+    def layer(i: int) -> Layer:
+        attention = attention_of(
+            raw,
+            rope=rope if told[i] else None,
+            qkv_bias=bias or qwen2,
+            output_bias=bias and not qwen2,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            window=_window(raw, architecture, i, told[i]),
+        )
+        return Layer(attention, Mlp(raw["intermediate_size"], bool(raw.get("mlp_bias", False))), epsilon)
+
     return ModelConfig(
         architecture=architecture,
         vocab_size=raw["vocab_size"],
         hidden_size=raw["hidden_size"],
-        layers=(layer,) * raw["num_hidden_layers"],
-        context=_context(raw, architecture),
+        layers=tuple(map(layer, range(raw["num_hidden_layers"]))),
+        context=int(raw.get("max_position_embeddings", 2048)),
         head=TokenHead(epsilon),
-        tied_head=bool(raw.get("tie_word_embeddings", False)),
+        tied_head=bool(raw.get("tie_word_embeddings", architecture == "SmolLM3ForCausalLM")),
         eos_token_ids=eos_of(raw),
     )
 
 
-def _context(raw: dict[str, Any], architecture: str) -> int:
-    # Attention is over everything, so a sliding window bounds the context instead.
-    context = int(raw.get("max_position_embeddings", 2048))
+def _told_positions(raw: dict[str, Any], architecture: str) -> list[bool]:
+    """For each layer whether it is told positions."""
+    layers = range(raw["num_hidden_layers"])
+    if architecture != "SmolLM3ForCausalLM":
+        return [True for _ in layers]
+    every = raw.get("no_rope_layer_interval", 4)
+    named = raw.get("no_rope_layers") or [(i + 1) % every != 0 for i in layers]  # 1 for a layer that has them
+    return [bool(named[i]) for i in layers]
+
+
+def _window(raw: dict[str, Any], architecture: str, layer: int, told: bool) -> int | None:
     window = raw.get("sliding_window")
-    slides = architecture == "MistralForCausalLM" or bool(raw.get("use_sliding_window"))
-    return min(context, int(window)) if slides and window else context
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint, as name and shape."""
-    hidden, vocab = config.hidden_size, config.vocab_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBED: (vocab, hidden), _NORM: (hidden,)}
-    if not config.tied_head:
-        shapes[_HEAD] = (vocab, hidden)
-    for i, layer in enumerate(config.layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(layer, hidden).items()}
-    return shapes
-
-
-def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
-    """Load a checkpoint's weights onto the device. Raises ConfigError naming the tensor that does not fit."""
-    put, shapes = putter(dtype), expected_shapes(config)
-    with Tensors(folder) as tensors:
-        # The head comes again where it is tied.
-        tensors.check(config.architecture, shapes, [_HEAD] if config.tied_head else [])
-        embed = tensors.read(_EMBED, shapes[_EMBED])
-        params: Params = {"norm": put(tensors.read(_NORM, shapes[_NORM]))}
-        if config.tied_head:
-            params["head"] = put(embed.T)
-        else:
-            params["embed"] = put(embed)
-            params["head"] = put(tensors.read(_HEAD, shapes[_HEAD]).T)
-        params["layers"] = [
-            layer_params(tensors, f"model.layers.{i}.", layer, config.hidden_size, put)
-            for i, layer in enumerate(config.layers)
-        ]
-    return params
+    if not window or not (architecture == _ALWAYS_SLIDES or raw.get("use_sliding_window")):
+        return None
+    if types := raw.get("layer_types"):
+        slides = types[layer] == "sliding_attention"
+    elif architecture == "SmolLM3ForCausalLM":
+        slides = not told
+    else:
+        slides = architecture == _ALWAYS_SLIDES or layer >= raw.get("max_window_layers", 28)
+    return int(window) if slides else None
