@@ -345,7 +345,8 @@ def propose_request_from_pb(frame: draft_pb2.ProposeRequest) -> tuple[Message, l
     """What a frame for the draft service says."""
     opens, failures = opens_from_pb(frame.opens)
     closes = unpack(frame.closes, U64).tolist()
-    commits, features = commits_from_pb(frame.commits), features_from_pb(frame.features)
+    commits = commits_from_pb(frame.commits)
+    features = features_from_pb(frame.features) if frame.HasField("features") else []
     return Message(opens=opens, commits=commits, closes=closes, features=features), failures
 
 

@@ -71,7 +71,8 @@ class DraftEngine(Engine):
     def _frontier(self, drafter: Drafter) -> Frontier:
         if self.limits.shape is not None:
             return BeamFrontier(self.limits.shape, lasting=drafter.features is None)
-        return Frontier(drafter.expansions, self.limits.floor, from_parents=drafter.from_parents)
+        floor = max(self.limits.floor, drafter.least_reach)
+        return Frontier(drafter.expansions, floor, from_parents=drafter.from_parents)
 
     def close(self, session_id: int) -> None:
         """Forget a session and free what it holds."""
@@ -171,13 +172,22 @@ class DraftEngine(Engine):
         for drafter in self.drafters:
             drafter.work()
         wishes, index = self._choose()
-        if wishes:
-            for growth in self.drafters[index].grow(wishes):
-                growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores, index)
-                growth.session.frontiers[index].rounds_waited = 0
+        left = self.drafters[index].step_wishes
+        while wishes:
+            left -= self._grow(wishes, index)
+            wishes = self._wishes(index) if left > 0 else []
         proposals = [proposal for session in self._sessions.values() for proposal in session.answer()]
         failures, self._failures = self._failures, []
         return StepOutput(proposals=proposals, failures=failures, load=self.load())
+
+    def _grow(self, wishes: Sequence[Wish], index: int) -> int:
+        """Let a drafter grant wishes. Returns how many it granted, or what a step can take if it granted none."""
+        drafter = self.drafters[index]
+        growths = drafter.grow(wishes)
+        for growth in growths:
+            growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores, index)
+            growth.session.frontiers[index].rounds_waited = 0
+        return len(growths) or drafter.step_wishes
 
     def _choose(self) -> tuple[list[Wish], int]:
         """The wishes that this round is about, and the index of the drafter that may grant them.

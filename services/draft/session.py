@@ -51,6 +51,8 @@ class DraftSession:
         self._sent: list[bool] = []  # by node: it has been proposed
         self.origin: list[int] = []  # by node: the drafter that proposed it first, as index of its frontier
         self._told: dict[int, float] = {}  # log-scores of nodes that were sent before the tree was replanted, by hash
+        # The deepest node worth having: the last token that the session may have comes as a bonus anyway.
+        self.max_depth = self._deepest()
         self._keys = np.empty((0, 2), dtype=np.uint32)
         self._keys_from = 0
 
@@ -69,9 +71,7 @@ class DraftSession:
         """Tokens committed after the prompt."""
         return self.length - self.prompt_length
 
-    @property
-    def max_depth(self) -> int:
-        """Deepest node worth having: the last token that the session may have comes as a bonus anyway."""
+    def _deepest(self) -> int:
         return min(self.limits.depth, self.stop.max_tokens - self.new_tokens - 1)
 
     @property
@@ -152,8 +152,9 @@ class DraftSession:
 
     def _add_child(self, parent: int, token: int, log_score: float, drafter: int) -> int | None:
         depth = 1 if parent == ROOT else self.tree.depth[parent] + 1
-        before = self.new_tokens + depth - 1  # new tokens before this one
-        if depth > self.max_depth or (before < self.stop.min_tokens and token in self.stop_ids):
+        if depth > self.max_depth:
+            return None
+        if token in self.stop_ids and self.new_tokens + depth - 1 < self.stop.min_tokens:
             return None
         siblings = self.tree.children_of(parent)
         if len(siblings) >= self.limits.children and all(self.tree.token[i] != token for i in siblings):
@@ -196,6 +197,7 @@ class DraftSession:
             self._tokens = np.resize(self._tokens, 2 * end)
         self._tokens[self.length : end] = tokens
         kept = self.tree.commit(tokens)
+        self.max_depth = self._deepest()
         self._sent = [self._sent[old] for old in kept]
         self.origin = [self.origin[old] for old in kept]
         self.answered = not self.wanted  # nobody waits for what is not wanted

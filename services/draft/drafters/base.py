@@ -52,6 +52,10 @@ class Drafter(ABC):
     """Longest session that can be drafted for, in tokens; 0 is without limit."""
     expansions: int = 64
     """Most nodes of a tree that it has expanded at a time."""
+    step_wishes: int = 1
+    """Wishes that a step grants, in several rounds if need be: many where a round takes less than sending its nodes."""
+    least_reach: float = 0.0
+    """Least probability that a node is reached, below which it is not expanded."""
     from_parents: bool = True
     """A node can be expanded only below nodes that it has expanded itself."""
 

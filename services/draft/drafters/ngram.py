@@ -48,6 +48,8 @@ class NgramDrafter(Drafter):
 
     name = "NGRAM"
     expansions = 256
+    step_wishes = 32
+    least_reach = 0.02
     from_parents = False
 
     def __init__(self, options: NgramOptions, ngrams: Ngrams | None = None) -> None:
