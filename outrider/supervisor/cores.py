@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outrider.config import MODEL_ALGORITHMS, Algorithm, ServeConfig, parse_cores
 from outrider.errors import ConfigError
 
-_NICENESS = 15  # of a draft model that shares a core with the target: a thirtieth of it while both compute
+_NICENESS = 15  # of a draft that shares a core with the target: a thirtieth of it while both compute
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def plan_cores(cores: Sequence[int], algorithm: Algorithm) -> CorePlan:
     if count == 2 and algorithm in MODEL_ALGORITHMS:
         return CorePlan(cores, cores[-1:], cores, _NICENESS)
     if count == 2:
-        return CorePlan(cores, cores, cores)
+        return CorePlan(cores, cores, cores, _NICENESS)
     return CorePlan(cores[: max(1, count - 1)], cores[-1:], cores[-1:])
 
 

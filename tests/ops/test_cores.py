@@ -32,8 +32,8 @@ def test_from_four_cores_on_nobody_shares(count, algorithm, sizes):
     [
         ([5], "STANDALONE", CorePlan((5,), (5,), (5,))),
         ([0, 1], "STANDALONE", CorePlan((0, 1), (1,), (0, 1), niceness=15)),
-        ([0, 1], "NGRAM", CorePlan((0, 1), (0, 1), (0, 1))),
-        ([0, 1], "NONE", CorePlan((0, 1), (0, 1), (0, 1))),
+        ([0, 1], "NGRAM", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
+        ([0, 1], "NONE", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
         ([2, 4, 6], "STANDALONE", CorePlan((2, 4), (6,), (6,))),
     ],
 )
