@@ -45,6 +45,7 @@ class Frontier:
         self.held = False
         self.root_expanded = False
         self.blocked = False  # the root cannot be expanded before the target has said more
+        self.urgent = False  # the root is to be expanded even if nobody wants hints
         self.rounds_waited = 0  # since it was last granted a wish
         self.expanded: set[int] = set()
         self._open: set[int] = set()
@@ -54,7 +55,7 @@ class Frontier:
 
     def reset(self) -> None:
         """Nothing is expanded."""
-        self.root_expanded = self.blocked = False
+        self.root_expanded = self.blocked = self.urgent = False
         self.expanded.clear()
         self._open.clear()
 

@@ -88,6 +88,10 @@ class DraftSession:
     def blocked(self, blocked: bool) -> None:
         self.frontiers[-1].blocked = blocked
 
+    def set_urgent(self, urgent: bool) -> None:
+        """Whether the main drafter is to expand the root even if nobody wants hints."""
+        self.frontiers[-1].urgent = urgent
+
     @property
     def rounds_waited(self) -> int:
         """Rounds since the main drafter last grew this tree."""
@@ -120,8 +124,7 @@ class DraftSession:
         frontier = self.frontiers[drafter]
         return (
             frontier.wants
-            and self.wanted > 0
-            and self.max_depth >= 1
+            and (frontier.urgent or (self.wanted > 0 and self.max_depth >= 1))
             and (not frontier.root_expanded or len(self.tree) < self.tree.capacity)
         )
 

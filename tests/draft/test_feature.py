@@ -1,9 +1,12 @@
 """The drafter that the target feeds, in its engine: what it says is what the formulas say, from what it was fed."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from outrider.serving.features import FeatureBlock
+from outrider.speculation.proposal import extend_hash
 from outrider.speculation.tree import ROOT
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.draft.helpers import fed, request, settle
@@ -91,3 +94,191 @@ def test_trees_grow_from_true_features_and_from_their_own(head):
     check_tree(engine, twin, len(tokens) - 1)
     engine.close(1)
     engine.check()
+
+
+# --- the cache ---
+
+
+def start(engine, tokens, session_id=1, **options):
+    """Open a session and feed it as far as a target has come that has computed its prompt."""
+    engine.open(request(session_id, tokens, max_tokens=100, **options))
+    feed(engine, 0, len(tokens) - 1, session_id)
+    return settle(engine)
+
+
+def test_a_row_knows_the_next_token(head):
+    """What two prompts share is found up to the row before the last token that they share, and needs no features."""
+    make, twin = head
+    engine = make(draft_page_size=4)
+    common = PROMPT[:13]
+    start(engine, [*common, 7, 8, 9])
+    engine.close(1)
+    engine.open(request(2, [*common, 50, 51, 52], max_tokens=100))
+    assert engine.drafter.trunks[2].settled == 12  # rows 0 .. 11 pair tokens 1 .. 12 with what came before them
+    feed(engine, 0, 9, 2)
+    assert engine.idle
+    feed(engine, 9, 15, 2)
+    steps = settle(engine)
+    assert steps[0].load.step_tokens == 3
+    check_tree(engine, twin, 15, 2)
+    engine.close(2)
+    # Another first token, and then the same ones: nothing is shared.
+    engine.open(request(3, [99, *common[1:], 50], max_tokens=100))
+    assert engine.drafter.trunks[3].settled == 0
+    engine.close(3)
+    engine.check()
+
+
+def test_provisional_rows_are_never_shared(head):
+    make, _ = head
+    engine = make(draft_page_size=2)
+    tokens = list(PROMPT)
+    start(engine, tokens)
+    for _ in range(3):  # the target says nothing of its states
+        tree = engine.running[1].tree
+        node = max((i for i in range(len(tree)) if tree.children[i]), key=lambda i: tree.depth[i])
+        new = tree.path_tokens(node)
+        engine.receive([], [commit_of(tokens, new)])
+        tokens += new
+        settle(engine)
+    assert engine.drafter.trunks[1].computed == len(tokens) - 1
+    engine.close(1)
+    engine.open(request(2, [*tokens, 5, 6], max_tokens=100))
+    assert engine.drafter.trunks[2].settled == 20  # pages of two rows, of those with true features
+    engine.close(2)
+    engine.check()
+
+
+# --- what may go wrong ---
+
+
+def failures(outputs):
+    return [failure for output in outputs for failure in output.failures]
+
+
+def test_lost_features_are_noticed(head):
+    make, twin = head
+    engine = make()
+    start(engine, PROMPT)
+    engine.receive([], [commit_of(PROMPT, [5, 6, 7])])
+    feed(engine, 21, 23)  # where is 20?
+    (failure,) = failures(settle(engine))
+    assert "hidden states of its tokens are missing; open it again" in failure.error.message
+    assert not engine.running
+    # It is opened again, with everything from the beginning.
+    tokens = [*PROMPT, 5, 6, 7]
+    start(engine, tokens)
+    check_tree(engine, twin, 23)
+
+
+def test_features_of_a_wrong_size_are_refused(head):
+    make, _ = head
+    engine = make()
+    engine.open(request(1, PROMPT, max_tokens=100))
+    engine.receive_features([FeatureBlock(1, 0, np.zeros((3, 10), np.uint8))])
+    (failure,) = failures(settle(engine))
+    assert "10 bytes a token, not 192" in failure.error.message
+
+
+def test_a_session_that_gave_its_pages_back_is_fed_again(head):
+    make, twin = head
+    engine = make(draft_max_total_tokens=12 * 16, disable_radix_cache=True)
+    start(engine, PROMPT, 1)
+    start(engine, PROMPT, 2)
+    new = list(range(4, 34))
+    engine.receive([], [commit_of(PROMPT, new, session_id=1)])
+    feed(engine, 20, 50, 1)
+    assert set(engine.running) == {2}
+    assert len(engine._sessions[1].features) == 0  # what comes now is not kept
+    engine.close(2)
+    (failure,) = failures(settle(engine))
+    assert failure.session_id == 1
+    start(engine, [*PROMPT, *new], 1)
+    check_tree(engine, twin, 50)
+    engine.close(1)
+    engine.check()
+
+
+def test_a_prompt_of_one_token(head):
+    make, twin = head
+    engine = make()
+    engine.open(request(1, [7], max_tokens=100))
+    assert engine.idle
+    engine.receive([], [commit_of([7], [9])])
+    feed(engine, 0, 1)
+    settle(engine)
+    check_tree(engine, twin, 1)
+
+
+def test_the_context_ends_without_an_error(head, tmp_path):
+    make, _ = head
+    engine = make(draft_max_total_tokens=96, max_running_requests=1)
+    assert engine.drafter.max_session_tokens == 96
+    start(engine, PROMPT[:6])
+    tokens = PROMPT[:6]
+    for first in range(6, 96, 15):
+        new = list(range(10, 25))
+        engine.receive([], [commit_of(tokens, new)])
+        tokens += new
+        feed(engine, first - 1, first + 14)
+        assert not failures(settle(engine))
+    assert not engine._sessions
+    engine.check()
+
+
+def test_hints_that_nobody_wants(head):
+    """Rows are computed all the same before they pile up."""
+    make, twin = head
+    engine = make()
+    start(engine, PROMPT)
+    tokens = list(PROMPT)
+    for _ in range(4):
+        new = RNG.integers(4, VOCAB, 20).tolist()
+        commit = commit_of(tokens, new)
+        engine.receive([], [replace(commit, wanted=0)])
+        tokens += new
+        feed(engine, len(tokens) - 21, len(tokens) - 1)
+        settle(engine)
+    assert len(engine.running[1].features) <= 64
+    engine.receive([], [commit_of(tokens, [9])])
+    tokens.append(9)
+    feed(engine, len(tokens) - 2, len(tokens) - 1)
+    settle(engine)
+    check_tree(engine, twin, len(tokens) - 1)
+
+
+def test_what_was_said_is_not_said_again(head):
+    """A corrected tree tells the target only what it does not know, or what is likelier than it was told."""
+    make, _ = head
+    engine = make()
+    start(engine, PROMPT)
+    tree = engine.running[1].tree
+    node = next(i for i in range(len(tree)) if tree.depth[i] == 1 and tree.children[i])
+    new = tree.path_tokens(node)
+    engine.receive([], [commit_of(PROMPT, new)])
+    settle(engine)
+    known = {tree.hash[i]: tree.log_score[i] for i in range(len(tree)) if engine.running[1]._sent[i]}
+    feed(engine, 20, 21)
+    outputs = settle(engine)
+    again = [told for o in outputs for p in o.proposals for told in hashes(p)]
+    assert again
+    assert all(path not in known or score > known[path] for path, score in again)
+
+
+def hashes(proposal):
+    found = [proposal.anchor_hash]
+    for token, parent in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
+        found.append(extend_hash(found[parent + 1], token))
+    return list(zip(found[1:], proposal.log_scores.tolist(), strict=True))
+
+
+def test_compiled_shapes_are_all_there_is(head):
+    make, _ = head
+    engine = make(max_running_requests=1)
+    engine.drafter.warm_up()
+    compiled = engine.drafter.runner.compilations
+    start(engine, PROMPT * 4)
+    engine.receive([], [commit_of(PROMPT * 4, [5, 6])])
+    feed(engine, 83, 85)
+    settle(engine)
+    assert engine.drafter.runner.compilations == compiled

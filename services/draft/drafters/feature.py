@@ -25,6 +25,8 @@ from services.draft.session import DraftSession
 from services.draft.trunk import Trunk
 
 _SHIFT = 1
+# Rows of a session that may wait while nobody wants hints; more are computed all the same, so that they do not pile up.
+_MOST_HELD = 64
 
 
 class FeatureDrafter(ModelDrafter):
@@ -70,6 +72,7 @@ class FeatureDrafter(ModelDrafter):
             session.replant()
             self._forget_provisional(session)
         session.blocked = not session.root_expanded and self.pending(session, trunk) == 0
+        session.set_urgent(not session.root_expanded and len(held) > _MOST_HELD)
 
     def _forget_provisional(self, session: DraftSession) -> None:
         self.trunks[session.id].forget_provisional()
@@ -86,6 +89,7 @@ class FeatureDrafter(ModelDrafter):
         """Rows of the trunk take their features along."""
         if not work.pending:
             return super().job(work, rows)
-        feed = min(work.pending, rows)
-        features = decode(work.session.features.take(feed), self.features.format)
+        feed, held = min(work.pending, rows), work.session.features
+        features = decode(held.take(feed), self.features.format)
+        work.session.set_urgent(len(held) > _MOST_HELD)
         return Job(work.session, work.trunk, feed=feed, features=features)

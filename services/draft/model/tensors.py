@@ -61,12 +61,12 @@ class Tensors:
     def check(self, what: str, expected: Shapes, ignored: Iterable[str] = (), within: str = "") -> None:
         """Raise ConfigError unless there is every expected tensor, and none besides but ignored ones.
 
-        what: the kind of model, for messages. ignored: names, or ends of names. within: names that begin otherwise are
-        of something else.
+        what: the kind of model with its article, for messages. ignored: names, or ends of names. within: names that
+        begin otherwise are of something else.
         """
         missing = sorted(expected.keys() - self.names)
         if missing:
-            raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of a {what}: {_some(missing)}")
+            raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of {what}: {_some(missing)}")
         # Old exports carry the rotary constants.
         endings = (*ignored, "rotary_emb.inv_freq")
         extra = sorted(
@@ -76,7 +76,7 @@ class Tensors:
         )
         if extra:
             extra = [self._places[name][1] for name in extra]
-            raise ConfigError(f"{self.folder} has {len(extra)} tensors that a {what} does not know: {_some(extra)}")
+            raise ConfigError(f"{self.folder} has {len(extra)} tensors that {what} does not know: {_some(extra)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""

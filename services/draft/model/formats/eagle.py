@@ -19,7 +19,7 @@ from services.draft.model.heads import EagleHead, Params
 from services.draft.model.tensors import Tensors
 from services.draft.model.weights import layer_params, layer_shapes, putter
 
-_WHAT = "EAGLE head"
+_WHAT = "an EAGLE head"
 _FC, _BIAS = "fc.weight", "fc.bias"
 _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the target's
 

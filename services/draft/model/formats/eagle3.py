@@ -31,7 +31,7 @@ from services.draft.model.heads import Eagle3Head, Params
 from services.draft.model.tensors import Tensors
 from services.draft.model.weights import layer_params, layer_shapes, putter
 
-_WHAT = "EAGLE-3 head"
+_WHAT = "an EAGLE-3 head"
 _EMBED, _NORM, _HEAD, _OFFSETS, _MEMBERS = "embed_tokens.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"
 _NOT_READ = (_EMBED, _MEMBERS, _OFFSETS, "verifier_norm.weight", "verifier_lm_head.weight")
 _DEFAULT_STATES = 3
