@@ -34,9 +34,11 @@ def _embeddings(vocab: int, hidden: int, rng: np.random.Generator) -> np.ndarray
     return rows.astype(np.float32)
 
 
-def write_cyclic_target(folder: Path, *, sharpness: float = 1.0, layers: int = 8, seed: int = 0) -> Path:
-    """The target. sharpness: factor on its logits; 1 leaves no doubt at temperature 1."""
-    write_model(folder, num_hidden_layers=layers, tie_word_embeddings=False)
+def write_cyclic_target(
+    folder: Path, *, sharpness: float = 1.0, layers: int = 8, seed: int = 0, **options: object
+) -> Path:
+    """The target. sharpness: factor on its logits; 1 leaves no doubt at temperature 1. options: as of write_model."""
+    write_model(folder, num_hidden_layers=layers, tie_word_embeddings=False, **options)
     file = folder / "model.safetensors"
     tensors = safetensors.numpy.load_file(file)
     embed = _embeddings(*tensors["model.embed_tokens.weight"].shape, np.random.default_rng(seed))

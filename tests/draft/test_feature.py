@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import extend_hash
 from outrider.speculation.tree import ROOT
@@ -24,9 +26,11 @@ def head(request, tmp_path_factory):
     """Makes engines, and the twin of their head."""
     base = tmp_path_factory.mktemp("heads")
     target = write_model(base / "target", tie_word_embeddings=False)
-    made = {"EAGLE": eagle, "EAGLE3": eagle3}[request.param](target)
+    made = {"EAGLE": eagle, "EAGLE3": eagle3}[request.param](target, max_position_embeddings=128)
     folder = write_head(base / "head", *made)
-    return lambda **flags: fed(request.param, folder, target, **flags), Twin.of(request.param, *made, target)
+    return lambda: fed(request.param, folder, target, draft_page_size=4, max_running_requests=2), Twin.of(
+        request.param, *made, target
+    )
 
 
 def feed(engine, first, stop, session_id=1):
@@ -109,7 +113,7 @@ def start(engine, tokens, session_id=1, **options):
 def test_a_row_knows_the_next_token(head):
     """What two prompts share is found up to the row before the last token that they share, and needs no features."""
     make, twin = head
-    engine = make(draft_page_size=4)
+    engine = make()
     common = PROMPT[:13]
     start(engine, [*common, 7, 8, 9])
     engine.close(1)
@@ -131,7 +135,7 @@ def test_a_row_knows_the_next_token(head):
 
 def test_provisional_rows_are_never_shared(head):
     make, _ = head
-    engine = make(draft_page_size=2)
+    engine = make()
     tokens = list(PROMPT)
     start(engine, tokens)
     for _ in range(3):  # the target says nothing of its states
@@ -144,7 +148,7 @@ def test_provisional_rows_are_never_shared(head):
     assert engine.drafter.trunks[1].computed == len(tokens) - 1
     engine.close(1)
     engine.open(request(2, [*tokens, 5, 6], max_tokens=100))
-    assert engine.drafter.trunks[2].settled == 20  # pages of two rows, of those with true features
+    assert engine.drafter.trunks[2].settled == 20  # whole pages, of rows with true features
     engine.close(2)
     engine.check()
 
@@ -182,7 +186,8 @@ def test_features_of_a_wrong_size_are_refused(head):
 
 def test_a_session_that_gave_its_pages_back_is_fed_again(head):
     make, twin = head
-    engine = make(draft_max_total_tokens=12 * 16, disable_radix_cache=True)
+    engine = make()
+    engine.drafter.prefix = PrefixCache(PageAllocator(48, 4), enabled=False)
     start(engine, PROMPT, 1)
     start(engine, PROMPT, 2)
     new = list(range(4, 34))
@@ -210,13 +215,13 @@ def test_a_prompt_of_one_token(head):
     check_tree(engine, twin, 1)
 
 
-def test_the_context_ends_without_an_error(head, tmp_path):
+def test_the_context_ends_without_an_error(head):
     make, _ = head
-    engine = make(draft_max_total_tokens=96, max_running_requests=1)
-    assert engine.drafter.max_session_tokens == 96
+    engine = make()
+    assert engine.drafter.max_session_tokens == 128
     start(engine, PROMPT[:6])
     tokens = PROMPT[:6]
-    for first in range(6, 96, 15):
+    for first in range(6, 128, 15):
         new = list(range(10, 25))
         engine.receive([], [commit_of(tokens, new)])
         tokens += new
@@ -274,7 +279,7 @@ def hashes(proposal):
 
 def test_compiled_shapes_are_all_there_is(head):
     make, _ = head
-    engine = make(max_running_requests=1)
+    engine = make()
     engine.drafter.warm_up()
     compiled = engine.drafter.runner.compilations
     start(engine, PROMPT * 4)

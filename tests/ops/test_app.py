@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import tyro
 
-from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, to_argv
+from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, plain_argv, to_argv
 from outrider.errors import ConfigError
 from outrider.supervisor.app import base_url, check_flags, configure, make_children
 from outrider.supervisor.cores import CorePlan
@@ -51,6 +51,25 @@ def test_children_read_the_same_configuration_back(tmp_path):
         assert tyro.cli(type(config), args=list(child.command[4:])) == config
     assert [child.address for child in children[:2]] == [made.target.listen, "127.0.0.1:4"]
     assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
+
+
+def test_a_head_is_told_its_target(tmp_path):
+    flags = ["--model", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
+    draft = configure(parse(*flags), CORES, tmp_path).draft
+    assert draft is not None
+    assert (draft.model_path, draft.speculative_draft_model_path) == ("m", "d")
+    assert configure(parse("--model", "m"), CORES, tmp_path).draft.model_path is None
+    with pytest.raises(ConfigError, match="EAGLE drafts with a model of its own"):
+        check_flags(parse("--speculative-algorithm", "EAGLE"))
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"), [(["eagle3"], ["EAGLE3"]), ([""], ["NONE"]), (["Standalone"], ["STANDALONE"]), ([], [])]
+)
+def test_algorithms_go_by_their_name_in_any_letters(given, plain):
+    flag = "--speculative-algorithm"
+    assert plain_argv(["--port", "eagle", flag, *given]) == ["--port", "eagle", flag, *plain]
+    assert plain_argv([f"{flag}={word}" for word in given]) == [f"{flag}={word}" for word in plain]
 
 
 def test_without_a_drafter_there_is_no_draft(tmp_path):

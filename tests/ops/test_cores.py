@@ -16,6 +16,8 @@ from outrider.supervisor.cores import CorePlan, choose_cores, plan_cores
         (4, "STANDALONE", (2, 1, 1)),
         (4, "NONE", (3, 0, 1)),
         (8, "STANDALONE", (5, 2, 1)),
+        (8, "EAGLE", (5, 2, 1)),
+        (8, "EAGLE3", (5, 2, 1)),
         (16, "STANDALONE", (11, 4, 1)),
         (64, "NGRAM", (62, 1, 1)),
     ],

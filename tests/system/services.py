@@ -14,6 +14,7 @@ from outrider.serving.rpc import GrpcServer
 from outrider.serving.stream import StreamHub
 from outrider.wire import codec
 from services.draft.app import describe as describe_draft
+from services.draft.drafters.base import Drafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
 from services.draft.service import DraftServicer
@@ -72,10 +73,16 @@ def target_service(folder, address, **flags):
 
 
 def draft_service(address, drafter):
+    """drafter: one, or what makes a new one at every start."""
+
     def register(server, hub, loop, engine):
         servicer = DraftServicer(hub, loop)
         servicer.serve(describe_draft(engine, None), engine)
         return servicer.register(server)
 
+    def build():
+        made = drafter if isinstance(drafter, Drafter) else drafter()
+        return DraftEngine(made, TreeLimits(), 16), coders, register
+
     coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
-    return Service(lambda: (DraftEngine(drafter, TreeLimits(), 16), coders, register), address)
+    return Service(build, address)

@@ -169,7 +169,7 @@ class _Reader:
         check_fit(self.folder, self.target, vocab_size=self.raw["vocab_size"], hidden_size=hidden)
         config = self._config(hidden, own)
         shapes = self._shapes(config)
-        what = f"{self.layout.name} MTP layer, where mtp.0. stands for {self._published()}"
+        what = f"a {self.layout.name} MTP layer, where mtp.0. stands for {self._published()}"
         self.tensors.check(what, shapes, _COPIES, within="mtp." if config.stacked else "mtp.0.")
         for name, shape in shapes.items():
             self.tensors.check_shape(name, shape)

@@ -1,0 +1,51 @@
+"""Hidden states on their way through the gateway: in order, to whom they belong, and no strays."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from gateway import feeding
+from gateway.metrics import Metrics
+from outrider.serving.features import FeatureBlock
+from outrider.wire.codec import features_from_pb, features_to_pb
+
+
+class Draft:
+    """Notes what it is fed."""
+
+    up, feature_spec, address = True, 1, "here"
+
+    def __init__(self):
+        self.fed = []
+
+    def feed(self, batch):
+        self.fed += [(block.session_id, block.first, len(block.rows)) for block in features_from_pb(batch)]
+        return True
+
+
+def session(draft, until=0):
+    return SimpleNamespace(draft=draft, features_until=until)
+
+
+def relay(sessions, drafts, *blocks):
+    rows = [FeatureBlock(name, first, np.zeros((count, 4), np.uint8)) for name, first, count in blocks]
+    feeding.relay(features_to_pb(rows), sessions, drafts, Metrics())
+
+
+def test_what_was_on_its_way_when_everything_was_asked_for_again_is_left_out():
+    draft = Draft()
+    sessions = {1: session(draft, 57), 2: session(draft, 10)}
+    relay(sessions, [draft], (1, 57, 3), (2, 10, 2))
+    sessions[1].features_until = 0  # another draft took the session over
+    relay(sessions, [draft], (1, 60, 2), (2, 12, 1))
+    relay(sessions, [draft], (1, 0, 16))
+    relay(sessions, [draft], (1, 16, 48), (2, 13, 1))
+    assert draft.fed == [(1, 57, 3), (2, 10, 2), (2, 12, 1), (1, 0, 16), (1, 16, 48), (2, 13, 1)]
+    assert (sessions[1].features_until, sessions[2].features_until) == (64, 14)
+
+
+def test_each_draft_is_fed_its_own():
+    one, other = Draft(), Draft()
+    sessions = {1: session(one), 2: session(other), 3: session(None)}
+    relay(sessions, [one, other], (1, 0, 2), (2, 0, 3), (3, 0, 4), (9, 0, 1))
+    assert (one.fed, other.fed) == ([(1, 0, 2)], [(2, 0, 3)])

@@ -1,0 +1,96 @@
+"""Heads fed through a real gateway: they are believed, a draft that comes back catches up, and `serve` starts them."""
+
+import concurrent.futures
+import time
+
+import pytest
+
+from outrider.config import DraftConfig
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from services.draft.app import build
+from services.draft.drafters.feature import FeatureDrafter
+from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
+from tests.gateway.services import Gateway, until
+from tests.system.services import draft_service, target_service
+from tests.system.test_serve import System
+from tests.tiny import write_tokenizer
+
+HINTED = {"speculative_num_draft_tokens": 8}  # so that hints are taken whatever they cost
+PROMPTS = ["hello there", "so so so", "a b a b a b", "x"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target that is slow enough for hints to pay, and heads that know what it will say."""
+    base = tmp_path_factory.mktemp("models")
+    target = write_tokenizer(write_cyclic_target(base / "target", intermediate_size=16000))
+    write_perfect_eagle(base / "EAGLE", target, "feature")
+    write_perfect_eagle3(base / "EAGLE3", target)
+    return base
+
+
+@pytest.fixture(params=["EAGLE", "EAGLE3"])
+def system(request, models, tmp_path):
+    """Target, draft and gateway; the draft's drafter is new at every start, and its programs are not."""
+    config = DraftConfig(
+        speculative_algorithm=request.param, speculative_draft_model_path=str(models / request.param),
+        model_path=str(models / "target"), max_running_requests=4, draft_max_total_tokens=4096,
+    )  # fmt: skip
+    first = build(config)[0].drafter
+    first.warm_up()
+
+    def drafter():
+        prefix = PrefixCache(PageAllocator(first.prefix.allocator.total_pages, 16))
+        return FeatureDrafter(request.param, first.runner, prefix, 4, 64, first.features, first.fusion)
+
+    target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **HINTED).start()
+    draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+    gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
+    yield draft, gateway
+    for service in (gateway, draft, target):
+        service.stop()
+
+
+def ask_all(gateway, **options):
+    def ask(prompt):
+        answer = gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **options)
+        return answer["choices"][0]["token_ids"]
+
+    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(ask, PROMPTS))
+
+
+def accepted(gateway):
+    return gateway.metric("outrider_accepted_draft_tokens_total")
+
+
+def test_heads_are_believed_and_catch_up(system):
+    draft, gateway = system
+    texts = ask_all(gateway, max_tokens=120, temperature=1, seed=3)
+    assert accepted(gateway) > 0.5 * 120 * len(PROMPTS)
+    assert accepted(gateway) > 0.9 * gateway.metric("outrider_verified_draft_tokens_total")
+    draft.stop()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(ask_all, gateway, max_tokens=450, temperature=1, seed=3)
+        time.sleep(0.5)
+        before = accepted(gateway)
+        assert not answers.done()
+        draft.start()
+        until(lambda: accepted(gateway) > before + 100)
+        assert [text[:120] for text in answers.result(60)] == texts
+    until(lambda: draft.engine.load().running_sessions == 0)
+    draft.engine.check()
+
+
+@pytest.mark.system
+def test_serve_starts_a_head(models):
+    head = ["--speculative-algorithm", "eagle3", "--speculative-draft-model-path", str(models / "EAGLE3")]
+    head += ["--speculative-num-draft-tokens", "8"]
+    system = System(models / "target", *head).wait()
+    try:
+        texts = [system.ask(prompt, temperature=1.0) for prompt in PROMPTS]
+        assert system.metric("outrider_accepted_draft_tokens_total") > 0.5 * 60 * len(PROMPTS)
+        assert [system.ask(prompt, temperature=1.0) for prompt in PROMPTS] == texts
+    finally:
+        assert system.stop() == 0
