@@ -1,6 +1,7 @@
 """Heads fed through a real gateway: they are believed, a draft that comes back catches up, and `serve` starts them."""
 
 import concurrent.futures
+import os
 import time
 
 import pytest
@@ -86,13 +87,15 @@ def test_heads_are_believed_and_catch_up(system):
 @pytest.mark.system
 def test_serve_starts_a_head(models):
     head = ["--speculative-algorithm", "eagle3", "--speculative-draft-model-path", str(models / "EAGLE3")]
-    head += ["--speculative-num-draft-tokens", "8"]
+    first, *others = sorted(os.sched_getaffinity(0))
+    if others:  # a draft that shares the target's core gives way to it, and may be late always
+        head += ["--cores-target", str(first), "--cores-draft", str(others[0])]
     system = System(models / "target", *head).wait()
     try:
         texts = [system.ask(prompt, temperature=1.0) for prompt in PROMPTS]
-        # How many hints come in time depends on the cores that there are; those that come are right.
-        accepted = system.metric("outrider_accepted_draft_tokens_total")
-        assert accepted > max(10, 0.9 * system.metric("outrider_verified_draft_tokens_total") - 1)
+        hits = system.metric("outrider_accepted_draft_tokens_total")
+        assert hits >= 0.9 * system.metric("outrider_verified_draft_tokens_total")
+        assert hits > 20 or not others
         assert [system.ask(prompt, temperature=1.0) for prompt in PROMPTS] == texts
     finally:
         assert system.stop() == 0
