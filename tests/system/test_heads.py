@@ -88,14 +88,19 @@ def test_heads_are_believed_and_catch_up(system):
 def test_serve_starts_a_head(models):
     head = ["--speculative-algorithm", "eagle3", "--speculative-draft-model-path", str(models / "EAGLE3")]
     first, *others = sorted(os.sched_getaffinity(0))
+    head += ["--speculative-num-steps", "4", "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "8"]
     if others:  # a draft that shares the target's core gives way to it, and may be late always
         head += ["--cores-target", str(first), "--cores-draft", str(others[0])]
     system = System(models / "target", *head).wait()
+
+    def believed():
+        assert [system.ask(prompt, temperature=1.0) for prompt in PROMPTS] == texts
+        return system.metric("outrider_accepted_draft_tokens_total") > 20 or not others
+
     try:
         texts = [system.ask(prompt, temperature=1.0) for prompt in PROMPTS]
+        until(believed, 60)
         hits = system.metric("outrider_accepted_draft_tokens_total")
-        assert hits >= 0.9 * system.metric("outrider_verified_draft_tokens_total")
-        assert hits > 20 or not others
-        assert [system.ask(prompt, temperature=1.0) for prompt in PROMPTS] == texts
+        assert hits > 0.4 * system.metric("outrider_verified_draft_tokens_total")  # chains of 4 among 7 nodes
     finally:
         assert system.stop() == 0
