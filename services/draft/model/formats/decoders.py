@@ -67,7 +67,7 @@ def load_params(folder: Path, config: ModelConfig, dtype: Any) -> Params:
     offset = 1.0 if config.architecture.startswith("Gemma") else 0.0  # its norms multiply by 1 + weight
     with Tensors(folder, _plain) as tensors:
         # The head comes again where it is tied.
-        tensors.check(config.architecture, shapes, [_NOT_READ, *([_HEAD] if config.tied_head else [])])
+        tensors.check(f"a {config.architecture}", shapes, [_NOT_READ, *([_HEAD] if config.tied_head else [])])
         embed = tensors.read(_EMBED, shapes[_EMBED])
         params: Params = {"norm": put(tensors.read(_NORM, shapes[_NORM]).astype("float32") + offset)}
         if config.tied_head:
