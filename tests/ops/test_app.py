@@ -59,8 +59,8 @@ def test_a_head_is_told_its_target(tmp_path):
     assert draft is not None
     assert (draft.model_path, draft.speculative_draft_model_path) == ("m", "d")
     assert configure(parse("--model", "m"), CORES, tmp_path).draft.model_path is None
-    with pytest.raises(ConfigError, match="EAGLE drafts with a model of its own"):
-        check_flags(parse("--speculative-algorithm", "EAGLE"))
+    with pytest.raises(ConfigError, match="EAGLE3 drafts with a model of its own"):
+        check_flags(parse("--speculative-algorithm", "EAGLE3"))
 
 
 @pytest.mark.parametrize(
