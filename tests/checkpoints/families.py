@@ -26,6 +26,13 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob":
 _SHARED_EXPERTS = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
                    "topk_group": 1, "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 1}  # fmt: skip
 
+_LINEAR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+           "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
+_QWEN35 = {"head_dim": 16, "attn_output_gate": True, "mtp_num_hidden_layers": 1, "rope_theta": "absent",
+           "rope_scaling": "absent",
+           "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                               "mrope_interleaved": True, "mrope_section": [2, 1, 1]}}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Family:
@@ -184,11 +191,14 @@ DRAFTING: dict[str, Family] = {
     "qwen3-next": _family(
         "Qwen3NextForCausalLM", "qwen3_next", "model.layers.1.mlp.shared_expert_gate.weight",
         "model.layers.1.mlp.experts.3.gate_proj.weight",
-        num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], head_dim=16,
+        head_dim=16,
         partial_rotary_factor=0.25, num_experts=8, shared_expert_intermediate_size=24, decoder_sparse_step=1,
-        mlp_only_layers=[],
-        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
-        attention_bias=False, **_MOE,
+        mlp_only_layers=[], attention_bias=False, **_LINEAR, **_MOE,
+    ),
+    "qwen3.5": _family("Qwen3_5ForCausalLM", "qwen3_5_text", **_QWEN35, **_LINEAR),
+    "qwen3.5-moe": _family(
+        "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+        shared_expert_intermediate_size=24, intermediate_size="absent", **_QWEN35, **_LINEAR,
     ),
 }  # fmt: skip
 

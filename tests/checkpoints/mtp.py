@@ -23,11 +23,15 @@ Tensors = dict[str, torch.Tensor]
 PREFIXES = {
     "deepseek-v3": "model.layers.3.", "glm-4.5": "model.layers.3.", "mimo": "model.mtp_layers.0.",
     "mimo-v2": "model.mtp.layers.0.", "qwen3-next": "mtp.layers.0.",
+    "qwen3.5": "mtp.layers.0.", "qwen3.5-moe": "mtp.layers.0.",
 }  # fmt: skip
+_QWEN = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
 _JOINS = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
     "mimo-v2": ("enorm", "hnorm", "eh_proj", "final_layernorm"),
-    "qwen3-next": ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    "qwen3-next": _QWEN,
+    "qwen3.5": _QWEN,
+    "qwen3.5-moe": _QWEN,
 }
 _DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
@@ -37,9 +41,15 @@ def write_mtp(folder: Path, family: str, layers: int = 1, **changes: Any) -> Pat
     write_family(folder, family, **changes)
     tensors = _load(folder)
     for i in range(layers):
-        tensors |= mtp_layer(folder, family, PREFIXES[family].replace(".0.", f".{i}."), seed=i)
+        tensors |= mtp_layer(folder, family, prefix_of(family, i), seed=i)
     _save(folder, tensors)
     return folder
+
+
+def prefix_of(family: str, layer: int) -> str:
+    """What the names of an MTP layer begin with."""
+    first = PREFIXES[family]
+    return first.replace(".3.", f".{3 + layer}.") if ".3." in first else first.replace(".0.", f".{layer}.")
 
 
 def mtp_layer(folder: Path, family: str, prefix: str | None = None, seed: int = 0) -> Tensors:
@@ -61,7 +71,7 @@ def mtp_layer(folder: Path, family: str, prefix: str | None = None, seed: int = 
         if name.startswith(old)
     }
     embedding, hidden, join, norm = (_joined(prefix, name) for name in _JOINS.get(family, _DEEPSEEK))
-    center = 0.0 if family == "qwen3-next" else 1.0
+    center = 0.0 if family.startswith("qwen") else 1.0
     for name in (embedding, hidden, norm):
         layer[f"{name}.weight"] = center + 0.2 * torch.randn(size, generator=generator)
     layer[f"{join}.weight"] = torch.randn(size, 2 * size, generator=generator) * size**-0.5
@@ -78,6 +88,32 @@ def _joined(prefix: str, name: str) -> str:
 def published(family: str, name: str) -> str:
     """The MTP layer's name of a decoder layer's tensor."""
     return name.replace("post_attention_layernorm", "pre_mlp_layernorm") if family == "mimo-v2" else name
+
+
+def as_multimodal(folder: Path, place: Path) -> Path:
+    """The same as Qwen3.5 publishes it: beside what sees images, with one tensor for all experts."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+        for name, tensor in _load(folder).items()
+    }
+    if config.get("num_experts"):
+        experts = [
+            {part: tensors.pop(f"mtp.layers.0.mlp.experts.{i}.{part}_proj.weight") for part in ("gate", "up", "down")}
+            for i in range(config["num_experts"])
+        ]
+        joined = [torch.cat([expert["gate"], expert["up"]]) for expert in experts]
+        tensors["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.stack(joined)
+        tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.stack([expert["down"] for expert in experts])
+    place.mkdir()
+    _save(place, tensors)
+    whole = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": config,
+    }
+    (place / "config.json").write_text(json.dumps(whole))
+    return place
 
 
 def last_layer(folder: Path) -> str:
@@ -107,7 +143,7 @@ class Reference:
         swapped = {
             name: tensors[prefix + published(family, name.removeprefix(last))] if name.startswith(last) else tensor
             for name, tensor in tensors.items()
-            if not name.startswith(prefix)
+            if "mtp" not in name and not name.startswith(tuple(prefix_of(family, i) for i in range(4)))
         }
         _save(scratch, swapped)
         config = json.loads((folder / "config.json").read_text())
@@ -121,7 +157,7 @@ class Reference:
         self.join = tensors[f"{join}.weight"]
 
     def norm(self, which: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self.norms[which] + (1.0 if self.family == "qwen3-next" else 0.0)
+        weight = self.norms[which] + (1.0 if self.family.startswith("qwen") else 0.0)
         config = self.model.config
         epsilon = getattr(config, "rms_norm_eps", None) or config.layernorm_epsilon
         return torch.nn.functional.rms_norm(x, weight.shape, weight, epsilon)

@@ -15,14 +15,19 @@ from outrider.speculation.tree import ROOT
 from services.draft.app import build
 from services.draft.model.formats.mtp import read_mtp
 from services.draft.model.formats.target import read_target
-from tests.checkpoints.mtp import Reference, mtp_layer, write_mtp
+from tests.checkpoints.mtp import Reference, as_multimodal, mtp_layer, prefix_of, write_mtp
 from tests.draft.stepping import Stepper
 from tests.tiny import VOCAB
 
+YARN = {
+    "beta_fast": 32, "beta_slow": 1, "factor": 4, "mscale": 1.0, "mscale_all_dim": 0.4, "type": "yarn",
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
 FAMILIES = {
     "deepseek": ("deepseek-v3", {}),
     "deepseek, no groups, query at once": (
-        "deepseek-v3", {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False},
+        "deepseek-v3",
+        {"n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False, "rope_scaling": YARN},
     ),
     "glm": ("glm-4.5", {}),
     "glm air": ("glm-4.5", {"use_qk_norm": False, "num_key_value_heads": 1, "attention_bias": False}),
@@ -77,21 +82,29 @@ def test_a_layer_says_what_its_model_s_own_class_says(tmp_path, name):
     follow(draft, Reference(folder, family, tmp_path / "scratch"))
 
 
-def test_several_layers_each_predict_a_token_further(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3.5-moe"])
+def test_a_layer_of_a_model_that_sees_images(tmp_path, family):
+    folder = write_mtp(tmp_path / "model", family)
+    whole = as_multimodal(folder, tmp_path / "whole")
+    follow(read_mtp(whole, read_target(whole)), Reference(folder, family, tmp_path / "scratch"))
+
+
+@pytest.mark.parametrize(("family", "count", "length"), [("mimo-v2", 3, 24), ("mimo-v2", 3, 4), ("glm-4.5", 2, 24)])
+def test_several_layers_each_predict_a_token_further(tmp_path, family, count, length):
     """Layer i's row j pairs token j + 1 + i with the target's feature j, and nothing else with anything else."""
-    folder = write_mtp(tmp_path / "model", "mimo-v2", layers=3)
-    prefixes = [f"model.mtp.layers.{i}." for i in range(3)]
-    layers = [Reference(folder, "mimo-v2", tmp_path / f"{i}", prefix=prefix) for i, prefix in enumerate(prefixes)]
-    draft = read_mtp(folder, read_target(folder))
+    folder = write_mtp(tmp_path / "model", family, layers=count)
+    prefixes = [prefix_of(family, i) for i in range(count)]
+    layers = [Reference(folder, family, tmp_path / f"{i}", prefix=prefix) for i, prefix in enumerate(prefixes)]
+    draft = read_mtp(folder, read_target(folder), several=True)
     assert draft.config.stacked
     rng = np.random.default_rng(1)
-    tokens = rng.integers(0, VOCAB, 24).tolist()
+    tokens, known = rng.integers(0, VOCAB, length).tolist(), length - 1
     features = rng.standard_normal((40, 48)).astype(np.float32)
     model = Stepper(draft.config, draft.load(jnp.float32), tokens)
-    whole = layers[0].logits(tokens, features[:23])
-    for feed in (5, 1, 16, 1):
+    whole = layers[0].logits(tokens, features[:known])
+    for feed in (known - 2, 1, 1):
         start = model.trunk.settled
-        close(model.run(16, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
+        close(model.run(24, feed=feed, features=features[start : start + feed])[:feed], whole[start : start + feed])
 
     def expand(nodes, true):
         logits = model.run(4, nodes=tuple(nodes))
@@ -101,29 +114,34 @@ def test_several_layers_each_predict_a_token_further(tmp_path):
             close(logits[i], layers[ahead].logits(path[ahead:], features[:true])[-1])
 
     model.session.add(ROOT, [5, 6, 7], [-1, -1, -1], [-0.1, -1.0, -2.0])
-    expand([0, 1, 2], 23)
+    expand([0, 1, 2], known)
     model.session.add(0, [8, 9], [-1, -1], [-0.1, -1.0])
     model.session.add(1, [8], [-1], [-0.1])
-    expand([3, 5], 23)
+    if count > 2:
+        expand([3, 5], known)
     model.commit([5])
-    model.session.add(0, [11], [-1], [-0.1])
-    model.session.add(ROOT, [12], [-1], [-0.1])
-    expand([model.session.path_of([12])[0]], 23)  # while an accepted row moves
+    if count > 2:
+        model.session.add(0, [11], [-1], [-0.1])
+        model.session.add(ROOT, [12], [-1], [-0.1])
+        expand([model.session.path_of([12])[0]], known)  # while an accepted row moves
     model.session.replant()
     model.trunk.forget_provisional()
-    close(model.run(4, feed=1, features=features[23:24])[0], layers[0].logits(model.session.tokens, features[:24])[-1])
+    close(
+        model.run(4, feed=1, features=features[known:length])[0],
+        layers[0].logits(model.session.tokens, features[:length])[-1],
+    )
     model.session.add(ROOT, [9], [-1], [-0.1])
-    expand([0], 24)
-    model.session.add(0, [4], [-1], [-0.1])
-    expand([1], 24)
+    expand([0], length)
+    if count > 2:
+        model.session.add(0, [4], [-1], [-0.1])
+        expand([1], length)
 
 
 def test_how_many_layers_are_used(tmp_path, deepseek):
     target = read_target(deepseek[0])
     with pytest.raises(ConfigError, match="has one MTP layer; --enable-multi-layer-eagle is for several"):
         read_mtp(deepseek[0], target, several=True)
-    folder = write_mtp(tmp_path / "glm", "glm-4.5")
-    change(folder, lambda t: t.update(mtp_layer(folder, "glm-4.5", "model.layers.4.", seed=1)))
+    folder = write_mtp(tmp_path / "glm", "glm-4.5", layers=2)
     assert len(read_mtp(folder, read_target(folder)).config.layers) == 1
     both = read_mtp(folder, read_target(folder), several=True)
     assert both.config.stacked
