@@ -133,6 +133,9 @@ def check(config: DraftConfig) -> None:
     for flag, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{flag} must be 1 or more, not {value}")
+    part = config.draft_mem_fraction_static
+    if part is not None and not 0.0 < part <= 1.0:
+        raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {part}")
     if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
     if config.speculative_algorithm == "NGRAM" and config.speculative_ngram_beside:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureFormat
 from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
+from services.draft.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.stacked import StackedDrafter
@@ -29,21 +28,17 @@ from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import holds_mtp, read_mtp
 from services.draft.model.formats.target import read_target
+from services.draft.model.narrow import check_quantization, narrow
 from services.draft.model.runner import ModelRunner
 from services.draft.model.token_map import read_token_map, with_token_map
-from services.draft.trunk import SCRATCH_SLOTS
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _FEATURES = {
     "auto": FeatureFormat.BFLOAT16, "bfloat16": FeatureFormat.BFLOAT16, "float32": FeatureFormat.FLOAT32,
     "float8_e4m3": FeatureFormat.FLOAT8_E4M3,
 }  # fmt: skip
 _HEADS = {"EAGLE": read_eagle, "EAGLE3": read_eagle3}
-# The KV cache takes this part of the memory, and no more tokens than this by itself.
-_MEMORY_PART = 0.1
-_DEFAULT_TOKENS = 65_536
 # Tokens of a prompt a step: on a CPU, whose cost grows with every token, short steps keep the others waiting less.
 _CHUNK = {"cpu": 64}
 _DEFAULT_CHUNK = 256
@@ -56,14 +51,16 @@ def load_model_drafter(
 
     shape: of explicit trees; children: candidates a node where there is none
     """
+    check_quantization(config.speculative_draft_model_quantization)
+    devices = choose_devices(config.draft_device, config.draft_tp_size)
     _keep_programs()
     folder = checkpoint.resolve(_path(config), torch_files=True)
     draft, vocabulary = _read(folder, config)
-    facts = _describe(folder, vocabulary, config, draft.config)
+    facts = _describe(folder, vocabulary, config, draft.config, dtype_of(config.draft_dtype, devices[0])[1])
     if config.speculative_token_map is not None:
         draft = _mapped(draft, config.speculative_token_map, config.speculative_algorithm)
-    runner, prefix = _runner(draft, vocabulary, config, shape.topk if shape else children)
-    chunk = _CHUNK.get(jax.default_backend(), _DEFAULT_CHUNK)
+    runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children)
+    chunk = _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK)
     drafter: ModelDrafter
     if draft.features is None:
         drafter = StandaloneDrafter(runner, prefix, config.max_running_requests, chunk)
@@ -77,7 +74,7 @@ def load_model_drafter(
         drafter.follow(shape)
     allocator = prefix.allocator
     log.info(
-        "%s, %s on %s, %d pages of %d tokens", draft.config.architecture, _dtype_name(config), jax.default_backend(),
+        "%s, %s on %s, %d pages of %d tokens", draft.config.architecture, facts.dtype, ", ".join(map(str, devices)),
         allocator.total_pages, allocator.page_size,
     )  # fmt: skip
     return drafter, facts
@@ -125,14 +122,17 @@ def _check_steps(config: DraftConfig, draft: Draft) -> None:
         )
 
 
-def _runner(draft: Draft, vocabulary: Path, config: DraftConfig, children: int) -> tuple[ModelRunner, PrefixCache]:
-    dtype = _DTYPES[_dtype_name(config)]
-    page_size = config.draft_page_size
-    total_pages = _total_pages(config, draft.config, jnp.dtype(dtype).itemsize)
+def _runner(
+    draft: Draft, vocabulary: Path, config: DraftConfig, devices: list[jax.Device], children: int
+) -> tuple[ModelRunner, PrefixCache]:
+    dtype, _ = dtype_of(config.draft_dtype, devices[0])
+    params = narrow(draft.load(dtype), config.speculative_draft_model_quantization)
+    page_size, itemsize = config.draft_page_size, jnp.dtype(dtype).itemsize
+    total_pages = pages_that_fit(config, draft.config, itemsize, bytes_a_device(params), devices[0])
     context = min(draft.config.context, total_pages * page_size)
     runner = ModelRunner(
         draft.config,
-        draft.load(dtype),
+        params,
         dtype=dtype,
         total_pages=total_pages,
         page_size=page_size,
@@ -154,35 +154,9 @@ def vocab_limit(folder: Path) -> int:
     return max(checkpoint.vocabulary(folder).values(), default=2**31 - 2) + 1
 
 
-def _dtype_name(config: DraftConfig) -> str:
-    if config.draft_dtype != "auto":
-        return config.draft_dtype
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-def _total_pages(config: DraftConfig, model: ModelConfig, itemsize: int) -> int:
-    scratch = SCRATCH_SLOTS * config.max_running_requests
-    tokens = config.draft_max_total_tokens
-    if tokens is None:
-        wanted = min(_DEFAULT_TOKENS, model.context * config.max_running_requests) + scratch
-        tokens = min(wanted, int(_memory_bytes() * _MEMORY_PART) // (model.cache_numbers() * itemsize))
-    pages = tokens // config.draft_page_size
-    least = -(-SCRATCH_SLOTS // config.draft_page_size) + 1
-    if pages < least:
-        raise ConfigError(
-            f"the draft's KV cache of {tokens} tokens cannot hold one session; "
-            f"--draft-max-total-tokens must be {least * config.draft_page_size} or more"
-        )
-    return pages
-
-
-def _memory_bytes() -> int:
-    """Memory of the device: what the runtime says, or the machine's."""
-    stats: dict[str, Any] = jax.local_devices()[0].memory_stats() or {}
-    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _describe(folder: Path, vocabulary: Path, config: DraftConfig, model: ModelConfig) -> common_pb2.ModelInfo:
+def _describe(
+    folder: Path, vocabulary: Path, config: DraftConfig, model: ModelConfig, dtype: str
+) -> common_pb2.ModelInfo:
     fed = model.head.fed
     return common_pb2.ModelInfo(
         model_path=checkpoint.display_name(_path(config)),
@@ -192,5 +166,5 @@ def _describe(folder: Path, vocabulary: Path, config: DraftConfig, model: ModelC
         vocab_size=read_target(vocabulary).vocab_size if fed else model.vocab_size,
         vocab_hash=checkpoint.vocab_hash(vocabulary),
         context_length=model.context,
-        dtype=_dtype_name(config),
+        dtype=dtype,
     )

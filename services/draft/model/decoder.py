@@ -17,6 +17,7 @@ from services.draft.model.attending import attend
 from services.draft.model.config import Layer, ModelConfig
 from services.draft.model.feed_forward import feed_forward
 from services.draft.model.heads import Inputs, Params, rms_norm
+from services.draft.model.narrow import columns, product
 
 
 class Features(NamedTuple):
@@ -74,7 +75,9 @@ def hidden_states(
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Embeddings of tokens, [..., H]."""
-    return params["embed"][tokens] if "embed" in params else params["head"].T[tokens]
+    if "embed" in params:
+        return params["embed"][tokens]
+    return columns(params["head"], tokens, params["layers"][0]["mlp_norm"].dtype)
 
 
 def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
@@ -126,7 +129,7 @@ def head(params: Params, x: jax.Array, vocab_limit: int, softcap: float | None =
 
     softcap: as of ModelConfig
     """
-    logits = jnp.einsum("...h,hv->...v", x, params["head"], preferred_element_type=jnp.float32)
+    logits = product(x, params["head"], jnp.float32)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     ids = params.get("ids")

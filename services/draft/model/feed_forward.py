@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from services.draft.model.config import Activation, Experts, Mlp
+from services.draft.model.narrow import product
 
 
 def linear(x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
     """x @ layer[name], and its bias if there is one. x: [..., I]. Returns [..., O]."""
-    y = jnp.einsum("...i,io->...o", x, layer[name])
+    y = product(x, layer[name])
     return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
 
 
@@ -79,8 +80,8 @@ def _mix(x: jax.Array, layer: dict[str, Any], chosen: jax.Array, weights: jax.Ar
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         expert = order[i]
-        gate, up = jnp.split(x @ layer["experts_gate_up"][expert], 2, axis=-1)
-        said = (jax.nn.silu(gate) * up) @ layer["experts_down"][expert]
+        gate, up = jnp.split(product(x, layer["experts_gate_up"][expert]), 2, axis=-1)
+        said = product(jax.nn.silu(gate) * up, layer["experts_down"][expert])
         return total + share[:, expert, None] * said
 
     total = lax.fori_loop(0, used.sum(), add, jnp.zeros(x.shape, jnp.float32))

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from services.draft.model.narrow import product
+
 Params = dict[str, Any]
 
 
@@ -84,7 +86,7 @@ class EagleHead(Head):
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
         """params: fuse [2H, H] and perhaps fuse_bias [H]."""
         assert inputs.feature is not None
-        x = jnp.concatenate([inputs.embedding, inputs.feature], axis=-1) @ params["fuse"]
+        x = product(jnp.concatenate([inputs.embedding, inputs.feature], axis=-1), params["fuse"])
         return (x + params["fuse_bias"] if "fuse_bias" in params else x), None
 
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -137,7 +139,7 @@ class MtpHead(Head):
             embedding = jnp.where(inputs.positions[..., None] == 0, 0, embedding)
         token = rms_norm(embedding, params["embedding_norm"], self.epsilon)
         feature = rms_norm(inputs.feature, params["feature_norm"], self.epsilon)
-        return jnp.concatenate([token, feature], axis=-1) @ params["fuse"], None
+        return product(jnp.concatenate([token, feature], axis=-1), params["fuse"]), None
 
     def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The layer's own final norm; the target's head reads what comes of it."""
