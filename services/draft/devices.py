@@ -37,6 +37,8 @@ def choose_devices(device: str, count: int) -> list[jax.Device]:
         raise ConfigError(f"--draft-device {device}: JAX has no such device here: {reason}") from None
     if count < 1:
         raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
+    if count > 1:
+        raise ConfigError(f"--draft-tp-size {count} is not supported yet; leave it out")
     if not 0 <= first <= len(found) - count:
         raise ConfigError(
             f"--draft-device {device} and --draft-tp-size {count} need {first + count} devices; there "
