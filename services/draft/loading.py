@@ -21,6 +21,8 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.kernels.attention import choose
+from services.draft.kernels.base import Paging
 from services.draft.model.config import ModelConfig
 from services.draft.model.formats.base import Draft
 from services.draft.model.formats.decoders import read_decoder
@@ -135,7 +137,7 @@ def _runner(
         params,
         dtype=dtype,
         total_pages=total_pages,
-        page_size=page_size,
+        paging=Paging(page_size, choose(config.draft_attention_backend)),
         table_pages=-(-context // page_size),
         children=min(children, draft.config.vocab_size),
         vocab_limit=vocab_limit(vocabulary),

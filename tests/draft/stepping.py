@@ -10,6 +10,7 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from services.draft.batch import Job, Shape, build_inputs
 from services.draft.frontier import TreeLimits
+from services.draft.kernels.base import Paging
 from services.draft.kv_cache import make_pools
 from services.draft.model.decoder import head
 from services.draft.model.program import Constants, states
@@ -49,5 +50,5 @@ class Stepper:
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _logits(config, params, pools, inputs):
-    x, pools = states(Constants(config, PAGE, 1, config.vocab_size), params, pools, inputs)
+    x, pools = states(Constants(config, Paging(PAGE), 1, config.vocab_size), params, pools, inputs)
     return head(params, x, 2**31 - 1, config.softcap), pools

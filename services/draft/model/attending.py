@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from services.draft.kernels.attention import Context, attention
+from services.draft.kernels.attention import attention
+from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import move_and_write
 from services.draft.model.config import Attention, LatentAttention
 from services.draft.model.feed_forward import linear
@@ -24,7 +25,7 @@ _LATENT_EPSILON = 1e-6
 
 def attend(
     description: Attention | LatentAttention,
-    page_size: int,
+    paging: Paging,
     layer: dict[str, Any],
     x: jax.Array,
     pool: jax.Array,
@@ -39,11 +40,11 @@ def attend(
     positions, slots: [S, Q]; moves: slots to copy first, [2, M]; epsilon: of the norms of queries and keys.
     """
     if isinstance(description, LatentAttention):
-        return _attend_latent(description, page_size, layer, x, pool, positions, slots, context, moves)
+        return _attend_latent(description, paging, layer, x, pool, positions, slots, context, moves)
     q, kv, gate = _project(layer, description, x, positions, epsilon)
     filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *pool.shape[1:]))
     since = _first_seen(description, positions)
-    seen = attention(q, filled, context, page_size, since=since, sinks=layer.get("sinks"), softcap=description.softcap)
+    seen = attention(q, filled, context, paging, since=since, sinks=layer.get("sinks"), softcap=description.softcap)
     if gate is not None:
         seen = seen * jax.nn.sigmoid(gate)
     return linear(seen.reshape(*x.shape[:2], -1), layer, "output"), filled
@@ -74,7 +75,7 @@ def _project(
 
 def _attend_latent(
     description: LatentAttention,
-    page_size: int,
+    paging: Paging,
     layer: dict[str, Any],
     x: jax.Array,
     pool: jax.Array,
@@ -96,7 +97,7 @@ def _attend_latent(
     row = jnp.concatenate([latent, _rotate(key[:, :, None], cos_sin)[:, :, 0]], axis=-1)
     filled = move_and_write(pool, moves, slots.reshape(-1), row.reshape(-1, *pool.shape[1:]))
     q = jnp.concatenate([jnp.einsum("sqhp,hpr->sqhr", plain, layer["keys"]), _rotate(turning, cos_sin)], axis=-1)
-    seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, context, page_size)[..., :rank]
+    seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, context, paging)[..., :rank]
     values = jnp.einsum("sqhr,hrv->sqhv", seen, layer["values"])
     return linear(values.reshape(*x.shape[:2], -1), layer, "output"), filled
 

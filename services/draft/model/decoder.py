@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from services.draft.kernels.attention import Context
+from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import Pools, move_and_write
 from services.draft.model.attending import attend
 from services.draft.model.config import Layer, ModelConfig
@@ -50,7 +50,7 @@ def hidden_states(
     rows: Rows,
     context: Context,
     moves: jax.Array,
-    page_size: int,
+    paging: Paging,
 ) -> tuple[jax.Array, Pools]:
     """The states that the rows' logits come from, [S, Q, H], and the pools with what the rows leave there.
 
@@ -63,7 +63,7 @@ def hidden_states(
     plain = rows._replace(features=None)
     for description, layer, pool in zip(config.layers, params["layers"], pools.layers, strict=True):
         next_to = beside if description.beside else None
-        x, filled = decoder_layer(description, page_size, layer, x, next_to, pool, plain, context, moves)
+        x, filled = decoder_layer(description, paging, layer, x, next_to, pool, plain, context, moves)
         written.append(filled)
     state, handed = config.head.finish(params, x)
     kept = pools.features
@@ -93,7 +93,7 @@ def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
 @partial(jax.jit, static_argnums=(0, 1))
 def decoder_layer(
     description: Layer,
-    page_size: int,
+    paging: Paging,
     layer: dict[str, jax.Array],
     x: jax.Array,
     beside: jax.Array | None,
@@ -113,7 +113,7 @@ def decoder_layer(
     if beside is not None:
         inner = jnp.concatenate([rms_norm(beside, layer["beside_norm"], epsilon), inner], axis=-1)
     seen, filled = attend(
-        description.attention, page_size, layer, inner, pool, rows.positions, rows.slots, context, moves, epsilon
+        description.attention, paging, layer, inner, pool, rows.positions, rows.slots, context, moves, epsilon
     )
     if description.output_norms:
         seen = rms_norm(seen, layer["attention_output_norm"], epsilon)

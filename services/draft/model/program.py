@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.batch import StepInputs
-from services.draft.kernels.attention import Context
+from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import Pools, move_rows
 from services.draft.model.config import ModelConfig
 from services.draft.model.decoder import Features, Rows, head, hidden_states
@@ -22,7 +22,7 @@ class Constants(NamedTuple):
     """What a program is compiled for, besides shapes. children: candidates a row; vocab_limit: ids below are real."""
 
     config: ModelConfig
-    page_size: int
+    paging: Paging
     children: int
     vocab_limit: int
 
@@ -47,7 +47,7 @@ def states(constants: Constants, params: Params, pools: Pools, inputs: StepInput
     features = None if inputs.features is None else Features(*inputs.features)
     rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
     compute = stacked_states if constants.config.stacked else hidden_states
-    return compute(params, constants.config, pools, rows, context, inputs.moves, constants.page_size)
+    return compute(params, constants.config, pools, rows, context, inputs.moves, constants.paging)
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.draft.batch import Shape, StepInputs, empty_inputs
+from services.draft.kernels.base import Paging
 from services.draft.kv_cache import make_pools
 from services.draft.model import program
 from services.draft.model.config import ModelConfig
@@ -39,19 +40,19 @@ class ModelRunner:
         *,
         dtype: Any,
         total_pages: int,
-        page_size: int,
+        paging: Paging,
         table_pages: int,
         children: int,
         vocab_limit: int,
     ) -> None:
         """table_pages: pages of the longest session. children: candidates a row. vocab_limit: ids below are real."""
         self.config = config
-        self.page_size = page_size
+        self.page_size = paging.page_size
         self.table_pages = table_pages
         self.compilations = 0
-        self._constants = program.Constants(config, page_size, children, vocab_limit)
+        self._constants = program.Constants(config, paging, children, vocab_limit)
         self._params = params
-        self._pools = make_pools(config, total_pages, page_size, dtype)
+        self._pools = make_pools(config, total_pages, paging.page_size, dtype)
         self._seconds: dict[Shape, float] = {}
 
     @property

@@ -17,7 +17,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from services.draft.kernels.attention import Context
+from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import Pools, move_and_write
 from services.draft.model.config import ModelConfig
 from services.draft.model.decoder import Rows, decoder_layer, embed
@@ -31,7 +31,7 @@ def stacked_states(
     rows: Rows,
     context: Context,
     moves: jax.Array,
-    page_size: int,
+    paging: Paging,
 ) -> tuple[jax.Array, Pools]:
     """As decoder.hidden_states. params["joins"]: each layer's head. The pool of features holds the target's alone."""
     features = rows.features
@@ -47,7 +47,7 @@ def stacked_states(
     for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], pools.layers, strict=True)):
         inputs = Inputs(embedding, rows.positions, kept[features.sources[..., i]], features.given)
         x, _ = config.head.join(params["joins"][i], inputs)
-        x, filled = decoder_layer(description, page_size, layer, x, None, pool, plain, context, moves)
+        x, filled = decoder_layer(description, paging, layer, x, None, pool, plain, context, moves)
         states.append(config.head.finish(params["joins"][i], x)[0])
         written.append(filled)
     chosen = jnp.take_along_axis(jnp.stack(states), features.layers[None, ..., None], axis=0)[0]
