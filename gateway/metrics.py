@@ -125,6 +125,7 @@ class Metrics:
         self._cached_pages = gauge("engine_cached_pages", "Free KV pages that keep a cached prefix.", replica)
         self._total_pages = gauge("engine_total_pages", "KV pages in all.", replica)
         self._preemptions = gauge("engine_preemptions", "Sessions that gave their pages back for others.", replica)
+        self._plain = gauge("target_plain", "1 while a target decodes plainly, as hints do not pay.", ("address",))
         drafter = ("address", "drafter")
         self._offered = gauge("drafter_offered_nodes", "Nodes of a drafter whose parent was committed.", drafter)
         self._promised = gauge("drafter_promised_nodes", "How many of them its scores said would be.", drafter)
@@ -140,6 +141,8 @@ class Metrics:
         self._total_pages.labels(service, address).set(load.total_pages)
         self._preemptions.labels(service, address).set(load.preemptions)
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
+        if service == "target":
+            self._plain.labels(address).set(load.hints_unwanted)
         for drafter in load.drafters:
             self._offered.labels(address, drafter.name).set(drafter.offered)
             self._promised.labels(address, drafter.name).set(drafter.promised)

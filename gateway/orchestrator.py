@@ -18,6 +18,7 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -133,7 +134,10 @@ class Orchestrator:
         draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
         self._move(session, session.target, draft)
         if draft is not None:
-            draft.open(open_to_pb(session.request()))
+            loads = [target.load for target in self.targets if target.up]
+            # Where hints do not pay at present, a draft need not read the prompt.
+            unwanted = bool(loads) and all(load is not None and load.hints_unwanted for load in loads)
+            draft.open(open_to_pb(replace(session.request(), hints_unwanted=unwanted)))
         return draft is not None
 
     def _move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:

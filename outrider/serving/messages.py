@@ -58,6 +58,7 @@ class OpenSession:
     logprobs, prompt_logprobs: log-probabilities are told of new tokens and of the prompt's, and of this many of the
         likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
     feature_spec: id of the FeatureSpec whose hidden states are wanted from position `features_from` on; 0 for none
+    hints_unwanted: a draft need not work for it before a commit says that hints are wanted
     """
 
     session_id: int
@@ -71,6 +72,7 @@ class OpenSession:
     prompt_logprobs: int | None = None
     feature_spec: int = 0
     features_from: int = 0
+    hints_unwanted: bool = False
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""
@@ -129,6 +131,7 @@ class EngineLoad:
     weight_version: str = ""
     preemptions: int = 0
     drafters: tuple[DrafterLoad, ...] = ()
+    hints_unwanted: bool = False
 
 
 @dataclass

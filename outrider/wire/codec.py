@@ -247,6 +247,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
             common_pb2.DrafterLoad(name=d.name, offered=d.offered, promised=d.promised, accepted=d.accepted)
             for d in load.drafters
         ],
+        hints_unwanted=load.hints_unwanted,
     )
 
 
@@ -263,6 +264,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.weight_version,
         message.preemptions,
         tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted) for d in message.drafters),
+        message.hints_unwanted,
     )
 
 

@@ -30,6 +30,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         prompt_logprobs=request.prompt_logprobs,
         feature_spec=request.feature_spec,
         features_from=request.features_from,
+        hints_unwanted=request.hints_unwanted,
         grammar=_grammar_to_pb(request.grammar),
     )
 
@@ -49,6 +50,7 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         feature_spec=message.feature_spec,
         features_from=message.features_from,
+        hints_unwanted=message.hints_unwanted,
     )
 
 

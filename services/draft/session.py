@@ -43,7 +43,7 @@ class DraftSession:
         self.limits = limits
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.frontiers = tuple(frontiers) or (Frontier(limits.nodes, limits.floor, from_parents=True),)
-        self.wanted = ALL_WANTED  # nodes, by the last commit
+        self.wanted = 0 if request.hints_unwanted else ALL_WANTED  # nodes, by the last commit
         self.answered = True  # the last commit has been followed by a proposal, if only an empty one
         self.features = FeatureRows()
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)

@@ -217,6 +217,7 @@ class TargetEngine(Engine):
             cached_pages=allocator.cached_pages,
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
+            hints_unwanted=self._patience.way is Way.PLAIN,
         )
 
     def check(self) -> None:

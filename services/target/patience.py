@@ -25,6 +25,7 @@ _SETTLING = 2  # steps at the beginning of a turn that are not measured: drafter
 _SOONEST, _LATEST = 16, 128  # turns after which a way that is not the best is tried again
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
+_UNANSWERED = 4  # turns after which hints that have not come at all are a measure, too
 _KEPT = 0.9  # what remains of a measurement with each turn after it
 _KEPT_LEAST = 0.3
 _LONGEST = 0.05  # seconds that a step is held at most, and never longer than a step takes
@@ -152,12 +153,19 @@ class Patience:
         computing = now - self._began
         self._computing += (0.2 if self._computing else 1.0) * (computing - self._computing)
         drafted = self._drafted.intersection(wanted)
-        # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints.
-        if self._has_drafter and count and usual and (drafted or self.way is Way.PLAIN):
+        if self._has_drafter and count and usual and self._judges(bool(drafted)):
             self._measure(count, tokens / count, seconds)
         if self.way is Way.WAIT and drafted:
             self._awaited = drafted
             self._deadline = now + min(self._computing, _LONGEST)
+
+    def _judges(self, drafted: bool) -> bool:
+        # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints,
+        # unless it goes on like that.
+        if drafted or self.way is Way.PLAIN:
+            return True
+        self._unanswered += 1
+        return self._unanswered > _UNANSWERED * TURN
 
     def _measure(self, count: int, tokens: float, seconds: float) -> None:
         load = count.bit_length()
@@ -185,3 +193,4 @@ class Patience:
     def _begin_turn(self, settling: int = 0) -> None:
         self._turn = [0.0, 0.0]  # tokens a session, seconds
         self._steps = -settling
+        self._unanswered = 0  # steps of the turn whose sessions no drafter has answered

@@ -1,5 +1,7 @@
 """The growth engine: over n-grams, where everything can be computed by hand, and over a model, against the oracle."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,18 @@ PROMPT = np.random.default_rng(2).integers(4, VOCAB, 23).tolist()
 
 def commit_of(tokens, new, session_id=1):
     return Commit(session_id, len(tokens), np.array(new, np.uint32), path_hash(np.array([*tokens, *new])))
+
+
+def test_a_session_that_wants_no_hints_costs_nothing_until_it_does(tmp_path):
+    engine = standalone(write_model(tmp_path / "model"))
+    engine.open(replace(request(1, PROMPT), hints_unwanted=True))
+    assert engine.idle
+    engine.receive([], [replace(commit_of(PROMPT, [9]), wanted=0)])
+    assert engine.idle
+    assert engine.drafter.trunks[1].settled == 0
+    engine.receive([], [commit_of([*PROMPT, 9], [10])])
+    assert any(output.proposals for output in settle(engine))
+    assert engine.drafter.trunks[1].settled == len(PROMPT) + 2
 
 
 # --- n-grams ---

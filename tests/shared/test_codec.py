@@ -70,7 +70,8 @@ def opened():
     sampling = SamplingParams(0.7, 40, 0.95, 0.05, 2**63 + 1, 0.1, -0.2, 1.3, ((5, -100.0), (6, 1 / 3)))
     stop = StopConditions(9, 2, (5, 6), True)
     grammar = Grammar(GrammarKind.REGEX, "[aä]+")
-    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", grammar, 3, 0)
+    return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", grammar, 3, 0,
+                       hints_unwanted=True)  # fmt: skip
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
@@ -90,7 +91,8 @@ def test_frames_for_the_draft_and_of_the_target(items):
     got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
     for a, b in zip(items, got.commits, strict=True):
         same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
-    load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9, (DrafterLoad("NGRAM", 8, 2.5, 3), DrafterLoad("EAGLE3", 0, 0.0, 0)))
+    load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9, (DrafterLoad("NGRAM", 8, 2.5, 3), DrafterLoad("EAGLE3", 0, 0.0, 0)),
+                      hints_unwanted=True)  # fmt: skip
     failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
     assert answer.load == load

@@ -121,3 +121,18 @@ def test_hints_must_bring_more_than_noise_does(gain, plain):
     for _ in range(4):
         contest.end_turn(gain if contest.way is Way.GO else 1.0, 1.0)
     assert (contest.way is Way.PLAIN) == plain
+
+
+def test_a_drafter_that_never_comes_in_time_does_not_hold_a_way():
+    """Its sessions end before it has read their prompts; then hints are not asked for without end."""
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 4 * TURN, answer=0.040, gain=0)
+    ways = []
+    for session in range(64 * TURN):
+        patience.begin()
+        clock.now += 0.030 + 0.005 * (patience.way is not Way.PLAIN)  # reading costs the step something
+        patience.end([session + 2], 1, 1)
+        ways.append(patience.way)
+    assert ways.count(Way.PLAIN) > 0.4 * len(ways)
+    assert ways[-1] is Way.PLAIN or Way.PLAIN in ways[-8 * TURN :]

@@ -96,7 +96,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "hints_unwanted")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class OpenSession(_message.Message):
     FEATURE_SPEC_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     tokens: bytes
     prompt_length: int
@@ -119,7 +120,8 @@ class OpenSession(_message.Message):
     feature_spec: int
     features_from: int
     grammar: Grammar
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    hints_unwanted: bool
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., hints_unwanted: _Optional[bool] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("spec_id", "layers", "final", "format", "norm_epsilon")
@@ -206,7 +208,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +219,7 @@ class EngineLoad(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
@@ -227,7 +230,8 @@ class EngineLoad(_message.Message):
     weight_version: str
     preemptions: int
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterLoad]
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ...) -> None: ...
+    hints_unwanted: bool
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ...) -> None: ...
 
 class DrafterLoad(_message.Message):
     __slots__ = ("name", "offered", "promised", "accepted")
