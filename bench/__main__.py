@@ -10,6 +10,7 @@ BENCHMARKS = {
     "streams": "bench.streams.run",
     "system": "bench.system",
     "target": "bench.target",
+    "draft": "bench.draft",
     "quality": "bench.quality",
     "deterministic": "bench.deterministic",
     "gpu": "bench.gpu",
