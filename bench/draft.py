@@ -130,6 +130,7 @@ class _Random:
         self._numbers = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        del name
         if len(shape) == 1:
             return np.ones(shape, np.float32)
         return np.resize(self._numbers, shape) * np.float32(shape[-1] ** -0.5)
@@ -201,6 +202,7 @@ class Spy(ModelRunner):
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2, keep_unused=True)
 def _nothing(constants: Any, params: Any, pools: Any, inputs: StepInputs) -> Any:
+    del params
     size = (*inputs.head_rows.shape, constants.children)
     return (jnp.zeros(size, jnp.int32), jnp.zeros(size, jnp.float32)), pools
 
@@ -213,7 +215,6 @@ def measure(
     engine, runner = subject.engine(shape), subject.runner
     drive = Drive(engine, shape.sessions, context, temperature)
     times: list[tuple[float, float]] = []
-    nothing: list[float] = []
     before = read_bandwidth(threads)
     while len(times) < steps:
         start = time.perf_counter()
@@ -222,8 +223,7 @@ def measure(
         if engine.load().step_tokens == shape.sessions * shape.rows and not drive.fresh:
             times.append((taken, runner.seconds))
         drive.go_on()
-    for _ in range(steps):
-        nothing.append(runner.nothing())
+    nothing = [runner.nothing() for _ in range(steps)]
     bandwidth = (before + read_bandwidth(threads)) / 2
     step, ran = (float(np.median([pair[i] for pair in times])) for i in range(2))
     device = ran - float(np.median(nothing))
