@@ -130,6 +130,9 @@ class Metrics:
         self._offered = gauge("drafter_offered_nodes", "Nodes of a drafter whose parent was committed.", drafter)
         self._promised = gauge("drafter_promised_nodes", "How many of them its scores said would be.", drafter)
         self._accepted = gauge("drafter_accepted_nodes", "How many of them were.", drafter)
+        self._compilations = gauge(
+            "draft_compilations", "Programs compiled while serving; none should be.", drafter[:1]
+        )
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
     def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
@@ -143,6 +146,8 @@ class Metrics:
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
         if service == "target":
             self._plain.labels(address).set(load.hints_unwanted)
+        if service == "draft":
+            self._compilations.labels(address).set(load.compilations)
         for drafter in load.drafters:
             self._offered.labels(address, drafter.name).set(drafter.offered)
             self._promised.labels(address, drafter.name).set(drafter.promised)

@@ -1,9 +1,17 @@
-"""Logs: one readable line an event, the process's role in front."""
+"""Logs: one readable line an event, the process's role in front. Progress of what takes long."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+
+Progress = Callable[[int, int], None]
+"""Told of work at a start-up: the number of its present part, from 1 on, and how many parts there are."""
+
+
+def untold(part: int, parts: int) -> None:
+    """Progress that nobody hears of."""
 
 
 def setup_logging(role: str, level: str = "info") -> None:

@@ -132,6 +132,7 @@ class EngineLoad:
     preemptions: int = 0
     drafters: tuple[DrafterLoad, ...] = ()
     hints_unwanted: bool = False
+    compilations: int = 0
 
 
 @dataclass

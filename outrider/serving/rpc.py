@@ -48,12 +48,31 @@ SERVER_OPTIONS = [
 ]
 
 
+PROGRESS = "outrider-progress"
+"""Trailing metadata of a health check: how far the start-up is, in words."""
+
+
+class _Health(HealthServicer):
+    """Says beside the status how far the start-up is."""
+
+    progress = ""
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        """As of HealthServicer."""
+        if self.progress:
+            context.set_trailing_metadata(((PROGRESS, self.progress),))
+        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        return answer
+
+
 class GrpcServer:
     """A grpc.aio server with health and reflection. Use: add services to `server`, `start`, `set_serving`, `stop`."""
 
     def __init__(self) -> None:
         self.server = grpc.aio.server(options=SERVER_OPTIONS)
-        self.health = HealthServicer()
+        self.health = _Health()
         add_HealthServicer_to_server(self.health, self.server)
         self._names: tuple[str, ...] = ("",)
 
@@ -77,6 +96,10 @@ class GrpcServer:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._names:
             await self.health.set(name, status)
+
+    def tell(self, progress: str) -> None:
+        """How far the start-up is, in a few words, for whoever asks for its health. Any thread may call."""
+        self.health.progress = progress
 
     async def stop(self, grace: float = 2.0) -> None:
         """Stop; calls under way get `grace` seconds."""
@@ -142,6 +165,7 @@ async def serve_engine(
         raise
     with uncollected():
         loop.start(engine, hub.publish)
+        server.tell("")
         await server.set_serving(True)
         log.info("ready on %s", address)
         await stop.wait()

@@ -40,6 +40,8 @@ from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, supervise
 from outrider.telemetry import setup_logging
 
+_GLANCE = 0.5  # seconds between two looks at how far the processes are
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -182,8 +184,8 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
     """Wait until all are ready, then say so."""
     waiting = {asyncio.create_task(child.wait_ready()) for child in children}
     while waiting:
-        display.starting({child.name: child.ready for child in children})
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        display.starting({child.name: None if child.ready else child.progress for child in children})
+        done, waiting = await asyncio.wait(waiting, timeout=_GLANCE, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     display.ready(_facts(processes), first_curl(base_url(processes.gateway)))

@@ -20,6 +20,7 @@ class Display:
         self.console = Console(stderr=True, highlight=False)
         self._status: Status | None = None
         self._start = time.monotonic()
+        self._said = ""
 
     def line(self, text: str) -> None:
         """Pass on a line that a process wrote, as it is."""
@@ -39,9 +40,13 @@ class Display:
             self._status.start()
         self._status.update(text)
 
-    def starting(self, ready: Mapping[str, bool]) -> None:
-        """Say which processes are ready and which are not."""
-        self.progress("starting: " + ", ".join(f"{name} {'ready' if done else '…'}" for name, done in ready.items()))
+    def starting(self, states: Mapping[str, str | None]) -> None:
+        """Say which processes are ready (None), and how far the others are. Says nothing twice."""
+        words = {name: "ready" if state is None else state or "…" for name, state in states.items()}
+        text = "starting: " + ", ".join(f"{name} {state}" for name, state in words.items())
+        if text != self._said:
+            self._said = text
+            self.progress(text)
 
     def ready(self, facts: Sequence[tuple[str, str]], curl: str) -> None:
         """Take the status line away and show where the system is reached."""

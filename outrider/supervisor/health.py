@@ -1,22 +1,32 @@
-"""Is a service up? gRPC health of an address, or HTTP /health of a URL."""
+"""Is a service up, and if not, how far is it? gRPC health of an address, or HTTP /health of a URL."""
 
 from __future__ import annotations
 
 import asyncio
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.serving.rpc import PROGRESS
 
-async def is_healthy(address: str, seconds: float = 2.0) -> bool:
-    """True if the service serves. address: "host:port", "unix:/path" or "http://host:port". seconds: to wait."""
+
+async def is_healthy(address: str, seconds: float = 2.0, tell: Callable[[str], None] = lambda _: None) -> bool:
+    """True if the service serves. address: "host:port", "unix:/path" or "http://host:port". seconds: to wait.
+
+    tell: called with how far a start-up is, in words, if the service says so
+    """
     if address.startswith(("http://", "https://")):
         return await asyncio.to_thread(_http_health, address, seconds)
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         try:
-            answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+            call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=seconds)
+            answer = await call
+            for name, value in await call.trailing_metadata():
+                if name == PROGRESS:
+                    tell(str(value))
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

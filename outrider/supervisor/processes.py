@@ -59,6 +59,7 @@ class Child:
     on_line: Callable[[str], None]
     backoff: Backoff = field(default_factory=Backoff)
     ready: bool = field(default=False, init=False)
+    progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
     last_line: str = field(default="", init=False)
     _ending: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -90,9 +91,12 @@ class Child:
 
     async def wait_ready(self) -> None:
         """Return once its health was good."""
-        while self.pid is None or not await is_healthy(self.address):  # noqa: ASYNC110 - health is asked, it does not tell
+        while self.pid is None or not await is_healthy(self.address, tell=self._note):  # noqa: ASYNC110 - it does not call
             await asyncio.sleep(POLL_SECONDS)
         self.ready = True
+
+    def _note(self, progress: str) -> None:
+        self.progress = progress
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send it a signal; it is not started again."""

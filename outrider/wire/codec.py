@@ -243,6 +243,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         cached_pages=load.cached_pages,
         weight_version=load.weight_version,
         preemptions=load.preemptions,
+        compilations=load.compilations,
         drafters=[
             common_pb2.DrafterLoad(name=d.name, offered=d.offered, promised=d.promised, accepted=d.accepted)
             for d in load.drafters
@@ -265,6 +266,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.preemptions,
         tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted) for d in message.drafters),
         message.hints_unwanted,
+        message.compilations,
     )
 
 

@@ -54,15 +54,18 @@ async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     check(config)
     servicers: list[DraftServicer] = []
+    servers: list[GrpcServer] = []
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
+        servers.append(server)
         servicers.append(DraftServicer(hub, loop))
         return servicers[0].register(server)
 
     def build_engine() -> DraftEngine:
+        servers[0].tell("loading")
         engine, model = build(config)
         for drafter in engine.drafters:
-            drafter.warm_up()
+            drafter.warm_up(lambda part, parts: servers[0].tell(f"compiling {part}/{parts}"))
         servicers[0].serve(describe(engine, model), engine)
         return engine
 

@@ -28,7 +28,7 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None = None, **options: Any) -> Engine:
     """A draft engine. target: the target's folder, for heads.
 
-    options: match_type, max_running, beside; tree: steps, topk and rows of explicit trees.
+    options: match_type, max_running, beside, and flags; tree: steps, topk and rows of explicit trees.
     """
     from services.draft.app import build
 
@@ -40,12 +40,12 @@ def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None
     if tree := options.pop("tree", ()):
         flags = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         options |= dict(zip(flags, tree, strict=True))
+    defaults = {"max_running": 8, "draft_max_total_tokens": 8192}
     config = DraftConfig(
         speculative_algorithm=algorithm,
         speculative_draft_model_path=str(folder) if folder else None,
         model_path=str(target) if target else None,
-        draft_max_total_tokens=8192,
-        **{names.get(name, name): value for name, value in ({"max_running": 8} | options).items()},
+        **{names.get(name, name): value for name, value in (defaults | options).items()},
     )
     engine, _ = build(config)
     for drafter in engine.drafters:

@@ -85,6 +85,7 @@ class Pair:
         """growth: draft steps between two target steps, at most. killed_from, killed_until: rounds without a draft."""
         self.target, self.make_draft = target, make_draft
         self.draft = make_draft() if make_draft else None
+        self.compiled = self.draft.load().compilations if self.draft else 0
         self.random = random.Random(seed)
         self.proposals = Transport(faults, self.random)
         self.commits = Transport(faults, self.random)
@@ -125,6 +126,7 @@ class Pair:
             self.commits.under_way.clear()
         if now == self.killed[1]:
             self.draft = self.make_draft()
+            self.compiled = self.draft.load().compilations
             for session_id in sorted(self.truth.keys() - self.result.tokens.keys()):
                 self._reopen_draft(session_id)
         for frame in self.proposals.arrivals(now):
@@ -206,6 +208,8 @@ class Pair:
                 load = engine.load()
                 assert load.running_sessions == load.waiting_sessions == 0
                 assert load.free_pages == load.total_pages
+        if self.draft is not None:
+            assert self.draft.load().compilations == self.compiled, "a program was compiled while serving"
 
 
 def request(

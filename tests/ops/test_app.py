@@ -119,9 +119,12 @@ def test_flags_that_are_off_by_choice_are_written_so():
 
 def test_what_is_shown_without_a_terminal(capsys):
     display = Display()
-    display.starting({"target": True, "draft": False})
+    for progress in ("", "compiling 3/9", "compiling 3/9", None):
+        display.starting({"target": None, "draft": progress})
     display.ready([("REST", "http://h:5/v1")], "curl http://h:5")
     shown = capsys.readouterr().err
-    assert "starting: target ready, draft …" in shown
+    lines = [line for line in shown.splitlines() if line.startswith("starting: ")]
+    states = ["…", "compiling 3/9", "ready"]
+    assert lines == [f"starting: target ready, draft {state}" for state in states]
     assert "http://h:5/v1" in shown
     assert "curl http://h:5\n" in shown

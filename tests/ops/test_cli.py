@@ -92,7 +92,12 @@ async def test_grpc_health_is_asked(tmp_path):
     address = f"unix:{tmp_path}/health.sock"
     assert not await is_healthy(address, 0.5)
     async with grpc_server(address) as server:
-        assert not await is_healthy(address)
+        told = []
+        assert not await is_healthy(address, tell=told.append)
+        assert told == []
+        server.tell("compiling 3/9")
+        assert not await is_healthy(address, tell=told.append)
+        assert told == ["compiling 3/9"]
         await server.set_serving(True)
         assert await is_healthy(address)
         command = [sys.executable, "-m", "outrider", "healthcheck", address]

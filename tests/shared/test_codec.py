@@ -71,7 +71,7 @@ def opened():
     stop = StopConditions(9, 2, (5, 6), True)
     grammar = Grammar(GrammarKind.REGEX, "[aä]+")
     return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", grammar, 3, 0,
-                       hints_unwanted=True)  # fmt: skip
+                       hints_unwanted=True, compilations=11)  # fmt: skip
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
@@ -92,7 +92,7 @@ def test_frames_for_the_draft_and_of_the_target(items):
     for a, b in zip(items, got.commits, strict=True):
         same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
     load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9, (DrafterLoad("NGRAM", 8, 2.5, 3), DrafterLoad("EAGLE3", 0, 0.0, 0)),
-                      hints_unwanted=True)  # fmt: skip
+                      hints_unwanted=True, compilations=11)  # fmt: skip
     failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))
     assert answer.load == load

@@ -208,7 +208,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted", "compilations")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +220,7 @@ class EngineLoad(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
+    COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
@@ -231,7 +232,8 @@ class EngineLoad(_message.Message):
     preemptions: int
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterLoad]
     hints_unwanted: bool
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ...) -> None: ...
+    compilations: int
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ...) -> None: ...
 
 class DrafterLoad(_message.Message):
     __slots__ = ("name", "offered", "promised", "accepted")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import EngineLoad
+from outrider.telemetry import Progress, untold
 from services.draft.session import DraftSession
 
 
@@ -98,8 +99,8 @@ class Drafter(ABC):
         """Do a little of that work; called once a round."""
 
     @abstractmethod
-    def warm_up(self) -> None:
-        """Get ready before the first session."""
+    def warm_up(self, tell: Progress = untold) -> None:
+        """Get ready before the first session. tell: called with how far that is."""
 
     def load(self) -> EngineLoad:
         """Pages and work of the last round."""

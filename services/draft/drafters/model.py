@@ -21,6 +21,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import EngineLoad
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
+from outrider.telemetry import Progress, untold
 from services.draft.batch import Job, Shape, build_inputs
 from services.draft.drafters.base import Drafter, Growth, Wish
 from services.draft.model.runner import ModelRunner
@@ -89,9 +90,9 @@ class ModelDrafter(Drafter):
         self._growth_shapes = shapes
         self._most_rows = max(shape.rows for shape in shapes if shape.sessions == 1)
 
-    def warm_up(self) -> None:
+    def warm_up(self, tell: Progress = untold) -> None:
         """Compile and measure every shape."""
-        self.runner.warm_up([*self._growth_shapes, self._chunk_shape])
+        self.runner.warm_up([*self._growth_shapes, self._chunk_shape], tell)
 
     # --- sessions ---
 
@@ -133,6 +134,7 @@ class ModelDrafter(Drafter):
             total_pages=allocator.total_pages,
             step_tokens=self._step_tokens,
             cached_pages=allocator.cached_pages,
+            compilations=self.runner.compilations.while_serving,
         )
 
     def check(self) -> None:

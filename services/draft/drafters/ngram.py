@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import native
+from outrider.telemetry import Progress, untold
 from services.draft.drafters.base import Drafter, Growth, Wish
 from services.draft.ngrams.base import NO_LEAD, NgramOptions, Ngrams
 from services.draft.session import DraftSession
@@ -115,7 +116,7 @@ class NgramDrafter(Drafter):
         """Look the best wishes up; the round is short, so that new roots do not wait for far leaves."""
         return [self._look_up(wish.session, wish.node) for wish in wishes[:_LOOKUPS_A_ROUND]]
 
-    def warm_up(self) -> None:
+    def warm_up(self, tell: Progress = untold) -> None:
         """Nothing to do."""
 
     def _look_up(self, session: DraftSession, node: int) -> Growth:

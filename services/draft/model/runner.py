@@ -10,10 +10,12 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.telemetry import Progress, untold
 from services.draft.batch import Shape, StepInputs, empty_inputs
 from services.draft.kernels.base import Paging
 from services.draft.kv_cache import make_pools
 from services.draft.model import program
+from services.draft.model.compilations import Compilations
 from services.draft.model.config import ModelConfig
 from services.draft.model.heads import Params
 
@@ -25,13 +27,8 @@ _TRIALS = 4
 _GUESSED_ROW_COST = 0.1
 
 
-def _compiled(function: Any) -> int:
-    """Programs that a jitted function has compiled in this process."""
-    return int(function._cache_size())
-
-
 class ModelRunner:
-    """The device's only user. `compilations` counts the programs that were compiled."""
+    """The device's only user. `compilations` counts what is compiled in this process."""
 
     def __init__(
         self,
@@ -49,7 +46,7 @@ class ModelRunner:
         self.config = config
         self.page_size = paging.page_size
         self.table_pages = table_pages
-        self.compilations = 0
+        self.compilations = Compilations()
         self._constants = program.Constants(config, paging, children, vocab_limit)
         self._params = params
         self._pools = make_pools(config, total_pages, paging.page_size, dtype)
@@ -65,11 +62,12 @@ class ModelRunner:
         """Layers that stand side by side; 0 for other models."""
         return len(self.config.layers) if self.config.stacked else 0
 
-    def warm_up(self, shapes: list[Shape]) -> None:
-        """Compile every shape and measure it."""
+    def warm_up(self, shapes: list[Shape], tell: Progress = untold) -> None:
+        """Compile every shape and measure it. tell: called before each one."""
         start = time.perf_counter()
         self.move([(0, 0)])
         for done, shape in enumerate(shapes, start=1):
+            tell(done, len(shapes))
             padding = empty_inputs(shape, self.table_pages, self.feature_width, self.stacked)
             self.run(shape, padding)
             self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
@@ -78,7 +76,8 @@ class ModelRunner:
                 "shape %d of %d: a step of %d x %d rows takes %.1f ms",
                 done, len(shapes), shape.sessions, shape.rows, 1e3 * self._seconds[shape],
             )  # fmt: skip
-        log.info("warmed up in %.1f s, %d programs compiled", time.perf_counter() - start, self.compilations)
+        self.compilations.serve()
+        log.info("warmed up in %.1f s, %d programs compiled", time.perf_counter() - start, self.compilations.total)
 
     def _even_out(self) -> None:
         # A smaller step cannot truly cost more than a larger one: what says so was disturbed by other processes.
@@ -93,9 +92,8 @@ class ModelRunner:
     def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """One step. Returns candidates [S, R, K] and their log-scores [S, R, K]; the only wait for the device."""
         assert inputs.tokens.shape == shape[:2]
-        known = _compiled(program.step)
+        self.compilations.doing = f"a step of {shape.sessions} x {shape.rows} rows"
         result, self._pools = program.step(self._constants, self._params, self._pools, inputs)
-        self.compilations += _compiled(program.step) - known
         ids, log_scores = jax.device_get(result)
         return ids, log_scores
 
@@ -105,9 +103,8 @@ class ModelRunner:
             part = moves[start : start + _MOVES]
             padded = np.zeros((2, _MOVES), dtype=np.int32)
             padded[:, : len(part)] = np.array(part, dtype=np.int32).T
-            known = _compiled(program.move)
+            self.compilations.doing = f"{len(moves)} moves"
             self._pools = program.move(self._pools, padded)
-            self.compilations += _compiled(program.move) - known
 
     def _trial(self, shape: Shape, inputs: StepInputs) -> float:
         start = time.perf_counter()
