@@ -52,7 +52,7 @@ PROGRESS = "outrider-progress"
 """Trailing metadata of a health check: how far the start-up is, in words."""
 
 
-class _Health(HealthServicer):
+class _Health(HealthServicer):  # type: ignore[misc]
     """Says beside the status how far the start-up is."""
 
     progress = ""
