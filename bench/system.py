@@ -60,6 +60,7 @@ def served(model: str, flags: list[str], dtype: str) -> Iterator[str]:
     port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "outrider", "serve", "--model-path", model, "--dtype", dtype]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
+    command += ["--disable-draft-self-test"]
     command += ["--max-running-requests", "8"]
     command += [flag.format(model=model) for flag in flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)

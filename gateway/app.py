@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import tyro
 import uvicorn
 
+from gateway import self_test
 from gateway.api import app as rest
 from gateway.api.middleware import Edge
 from gateway.facts import Facts
@@ -53,6 +54,7 @@ async def serve(config: GatewayConfig) -> int:
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
     metrics = Metrics()
+    tests: list[asyncio.Task[Any]] = []
     orchestrator = Orchestrator([TargetLink(address) for address in config.target], [], metrics)
     listener = bind(config.host, config.port)
     rest_server = start_rest(edge, listener)
@@ -74,6 +76,8 @@ async def serve(config: GatewayConfig) -> int:
         )
         for address in config.draft:
             orchestrator.attach_draft(DraftLink(address, target.info.model))
+        if not config.disable_draft_self_test:
+            tests += self_test.start(generator, orchestrator)
         edge.app = rest.build(generator, facts)
         servicer.serve(generator, facts)
         await grpc_server.set_serving(True)
@@ -81,7 +85,8 @@ async def serve(config: GatewayConfig) -> int:
         await unless(stop, meet(orchestrator, target))
         return 0
     finally:
-        stop.cancel()
+        for task in (stop, *tests):
+            task.cancel()
         await orchestrator.stop()
         await asyncio.gather(stop_rest(rest_server), grpc_server.stop())
 

@@ -88,8 +88,15 @@ class Orchestrator:
 
     # --- sessions ---
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stop: StopConditions, **options: Any) -> Session:
-        """Open a session. options: those of Session.
+    def open(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        stop: StopConditions,
+        draft: DraftLink | None = None,
+        **options: Any,
+    ) -> Session:
+        """Open a session. draft: the one to begin with, instead of the least loaded. options: those of Session.
 
         While targets are away it waits; raises Unavailable once they have been for too long.
         """
@@ -97,8 +104,9 @@ class Orchestrator:
             raise self._nobody()
         session = Session(next(self._ids), prompt, sampling, stop, **options)
         self.sessions[session.id] = session
-        self.metrics.prompt_tokens.inc(len(prompt))
-        self._open_on_draft(session)  # first, for its draft says which features the target is asked for
+        if session.counted:
+            self.metrics.prompt_tokens.inc(len(prompt))
+        self._open_on_draft(session, draft)  # first, for its draft says which features the target is asked for
         self._open_on_target(session)
         return session
 
@@ -129,9 +137,10 @@ class Orchestrator:
             target.open(_request_of(session, target))
         return target is not None
 
-    def _open_on_draft(self, session: Session) -> bool:
-        """Open a session on the least loaded draft. False if none is up."""
-        draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
+    def _open_on_draft(self, session: Session, draft: DraftLink | None = None) -> bool:
+        """Open a session on a draft, by default the least loaded. False if none is up."""
+        if draft is None or not draft.up:
+            draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
         self._move(session, session.target, draft)
         if draft is not None:
             loads = [target.load for target in self.targets if target.up]
@@ -177,7 +186,7 @@ class Orchestrator:
                     session.weight_version = frame.load.weight_version
                     if cached and not session.steps:
                         session.cached_tokens = cached
-                        self.metrics.tally.cached += cached
+                        self.metrics.tally.cached += cached if session.counted else 0
                     logprobs = None
                     for group in told.get(place, ()):
                         if group.first < base:
@@ -210,7 +219,7 @@ class Orchestrator:
         new = tokens[known:] if known else tokens
         if not new and finish is FinishReason.RUNNING:
             return
-        if new:
+        if new and session.counted:
             self._count(session, new, verified, accepted, now)
         session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
         if finish is not FinishReason.RUNNING:

@@ -43,8 +43,10 @@ class Session:
         grammar: Grammar | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        counted: bool = True,
     ) -> None:
-        """prompt: token ids, at least one. Others as in OpenSession."""
+        """prompt: token ids, at least one. counted: in the metrics. Others as in OpenSession."""
+        self.counted = counted
         self.id = session_id
         self.prompt_length = len(prompt)
         self.tokens: list[int] = list(prompt)

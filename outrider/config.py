@@ -218,6 +218,8 @@ class GatewayOptions:
     """Largest request body."""
     admin_api_key: str | None = None
     """Key that routes which control the targets ask for; without one, they are open to every client."""
+    disable_draft_self_test: bool = False
+    """Ask no questions when a draft with a model comes up, to see whether it knows the target."""
     connect_timeout: float = 600.0
     """Seconds to wait for the services at start-up."""
 

@@ -115,6 +115,7 @@ class DrafterLoad:
     offered: int
     promised: float
     accepted: int
+    chances: int = 0
 
 
 @dataclass(frozen=True)

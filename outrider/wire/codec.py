@@ -245,7 +245,9 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         preemptions=load.preemptions,
         compilations=load.compilations,
         drafters=[
-            common_pb2.DrafterLoad(name=d.name, offered=d.offered, promised=d.promised, accepted=d.accepted)
+            common_pb2.DrafterLoad(
+                name=d.name, offered=d.offered, promised=d.promised, accepted=d.accepted, chances=d.chances
+            )
             for d in load.drafters
         ],
         hints_unwanted=load.hints_unwanted,
@@ -264,7 +266,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.cached_pages,
         message.weight_version,
         message.preemptions,
-        tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted) for d in message.drafters),
+        tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted, d.chances) for d in message.drafters),
         message.hints_unwanted,
         message.compilations,
     )

@@ -23,17 +23,21 @@ _PROMISES = 300.0  # promised nodes after which that is believed
 
 @dataclass
 class Record:
-    """Of one drafter: nodes that had their chance, the sum of their probabilities, and how many were committed."""
+    """Of one drafter: nodes that had their chance, the sum of their probabilities, and how many were committed.
+
+    chances: tokens that it could have foretold, those that another drafter foretold left out
+    """
 
     name: str
     offered: int = 0
     promised: float = 0.0
     accepted: int = 0
+    chances: int = 0
     judged: bool = False
 
     def load(self) -> DrafterLoad:
         """As it is told."""
-        return DrafterLoad(self.name, self.offered, self.promised, self.accepted)
+        return DrafterLoad(self.name, self.offered, self.promised, self.accepted, self.chances)
 
     def judge(self) -> None:
         """Warn once, after the first promises, if nearly none was kept."""
@@ -52,10 +56,17 @@ def observe(records: Sequence[Record], session: DraftSession, tokens: Sequence[i
     """Count what tokens, about to be committed, say of the nodes. path: the nodes among them; by drafter, records."""
     tree, origin = session.tree, session.origin
     for parent, token in zip((ROOT, *path), tokens, strict=False):
+        speakers: set[int] = set()
+        foretold = -1  # by this drafter
         for child in tree.children_of(parent):
             record = records[origin[child]]
+            speakers.add(origin[child])
             record.offered += 1
             record.promised += math.exp(tree.log_score[child])
-            record.accepted += tree.token[child] == token
+            if tree.token[child] == token:
+                foretold = origin[child]
+                record.accepted += 1
+        for speaker in speakers if foretold < 0 else (foretold,):
+            records[speaker].chances += 1
     for record in records:
         record.judge()

@@ -142,13 +142,14 @@ class Service:
 class Gateway:
     """`python -m gateway`, and what a test asks it."""
 
-    def __init__(self, folder: Path, targets, drafts=(), **flags):
+    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, **flags):
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
         settings = {"port": self.port, "grpc-port": self.grpc_port} | flags
         self.command = [sys.executable, "-m", "gateway", "--target", *targets]
         self.command += ["--draft", *drafts] if drafts else []
+        self.command += [] if self_test else ["--disable-draft-self-test"]
         for name, value in settings.items():
             self.command += [f"--{name.replace('_', '-')}", str(value)]
         with self.log.open("w") as log:

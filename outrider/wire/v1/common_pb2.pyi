@@ -236,16 +236,18 @@ class EngineLoad(_message.Message):
     def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ...) -> None: ...
 
 class DrafterLoad(_message.Message):
-    __slots__ = ("name", "offered", "promised", "accepted")
+    __slots__ = ("name", "offered", "promised", "accepted", "chances")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    CHANCES_FIELD_NUMBER: _ClassVar[int]
     name: str
     offered: int
     promised: float
     accepted: int
-    def __init__(self, name: _Optional[str] = ..., offered: _Optional[int] = ..., promised: _Optional[float] = ..., accepted: _Optional[int] = ...) -> None: ...
+    chances: int
+    def __init__(self, name: _Optional[str] = ..., offered: _Optional[int] = ..., promised: _Optional[float] = ..., accepted: _Optional[int] = ..., chances: _Optional[int] = ...) -> None: ...
 
 class WeightUpdate(_message.Message):
     __slots__ = ("weight_version", "keep_cache", "abort_all_requests")

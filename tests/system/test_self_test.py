@@ -1,0 +1,69 @@
+"""The gateway's self-test of a draft, through real services: a head that fits, and the same with its tokens mixed up."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from outrider.config import DraftConfig
+from services.draft.app import build
+from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
+from tests.gateway.services import Gateway, until
+from tests.system.services import draft_service, target_service
+from tests.tiny import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A target, a head that knows it, and the same head with a `d2t` that names other tokens."""
+    base = tmp_path_factory.mktemp("models")
+    target = write_tokenizer(write_cyclic_target(base / "target"))
+    write_perfect_eagle3(base / "right", target)
+    tensors = safetensors.numpy.load_file(write_perfect_eagle3(base / "wrong", target) / "model.safetensors")
+    tensors["lm_head.weight"] = np.roll(tensors["lm_head.weight"], 7, axis=0)
+    safetensors.numpy.save_file(tensors, base / "wrong" / "model.safetensors", {"format": "pt"})
+    return base
+
+
+@pytest.fixture(scope="module")
+def target(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sockets")
+    service = target_service(base / "target", f"unix:{folder}/target", speculative_num_draft_tokens=8).start()
+    yield service
+    service.stop()
+
+
+def head(base, name):
+    config = DraftConfig(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(base / name), model_path=str(base / "target"),
+        max_running_requests=1, draft_max_total_tokens=2048,
+    )  # fmt: skip
+    drafter = build(config)[0].drafter
+    drafter.warm_up()
+    return drafter
+
+
+@pytest.mark.parametrize("name", ["right", "wrong"])
+def test_a_pair_is_judged_once_at_start_up(base, target, tmp_path, name):
+    draft = draft_service(f"unix:{tmp_path}/draft", head(base, name)).start()
+    gateway = Gateway(tmp_path, [target.address], [draft.address], self_test=True).wait()
+    try:
+        until(lambda: "self-test of the draft" in gateway.log.read_text(), 60)
+        told = gateway.log.read_text()
+        warned = "did not belong together" in told
+        assert warned == (name == "wrong"), told
+        assert ("EAGLE3 foretold 0 of" in told) == warned
+        assert ("d2t" in told) == warned
+        for metric in ("generated_tokens_total", "verification_steps_total", "prompt_tokens_total", "requests_total"):
+            assert gateway.metric(f"outrider_{metric}") == 0
+        until(lambda: target.engine.load().running_sessions == draft.engine.load().running_sessions == 0)
+        gateway.text("hello", max_tokens=4)
+        assert gateway.metric("outrider_generated_tokens_total") == 4
+        draft.stop()
+        until(lambda: gateway.metric("outrider_service_up", service="draft") == 0)
+        draft.start()
+        until(lambda: gateway.metric("outrider_service_up", service="draft") == 1)
+        gateway.text("hello", max_tokens=4)
+        assert gateway.log.read_text().count("self-test of") == 1
+    finally:
+        for service in (gateway, draft):
+            service.stop()
