@@ -1,4 +1,4 @@
-"""The gateway's self-test of a draft, through real services: a head that fits, and the same with its tokens mixed up."""
+"""The gateway's self-test of a draft, through real services: a head that fits, and one with its tokens mixed up."""
 
 import numpy as np
 import pytest
