@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
-from services.draft.model.config import ModelConfig
 from services.draft.trunk import SCRATCH_SLOTS
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -37,8 +36,6 @@ def choose_devices(device: str, count: int) -> list[jax.Device]:
         raise ConfigError(f"--draft-device {device}: JAX has no such device here: {reason}") from None
     if count < 1:
         raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
-    if count > 1:
-        raise ConfigError(f"--draft-tp-size {count} is not supported yet; leave it out")
     if not 0 <= first <= len(found) - count:
         raise ConfigError(
             f"--draft-device {device} and --draft-tp-size {count} need {first + count} devices; there "
@@ -61,13 +58,23 @@ def bytes_a_device(tree: Any) -> int:
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-def pages_that_fit(config: DraftConfig, model: ModelConfig, itemsize: int, weights: int, device: jax.Device) -> int:
-    """Pages of the KV cache. weights: bytes that they take of the device. Raises ConfigError if there is no room."""
+def host_device() -> jax.Device:
+    """Where arrays are prepared that the draft's devices get otherwise; the default device if JAX has no CPU."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        return jax.devices()[0]
+
+
+def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights: int, device: jax.Device) -> int:
+    """Pages of the KV cache. Raises ConfigError if there is no room.
+
+    context: tokens of a session; token_bytes, weights: what a token in the cache and the weights take of the device
+    """
     scratch = SCRATCH_SLOTS * config.max_running_requests
-    token_bytes = model.cache_numbers() * itemsize // config.draft_tp_size
     tokens, part = config.draft_max_total_tokens, config.draft_mem_fraction_static
     if tokens is None:
-        wanted = model.context * config.max_running_requests + scratch
+        wanted = context * config.max_running_requests + scratch
         if part is None:
             wanted = min(wanted, _DEFAULT_TOKENS + scratch)
             room = int(_memory_bytes(device) * _MEMORY_PART)

@@ -2,6 +2,8 @@
 
 layers     of each layer [slots, 2, kv_heads, head_dim]: keys and values of a slot side by side
 features   [slots, H]: the state that each row hands on to its children; None for models that are not fed
+
+Of several devices each has its own heads' keys and values, and its own numbers of the features, if they divide.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.model.config import ModelConfig
+from services.draft.model.parts import Joined, own_part
 
 
 class Pools(NamedTuple):
     """All that a session's rows leave behind."""
 
     layers: list[jax.Array]
-    features: jax.Array | None = None
+    features: jax.Array | Joined | None = None
 
 
 def make_pools(config: ModelConfig, total_pages: int, page_size: int, dtype: Any) -> Pools:
@@ -42,3 +45,10 @@ def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: ja
     """
     targets = jnp.concatenate([moves[1], slots])
     return pool.at[targets].set(jnp.concatenate([pool[moves[0]], rows]))
+
+
+def keep_features(pool: jax.Array | Joined, moves: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array | Joined:
+    """As `move_and_write` for the pool of features. rows: [N, H]."""
+    if not isinstance(pool, Joined):
+        return move_and_write(pool, moves, slots, rows)
+    return Joined(move_and_write(pool.part, moves, slots, own_part(rows, pool.part.shape[-1])))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from outrider import checkpoint
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, DraftConfig
@@ -16,7 +18,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureFormat
 from outrider.speculation.shape import TreeShape
 from outrider.wire.v1 import common_pb2
-from services.draft.devices import bytes_a_device, choose_devices, dtype_of, pages_that_fit
+from services.draft.devices import bytes_a_device, choose_devices, dtype_of, host_device, pages_that_fit
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.stacked import StackedDrafter
@@ -30,8 +32,10 @@ from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import holds_mtp, read_mtp
 from services.draft.model.formats.target import read_target
-from services.draft.model.narrow import check_quantization, narrow
+from services.draft.model.heads import Params
+from services.draft.model.narrow import check_quantization, narrow, narrows
 from services.draft.model.runner import ModelRunner
+from services.draft.model.spread import Spread, spread_over
 from services.draft.model.token_map import read_token_map, with_token_map
 
 log = logging.getLogger(__name__)
@@ -128,21 +132,39 @@ def _runner(
     draft: Draft, vocabulary: Path, config: DraftConfig, devices: list[jax.Device], children: int
 ) -> tuple[ModelRunner, PrefixCache]:
     dtype, _ = dtype_of(config.draft_dtype, devices[0])
-    params = narrow(draft.load(dtype), config.speculative_draft_model_quantization)
-    page_size, itemsize = config.draft_page_size, jnp.dtype(dtype).itemsize
-    total_pages = pages_that_fit(config, draft.config, itemsize, bytes_a_device(params), devices[0])
-    context = min(draft.config.context, total_pages * page_size)
+    model, params, spread = _placed(draft, dtype, config.speculative_draft_model_quantization, devices)
+    numbers = model.cache_numbers() if spread is None else spread.cache_numbers(model)
+    page_size, token_bytes = config.draft_page_size, numbers * jnp.dtype(dtype).itemsize
+    total_pages = pages_that_fit(config, model.context, token_bytes, bytes_a_device(params), devices[0])
+    context = min(model.context, total_pages * page_size)
     runner = ModelRunner(
-        draft.config,
+        model,
         params,
         dtype=dtype,
         total_pages=total_pages,
         paging=Paging(page_size, choose(config.draft_attention_backend)),
         table_pages=-(-context // page_size),
-        children=min(children, draft.config.vocab_size),
+        children=min(children, model.vocab_size),
         vocab_limit=vocab_limit(vocabulary),
+        spread=spread,
     )
     return runner, PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
+
+
+def _placed(
+    draft: Draft, dtype: Any, quantization: str | None, devices: list[jax.Device]
+) -> tuple[ModelConfig, Params, Spread | None]:
+    """A device's part of the model, and the parameters on the devices.
+
+    What is narrowed or split is loaded in the host's memory, so that the devices never hold more than in the end.
+    """
+    if len(devices) == 1 and narrows(quantization) is None:
+        return draft.config, draft.load(dtype), None
+    with jax.default_device(host_device()):
+        params = narrow(draft.load(dtype), quantization)
+    if len(devices) > 1:
+        return spread_over(devices, draft.config, params)
+    return draft.config, jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), params), None
 
 
 def _keep_programs() -> None:

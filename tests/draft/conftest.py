@@ -1,6 +1,12 @@
-"""Compiled programs are kept in a folder of the test run, not in the user's cache."""
+"""Compiled programs are kept in a folder of the test run, not in the user's cache. JAX gets a few devices on the CPU."""
 
+import jax
 import pytest
+
+DEVICES = 4
+
+# Refused once JAX has started; it is set here and not in the environment, which other processes of a run inherit.
+jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.kernels.base import Context, Paging
-from services.draft.kv_cache import Pools, move_and_write
+from services.draft.kv_cache import Pools, keep_features
 from services.draft.model.attending import attend
 from services.draft.model.config import Layer, ModelConfig
 from services.draft.model.feed_forward import feed_forward
 from services.draft.model.heads import Inputs, Params, rms_norm
-from services.draft.model.narrow import columns, product
+from services.draft.model.narrow import columns, lookup, product
 
 
 class Features(NamedTuple):
@@ -69,14 +69,14 @@ def hidden_states(
     kept = pools.features
     if kept is not None:
         assert handed is not None, "a fed head hands a state on"
-        kept = move_and_write(kept, moves, rows.slots.reshape(-1), handed.reshape(-1, handed.shape[-1]))
+        kept = keep_features(kept, moves, rows.slots.reshape(-1), handed.reshape(-1, handed.shape[-1]))
     return state, Pools(written, kept)
 
 
 def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Embeddings of tokens, [..., H]."""
     if "embed" in params:
-        return params["embed"][tokens]
+        return lookup(params["embed"], tokens)
     return columns(params["head"], tokens, params["layers"][0]["mlp_norm"].dtype)
 
 
@@ -85,7 +85,7 @@ def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
         return Inputs(embedding, rows.positions)
     assert pools.features is not None, "a fed head has a pool of features"
     given = rows.features.given
-    own = pools.features[rows.features.sources]
+    own = lookup(pools.features, rows.features.sources)
     feature = jnp.where(given[..., None], rows.features.rows.astype(own.dtype), own)
     return Inputs(embedding, rows.positions, feature, given)
 

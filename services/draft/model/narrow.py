@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from outrider.errors import ConfigError
+from services.draft.model.parts import Joined, Summed, added, own_index, side_by_side
 
 Params = dict[str, Any]
 
@@ -41,7 +42,7 @@ class Narrow(NamedTuple):
         return self.numbers.shape
 
 
-Matrix = jax.Array | Narrow
+Matrix = jax.Array | Narrow | Summed | Joined
 
 
 def check_quantization(kind: str | None) -> None:
@@ -53,11 +54,17 @@ def check_quantization(kind: str | None) -> None:
         )
 
 
+def narrows(kind: str | None) -> str | None:
+    """The number format that a choice stands for; None if weights stay as they are."""
+    return None if kind == _NONE else kind
+
+
 def narrow(params: Params, kind: str | None) -> Params:
     """The same parameters with narrow matrices. kind: "int8" or "fp8"; None and "unquant" change nothing."""
-    if kind is None or kind == _NONE:
+    chosen = narrows(kind)
+    if chosen is None:
         return params
-    return {name: _narrowed(name, value, kind) for name, value in params.items()}
+    return {name: _narrowed(name, value, chosen) for name, value in params.items()}
 
 
 def _narrowed(name: str, value: Any, kind: str) -> Any:
@@ -76,14 +83,27 @@ def _squeeze(matrix: jax.Array, kind: str) -> Narrow:
 
 def product(x: jax.Array, matrix: Matrix, dtype: Any = None) -> jax.Array:
     """x @ matrix. x: [..., I]. Returns [..., O] of x's dtype, or of another, in which it is summed."""
+    if isinstance(matrix, Summed):
+        return added(product(x, matrix.part, jnp.float32)).astype(dtype or x.dtype)
+    if isinstance(matrix, Joined):
+        return side_by_side(product(x, matrix.part, dtype))
     if not isinstance(matrix, Narrow):
         return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=dtype)
     y = jnp.einsum("...i,io->...o", x, matrix.numbers.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y * matrix.scales).astype(dtype or x.dtype)
 
 
+def lookup(matrix: jax.Array | Joined, index: jax.Array) -> jax.Array:
+    """Rows of a matrix [I, O], [..., O] for an index [...]."""
+    return side_by_side(matrix.part[index]) if isinstance(matrix, Joined) else matrix[index]
+
+
 def columns(matrix: Matrix, index: jax.Array, dtype: Any) -> jax.Array:
     """Columns of a matrix [I, O], [..., I] for an index [...]."""
+    if isinstance(matrix, Joined):
+        place, here = own_index(index, matrix.part.shape[-1])
+        return added(jnp.where(here[..., None], columns(matrix.part, place, dtype), 0))
+    assert not isinstance(matrix, Summed), "heads are split by their entries"
     if not isinstance(matrix, Narrow):
         return matrix.T[index]
     return (matrix.numbers.T[index].astype(jnp.float32) * matrix.scales[index][..., None]).astype(dtype)

@@ -15,16 +15,21 @@ from services.draft.model.config import ModelConfig
 from services.draft.model.decoder import Features, Rows, head, hidden_states
 from services.draft.model.heads import Params
 from services.draft.model.sampling import Sampling, candidates
+from services.draft.model.spread import Spread
 from services.draft.model.stacked import stacked_states
 
 
 class Constants(NamedTuple):
-    """What a program is compiled for, besides shapes. children: candidates a row; vocab_limit: ids below are real."""
+    """What a program is compiled for, besides shapes. children: candidates a row; vocab_limit: ids below are real.
+
+    spread: where the model lies, if on several devices; `config` is then a device's part of it
+    """
 
     config: ModelConfig
     paging: Paging
     children: int
     vocab_limit: int
+    spread: Spread | None = None
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -32,6 +37,14 @@ def step(
     constants: Constants, params: Params, pools: Pools, inputs: StepInputs
 ) -> tuple[tuple[jax.Array, jax.Array], Pools]:
     """One step. DONATES pools. Returns candidates and their log-scores, [S, R, children] each, and the pools."""
+    if constants.spread is not None:
+        return constants.spread.step(partial(_step, constants), params, pools, inputs)
+    return _step(constants, params, pools, inputs)
+
+
+def _step(
+    constants: Constants, params: Params, pools: Pools, inputs: StepInputs
+) -> tuple[tuple[jax.Array, jax.Array], Pools]:
     x, pools = states(constants, params, pools, inputs)
     x = jnp.take_along_axis(x, inputs.head_rows[..., None], axis=1)  # [S, R, H]
     logits = head(params, x, constants.vocab_limit, constants.config.softcap)
@@ -50,7 +63,11 @@ def states(constants: Constants, params: Params, pools: Pools, inputs: StepInput
     return compute(params, constants.config, pools, rows, context, inputs.moves, constants.paging)
 
 
-@partial(jax.jit, donate_argnums=0)
-def move(pools: Pools, moves: jax.Array) -> Pools:
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def move(spread: Spread | None, pools: Pools, moves: jax.Array) -> Pools:
     """Copy slots in every pool. DONATES pools. moves: [2, M] int32, sources and targets."""
+    return _move(pools, moves) if spread is None else spread.change(_move, pools, moves)
+
+
+def _move(pools: Pools, moves: jax.Array) -> Pools:
     return jax.tree.map(lambda pool: move_rows(pool, moves[0], moves[1]), pools)

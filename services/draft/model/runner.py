@@ -18,6 +18,7 @@ from services.draft.model import program
 from services.draft.model.compilations import Compilations
 from services.draft.model.config import ModelConfig
 from services.draft.model.heads import Params
+from services.draft.model.spread import Spread
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +42,20 @@ class ModelRunner:
         table_pages: int,
         children: int,
         vocab_limit: int,
+        spread: Spread | None = None,
     ) -> None:
-        """table_pages: pages of the longest session. children: candidates a row. vocab_limit: ids below are real."""
+        """table_pages: pages of the longest session. children: candidates a row. vocab_limit: ids below are real.
+
+        spread: where the parameters lie, if on several devices; config is then a device's part of the model
+        """
         self.config = config
         self.page_size = paging.page_size
         self.table_pages = table_pages
         self.compilations = Compilations()
-        self._constants = program.Constants(config, paging, children, vocab_limit)
+        self._constants = program.Constants(config, paging, children, vocab_limit, spread)
         self._params = params
-        self._pools = make_pools(config, total_pages, paging.page_size, dtype)
+        make = make_pools if spread is None else spread.make_pools
+        self._pools = make(config, total_pages, paging.page_size, dtype)
         self._seconds: dict[Shape, float] = {}
 
     @property
@@ -104,7 +110,7 @@ class ModelRunner:
             padded = np.zeros((2, _MOVES), dtype=np.int32)
             padded[:, : len(part)] = np.array(part, dtype=np.int32).T
             self.compilations.doing = f"{len(moves)} moves"
-            self._pools = program.move(self._pools, padded)
+            self._pools = program.move(self._constants.spread, self._pools, padded)
 
     def _trial(self, shape: Shape, inputs: StepInputs) -> float:
         start = time.perf_counter()

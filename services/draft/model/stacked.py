@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from services.draft.kernels.base import Context, Paging
-from services.draft.kv_cache import Pools, move_and_write
+from services.draft.kv_cache import Pools, keep_features
 from services.draft.model.config import ModelConfig
 from services.draft.model.decoder import Rows, decoder_layer, embed
 from services.draft.model.heads import Inputs, Params
+from services.draft.model.narrow import lookup
 
 
 def stacked_states(
@@ -38,14 +39,14 @@ def stacked_states(
     assert features is not None, "stacked layers are fed"
     assert features.layers is not None, "rows say which layer predicts"
     assert pools.features is not None, "a fed head has a pool of features"
-    given = features.rows.astype(pools.features.dtype).reshape(-1, features.rows.shape[-1])
-    kept = move_and_write(pools.features, moves, rows.slots.reshape(-1), given)
     embedding = embed(params, rows.tokens)
+    given = features.rows.astype(embedding.dtype).reshape(-1, features.rows.shape[-1])
+    kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given)
     plain = rows._replace(features=None)
     states: list[jax.Array] = []
     written: list[jax.Array] = []
     for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], pools.layers, strict=True)):
-        inputs = Inputs(embedding, rows.positions, kept[features.sources[..., i]], features.given)
+        inputs = Inputs(embedding, rows.positions, lookup(kept, features.sources[..., i]), features.given)
         x, _ = config.head.join(params["joins"][i], inputs)
         x, filled = decoder_layer(description, paging, layer, x, None, pool, plain, context, moves)
         states.append(config.head.finish(params["joins"][i], x)[0])
