@@ -38,6 +38,7 @@ GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
 HINTED = 8  # tokens of a hint
+_RACES = 5
 Hints = Callable[[int, list[int]], Proposal | None]
 
 
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> None:
         f"hints of {HINTED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
         "plain: tokens a second of the engine; two engines of one model, one with hints and one without, take their "
         "steps in turns, so that the machine's moods cancel",
+        "at first: while the engine learns what the hints are worth; the others are what it does then",
     ]
     plot(hints)
     steps.write()
@@ -171,40 +173,46 @@ def first_token(engine: TargetEngine, seed: int) -> float:
 
 
 def measure_hints(report: Report, plain: Racer, hinted: Racer, sessions: int, steps: int) -> None:
-    """Tokens a second with and without hints."""
+    """Tokens a second with and without hints: while the engine learns what they are worth, and then."""
     new = 4 * steps
     prompts = {i: prompt_of(i, 48) for i in range(1, sessions + 1)}
     texts = race([plain], prompts, new)[0]
     rates: list[float] = []
-    ratios: dict[str, list[float]] = {"good": [], "useless": []}
-    for kind, measured in ratios.items():
-        hinted.hints = hints_of(kind, prompts, texts)
-        hinted.engine.forget_measurements()
-        race([hinted], prompts, new)  # the engine learns what the hints are worth
-        for _ in range(3):
+    ratios: dict[str, float] = {}
+    for kind in ("good", "useless"):
+        hinted.learn_anew(hints_of(kind, prompts, texts))
+        measured = []
+        for _ in range(_RACES):
             said, with_hints = race([plain, hinted], prompts, new)
             assert said == with_hints == texts, "hints never change the text"
-            rates.append(sessions * new / plain.seconds)
-            measured.append(plain.seconds / hinted.seconds)
-    report.add(
-        sessions=sessions,
-        plain=float(np.median(rates)),
-        **{f"{kind} / plain": float(np.median(measured)) for kind, measured in ratios.items()},
-    )
+            rates.append(plain.rate)
+            measured.append(hinted.rate / plain.rate)
+        ratios |= {f"{kind} / plain": float(np.median(measured[1:])), f"{kind}, at first": measured[0]}
+    report.add(sessions=sessions, plain=float(np.median(rates)), **ratios)
 
 
 class Racer:
-    """An engine whose clock stands still while others have their turns. seconds: that its steps took in a race."""
+    """An engine whose clock stands still while others have their turns.
+
+    said: new tokens. rate: tokens a second of the steps in which all sessions ran; those that come through sooner leave
+    steps with fewer behind, which say nothing about hints.
+    """
 
     def __init__(self, engine: TargetEngine) -> None:
         self.engine = engine
-        self.hints: Hints | None = None
         self.paths: dict[int, list[int]] = {}
         self.said = 0
-        self.seconds = 0.0
+        self.rate = 0.0
+        self._seconds = 0.0
         self._wanted: dict[int, int] = {}
         self._away, self._left = 0.0, time.perf_counter()
-        engine._patience = Patience(clock=lambda: time.perf_counter() - self._away)
+        self.learn_anew(None)
+
+    def learn_anew(self, hints: Hints | None) -> None:
+        """Forget what hints were worth, and take others."""
+        self.hints = hints
+        self.engine.forget_measurements()
+        self.engine._patience = Patience(clock=lambda: time.perf_counter() - self._away)
 
     def begin(self, prompts: dict[int, NDArray[np.uint32]], new: int) -> None:
         """Open the sessions and compute their prompts."""
@@ -214,7 +222,7 @@ class Racer:
             self.engine.open(opening(i, prompt, new))
         while any(len(self.paths[i]) == len(prompts[i]) for i in prompts):
             self.step([])
-        self.said, self.seconds = 0, 0.0
+        self.said, self._seconds = 0, 0.0
 
     def proposals(self) -> list[Proposal]:
         """What the drafter says at this moment, of those sessions whose hints are wanted."""
@@ -230,11 +238,13 @@ class Racer:
         self.engine.receive(proposals, ())
         output = self.engine.step()
         self._left = time.perf_counter()
-        self.seconds += self._left - start
+        self._seconds += self._left - start
         for commit in output.commits:
             self.paths[commit.session_id] += commit.tokens.tolist()
             self._wanted[commit.session_id] = commit.wanted
             self.said += len(commit.tokens)
+        if self.engine.scheduler.running == len(self.paths):
+            self.rate = self.said / self._seconds
 
 
 def race(racers: Sequence[Racer], prompts: dict[int, NDArray[np.uint32]], new: int) -> list[dict[int, list[int]]]:
