@@ -28,6 +28,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         """target_model: what the draft's model must fit."""
         super().__init__(address)
         self._target_model = target_model
+        self._awaited = True  # hints were wanted by the last commits
         self.features: Features | None = None  # what it feeds on; None if it needs nothing of the target
         self.before_up: Callable[[], Awaitable[None]] = _at_once  # `features` are known; may raise ConfigError
         self._clear()
@@ -54,14 +55,21 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self.wake()
 
     def commit(self, batch: common_pb2.CommitBatch) -> None:
-        """Pass commits on."""
+        """Pass commits on; where no hints are wanted, many in one frame."""
         self._commits.append(batch)
-        self.wake()
+        self._awaited = any(batch.wanted_counts)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._awaited:
+            self.wake()
+        else:
+            self.wake_later()
 
     def feed(self, batch: common_pb2.FeatureBatch) -> bool:
         """Pass hidden states on, behind the commits said so far. False if too many wait already."""
         taken = self._features.add(batch)
-        self.wake()
+        self._wake()
         return taken
 
     def close(self, session_id: int) -> None:

@@ -28,6 +28,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts
+_HELD = 0.05  # seconds that what is not urgent may gather
 _LASTING = 2.0  # seconds after which a stream is believed to work
 CALL_TIMEOUT = 10.0  # seconds for the calls of a handshake
 
@@ -53,6 +54,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.on_frame: Callable[[Frame], None] = lambda _: None
         self._pending = asyncio.Event()
         self._settled = asyncio.Event()  # up, or refused
+        self._later: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- what a service fills in ---
@@ -107,6 +109,11 @@ class Link(ABC, Generic[Info, Frame]):
     def wake(self) -> None:
         """Something has gathered."""
         self._pending.set()
+
+    def wake_later(self) -> None:
+        """Something has gathered that need not be said at once."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(_HELD, self.wake)
 
     async def _run(self) -> None:
         wait = _FIRST_WAIT
@@ -169,6 +176,9 @@ class Link(ABC, Generic[Info, Frame]):
         while True:
             await self._pending.wait()
             self._pending.clear()
+            if self._later is not None:
+                self._later.cancel()
+                self._later = None
             try:
                 await call.write(self._take())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
+from outrider.speculation.proposal import ALL_WANTED, Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 VOCAB = 300
@@ -109,7 +109,7 @@ class _Sequence:
 class FakeEngine(Engine):
     """Sessions that are open, for a test to look at; `delay` is how long a step takes, in seconds.
 
-    hints_unwanted: what its load says
+    hints_unwanted: what its load says, and its commits
     """
 
     hints_unwanted = False
@@ -188,7 +188,8 @@ class FakeTarget(FakeEngine):
         new = np.array(sequence.tokens[base:], np.uint32)
         tree.commit(new)
         cached, sequence.cached = sequence.cached, 0
-        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached)
+        wanted = 0 if self.hints_unwanted else ALL_WANTED
+        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached, wanted=wanted)
         request = sequence.request
         if request.logprobs is not None:
             commit = replace(
@@ -205,6 +206,7 @@ class FakeDraft(FakeEngine):
 
     def __init__(self, delay: float = 0.0) -> None:
         super().__init__(delay)
+        self.frames = 0  # with commits
         self._fresh: set[int] = set()
         self._failures: list[SessionFailure] = []
 
@@ -222,6 +224,7 @@ class FakeDraft(FakeEngine):
         self._failures.append(SessionFailure(session_id, Unavailable("lost track; open it again")))
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
+        self.frames += bool(commits)
         for commit in commits:
             sequence = self.sessions.get(commit.session_id)
             if sequence is None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -125,6 +126,20 @@ def test_a_draft_is_told_whether_hints_pay(folder):
         assert [request.hints_unwanted for request in draft.engine.seen] == [False, False, True]
 
 
+def test_commits_without_wishes_gather(folder):
+    with system(folder, delay=0.005) as (gateway, [target], [draft]):
+        target.engine.hints_unwanted = True
+        stream = Stream(gateway)
+        started(stream)
+        before = draft.engine.frames
+        time.sleep(0.3)
+        assert 2 <= draft.engine.frames - before <= 10  # of some 60 steps
+        target.engine.hints_unwanted = False
+        assert stream.whole()
+        assert gateway.metric("outrider_accepted_draft_tokens_total") > 0
+        assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 0
+
+
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_a_target_that_dies_midway_changes_no_token(folder, temperature):
     with system(folder) as (gateway, [target], _):
@@ -182,7 +197,7 @@ def test_hints_reach_the_session_whichever_target_has_it(folder):
         streams = [Stream(gateway) for _ in range(8)]
         assert all(stream.whole() for stream in streams)
         assert [s.engine.opened for s in (*targets, *drafts)] == [4, 4, 4, 4]
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > 8 * COUNT / 3
+        assert gateway.metric("outrider_accepted_draft_tokens_total") > COUNT
 
 
 def test_a_target_that_comes_back_with_another_model_is_refused(folder):
