@@ -40,9 +40,11 @@ def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: ja
     """Copy slots of one pool and write new rows; sources are read as they were before.
 
     One scatter does both: the write of a single row by itself becomes a slice update, for which XLA copies the pool.
-    moves: [2, M] int32, sources and targets; slots: [N] int32; rows: [N, ...]. Targets and slots differ, but for
-    padding.
+    moves: [2, M] int32, sources and targets; slots: [N] int32; rows: [N, ...], perhaps narrower than the pool's, which
+    zeros fill up. Targets and slots differ, but for padding.
     """
+    if missing := pool.shape[-1] - rows.shape[-1]:
+        rows = jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, missing),))
     targets = jnp.concatenate([moves[1], slots])
     return pool.at[targets].set(jnp.concatenate([pool[moves[0]], rows]))
 

@@ -23,6 +23,7 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.kernels.accelerators import with_cache_for
 from services.draft.kernels.attention import choose
 from services.draft.kernels.base import Paging
 from services.draft.model.config import ModelConfig
@@ -132,9 +133,12 @@ def _runner(
     draft: Draft, vocabulary: Path, config: DraftConfig, devices: list[jax.Device], children: int
 ) -> tuple[ModelRunner, PrefixCache]:
     dtype, _ = dtype_of(config.draft_dtype, devices[0])
+    page_size = config.draft_page_size
+    backend = choose(config.draft_attention_backend, devices[0], draft.config, dtype, page_size)
     model, params, spread = _placed(draft, dtype, config.speculative_draft_model_quantization, devices)
+    model = with_cache_for(model, backend)
     numbers = model.cache_numbers() if spread is None else spread.cache_numbers(model)
-    page_size, token_bytes = config.draft_page_size, numbers * jnp.dtype(dtype).itemsize
+    token_bytes = numbers * jnp.dtype(dtype).itemsize
     total_pages = pages_that_fit(config, model.context, token_bytes, bytes_a_device(params), devices[0])
     context = min(model.context, total_pages * page_size)
     runner = ModelRunner(
@@ -142,7 +146,7 @@ def _runner(
         params,
         dtype=dtype,
         total_pages=total_pages,
-        paging=Paging(page_size, choose(config.draft_attention_backend)),
+        paging=Paging(page_size, backend),
         table_pages=-(-context // page_size),
         children=min(children, model.vocab_size),
         vocab_limit=vocab_limit(vocabulary),

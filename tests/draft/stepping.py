@@ -22,8 +22,8 @@ PAGE = 8
 
 
 class Stepper:
-    def __init__(self, config, params, tokens):
-        self.config, self.params = config, params
+    def __init__(self, config, params, tokens, paging=Paging(PAGE)):  # noqa: B008
+        self.config, self.params, self.paging = config, params, paging
         self.prefix = PrefixCache(PageAllocator(64, PAGE))
         self.pools = make_pools(config, 64, PAGE, jnp.float32)
         self.session = DraftSession(request(1, tokens), TreeLimits(), ())
@@ -37,7 +37,7 @@ class Stepper:
         job = Job(self.session, self.trunk, **job)
         inputs = build_inputs(Shape(1, rows, rows), 40, [job], self.moves, width, stacked)
         self.moves = []
-        logits, self.pools = _logits(self.config, self.params, self.pools, inputs)
+        logits, self.pools = _logits(self.config, self.paging, self.params, self.pools, inputs)
         self.trunk.feed(job.feed)
         return np.asarray(logits)[0]
 
@@ -48,7 +48,7 @@ class Stepper:
         trunk.renumber(session.commit(np.array(tokens, np.uint32), root_expanded=ready))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _logits(config, params, pools, inputs):
-    x, pools = states(Constants(config, Paging(PAGE), 1, config.vocab_size), params, pools, inputs)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _logits(config, paging, params, pools, inputs):
+    x, pools = states(Constants(config, paging, 1, config.vocab_size), params, pools, inputs)
     return head(params, x, 2**31 - 1, config.softcap), pools

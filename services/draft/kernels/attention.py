@@ -3,21 +3,41 @@
 A row sees the first tokens of its session's trunk, read through the page table, and those scratch slots that its mask
 names, which hold its ancestors in the speculation tree and itself.
 
-    plain     in jax.numpy, for every device; what the others are tested against
+    plain       in jax.numpy, for every device; what the others are tested against
+    pallas_gpu  pages read where they lie, compiled by Triton
+    pallas_tpu  the same, compiled by Mosaic
 """
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import jax
 
 from outrider.config import DraftAttentionBackend
+from outrider.errors import ConfigError
+from services.draft.kernels.accelerators import pallas_for
 from services.draft.kernels.base import Backend, Context, Paging
 from services.draft.kernels.plain import plain_attention
+from services.draft.model.config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 
-def choose(wanted: DraftAttentionBackend) -> Backend:
-    """The kernel for this process's devices. wanted: --draft-attention-backend. Raises ConfigError."""
-    return "plain" if wanted == "auto" else wanted
+def choose(
+    wanted: DraftAttentionBackend, device: jax.Device, model: ModelConfig, dtype: Any, page_size: int
+) -> Backend:
+    """The kernel for a model on a kind of device. wanted: --draft-attention-backend. Raises ConfigError."""
+    if wanted == "plain" or (wanted == "auto" and device.platform == "cpu"):
+        return "plain"
+    try:
+        return pallas_for(device, model, dtype, page_size)
+    except ConfigError as error:
+        if wanted == "pallas":
+            raise
+        log.warning("attention is computed with XLA's operations: %s", error)
+        return "plain"
 
 
 def attention(
@@ -37,4 +57,15 @@ def attention(
     sinks: [heads], a further score, of nothing. softcap: bound of scores, which tanh bends towards it. Returns
     [S, Q, heads, D]; rows that see nothing give 0.
     """
-    return plain_attention(q, pool, context, paging.page_size, since=since, sinks=sinks, softcap=softcap)
+    options: dict[str, Any] = {"since": since, "sinks": sinks, "softcap": softcap}
+    match paging.backend:
+        case "pallas_gpu":
+            from services.draft.kernels.pallas_gpu import gpu_attention
+
+            return gpu_attention(q, pool, context, paging.page_size, **options, interpret=paging.interpret)
+        case "pallas_tpu":
+            from services.draft.kernels.pallas_tpu import tpu_attention
+
+            return tpu_attention(q, pool, context, paging.page_size, **options, interpret=paging.interpret)
+        case _:
+            return plain_attention(q, pool, context, paging.page_size, **options)

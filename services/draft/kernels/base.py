@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-Backend = Literal["plain"]
+Backend = Literal["plain", "pallas_gpu", "pallas_tpu"]
 
 
 class Context(NamedTuple):
@@ -27,8 +27,9 @@ class Context(NamedTuple):
 class Paging(NamedTuple):
     """How keys and values are read; a static argument of the compiled programs, so that no step decides anything.
 
-    page_size: tokens of a page; backend: the kernel that reads them
+    page_size: tokens of a page; backend: the kernel that reads them; interpret: run a Pallas kernel on the CPU, slowly
     """
 
     page_size: int
     backend: Backend = "plain"
+    interpret: bool = False

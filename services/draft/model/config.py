@@ -32,6 +32,7 @@ class Attention:
     value_dim, value_scale: published values are narrower than keys, and are to be multiplied
     rope:   None where positions are not told
     softcap: bound of the scores, which tanh bends towards it
+    cached_dim: numbers that the cache keeps of a head, by default head_dim; further ones are zeros
     """
 
     width: int
@@ -50,11 +51,12 @@ class Attention:
     value_dim: int | None = None
     value_scale: float = 1.0
     softcap: float | None = None
+    cached_dim: int | None = None
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
         """What the cache keeps of a row: keys and values side by side."""
-        return 2, self.kv_heads, self.head_dim
+        return 2, self.kv_heads, self.cached_dim or self.head_dim
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class LatentAttention:
     width: numbers that its projections take; query_rank: numbers that the query goes through, 0 if it is made at once;
     rank: of the latent vector; plain_dim, rotary_dim: of a head's query; value_dim: of a head's value; scale: of scores
     interleaved: published rotated numbers stand in pairs side by side
+    cached_dim: numbers that the cache keeps of a row, by default rank + rotary_dim; further ones are zeros
     """
 
     width: int
@@ -80,11 +83,12 @@ class LatentAttention:
     scale: float
     bias: bool = False
     interleaved: bool = True
+    cached_dim: int | None = None
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
         """What the cache keeps of a row: one vector, which is key and value of every head."""
-        return 1, 1, self.rank + self.rotary_dim
+        return 1, 1, self.cached_dim or self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
