@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import signal
 import sys
 
 BENCHMARKS = {
     "streams": "bench.streams.run",
     "system": "bench.system",
+    "accept": "bench.accept",
     "target": "bench.target",
     "draft": "bench.draft",
     "quality": "bench.quality",
@@ -19,13 +21,18 @@ BENCHMARKS = {
 
 def main() -> None:
     """Dispatch by name."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a benchmark has started ends with it
     name, *argv = sys.argv[1:] or ["all"]
     if name not in (*BENCHMARKS, "all"):
         sys.exit(f"there is no benchmark {name}; choose among {', '.join(BENCHMARKS)} and all")
     for module in BENCHMARKS.values() if name == "all" else [BENCHMARKS[name]]:
-        if name == "all" and module == BENCHMARKS["gpu"] and shutil.which("nvidia-smi") is None:
-            continue
+        if name == "all" and (module == BENCHMARKS["accept"] or (module == BENCHMARKS["gpu"] and not _has_gpu())):
+            continue  # the one wants a file of prompts
         importlib.import_module(module).main(argv)
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None
 
 
 if __name__ == "__main__":

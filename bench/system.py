@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import itertools
 import json
 import math
 import os
-import signal
-import socket
 import struct
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from bench.report import RESULTS, Report
+from bench.serving import ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve, weight_files
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
@@ -45,66 +39,6 @@ DRAFTERS = {
 def prompts(count: int) -> list[str]:
     """The first prompts of the file."""
     return [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()][:count]
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def served(model: str, flags: list[str], dtype: str) -> Iterator[str]:
-    """`outrider serve` while the context lasts; yields its base URL."""
-    port, grpc_port = free_port(), free_port()
-    command = [sys.executable, "-m", "outrider", "serve", "--model-path", model, "--dtype", dtype]
-    command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
-    command += ["--disable-draft-self-test"]
-    command += ["--max-running-requests", "8"]
-    command += [flag.format(model=model) for flag in flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            if process.poll() is not None:
-                raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            time.sleep(0.25)
-        else:
-            raise RuntimeError(f"{' '.join(command)} was not ready in five minutes")
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-
-
-Answer = dict[str, Any]
-
-
-async def ask(url: str, texts: list[str], concurrency: int, body: Answer) -> tuple[float, int, list[Answer]]:
-    """All prompts, `concurrency` at a time. Returns seconds, new tokens and the answers in order of the prompts."""
-    gate = asyncio.Semaphore(concurrency)
-
-    async def one(client: httpx.AsyncClient, index: int, text: str) -> Answer:
-        async with gate:
-            message = {"role": "user", "content": text}
-            response = await client.post("/v1/chat/completions", json={**body, "seed": index, "messages": [message]})
-            response.raise_for_status()
-            answer: Answer = response.json()
-            return answer
-
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        start = time.perf_counter()
-        answers = await asyncio.gather(*(one(client, i, text) for i, text in enumerate(texts)))
-        elapsed = time.perf_counter() - start
-    return elapsed, sum(a["usage"]["completion_tokens"] for a in answers), list(answers)
 
 
 def transformers_generate(model: str, dtype: str, texts: list[str], max_tokens: int) -> tuple[float, int]:
@@ -135,14 +69,6 @@ def tensor_headers(file: Path) -> dict[str, Any]:
         headers: dict[str, Any] = json.loads(stream.read(size))
     headers.pop("__metadata__", None)
     return headers
-
-
-def speculation(answers: list[Answer]) -> dict[str, float]:
-    """Accept length (tokens a step, bonus included) and acceptance rate, from the usage that the gateway reports."""
-    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
-    accepted, rejected = (sum(d[f"{kind}_prediction_tokens"] for d in details) for kind in ("accepted", "rejected"))
-    total = sum(answer["usage"]["completion_tokens"] for answer in answers)
-    return {"accept_length": total / (total - accepted), "acceptance_rate": accepted / max(1, accepted + rejected)}
 
 
 def main(argv: list[str]) -> None:
@@ -177,18 +103,19 @@ def main(argv: list[str]) -> None:
         for name, flags in DRAFTERS.items():
             # A fresh system for each cell: an n-gram drafter must not have seen the texts before.
             with served(model, flags, args.dtype) as url:
-                asyncio.run(ask(url, WARM_UP, 2, {"temperature": 0, "max_tokens": 24}))
+                asyncio.run(ask(url, [[text] for text in WARM_UP], 2, {"temperature": 0, "max_tokens": 24}))
                 body = {"temperature": temperature, "max_tokens": args.max_tokens}
-                seconds, tokens, answers = asyncio.run(ask(url, texts, concurrency, body))
-            contents = [a["choices"][0]["message"]["content"] for a in answers]
+                seconds, turns = asyncio.run(ask(url, [[text] for text in texts], concurrency, body))
+            answers = [answer for (answer,) in turns]
+            contents = [text_of(answer) for answer in answers]
             reference = plain.setdefault((concurrency, temperature), contents)
             same = sum(a == b for a, b in zip(contents, reference, strict=True))
             report.add(
                 system=f"outrider, {name}",
                 temperature=temperature,
                 concurrency=concurrency,
-                tokens_per_s=tokens / seconds,
-                ratio=tokens / seconds / base,
+                tokens_per_s=new_tokens(answers) / seconds,
+                ratio=new_tokens(answers) / seconds / base,
                 **speculation(answers),
                 same_text=f"{same}/{len(texts)}",
             )

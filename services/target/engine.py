@@ -44,7 +44,7 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
-from services.target.patience import HINTED, Patience, Way
+from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, HINTED, Patience, Way
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class TargetEngine(Engine):
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
         self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
-        self._fixed_rows = config.speculative_num_draft_tokens is not None
+        self._fixed_rows = config.speculative_num_draft_tokens is not None or config.speculative_always
         self._max_depth = config.speculative_num_steps
         self._max_children = config.speculative_eagle_topk
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
@@ -89,6 +89,8 @@ class TargetEngine(Engine):
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
         self._patience = Patience(HINTED if self._fixed_rows else ways)
+        if config.speculative_always:
+            self._patience = Patience(ALWAYS, longest=AS_LONG_AS_IT_TAKES)
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self.budget = Budget()  # what rows cost is measured by the warm-up
         self._least = 0.0  # probability below which no node paid in the last step

@@ -40,6 +40,8 @@ class Way(Enum):
 
 
 HINTED = (Way.WAIT, Way.GO)
+ALWAYS = (Way.WAIT,)
+AS_LONG_AS_IT_TAKES = 2.0  # seconds; of a drafter that is to be measured, not of one that is to help
 
 
 @dataclass
@@ -96,9 +98,16 @@ class _Contest:
 class Patience:
     """Decides for one engine; knows sessions by id."""
 
-    def __init__(self, ways: Sequence[Way] = tuple(Way), clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        ways: Sequence[Way] = tuple(Way),
+        clock: Callable[[], float] = time.perf_counter,
+        longest: float | None = None,
+    ) -> None:
+        """longest: seconds that a step is held at most, instead of as long as a step takes."""
         self._clock = clock
         self._ways = ways
+        self._longest = longest
         self._contests: dict[int, _Contest] = {}  # by the number of bits of the number of sessions
         self._load = 0
         self._begin_turn()
@@ -157,7 +166,7 @@ class Patience:
             self._measure(count, tokens / count, seconds)
         if self.way is Way.WAIT and drafted:
             self._awaited = drafted
-            self._deadline = now + min(self._computing, _LONGEST)
+            self._deadline = now + (self._longest or min(self._computing, _LONGEST))
 
     def _judges(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.target.patience import TURN, Patience, Way, _Contest
+from services.target.patience import ALWAYS, TURN, Patience, Way, _Contest
 
 
 class Clock:
@@ -136,3 +136,11 @@ def test_a_drafter_that_never_comes_in_time_does_not_hold_a_way():
         ways.append(patience.way)
     assert ways.count(Way.PLAIN) > 0.4 * len(ways)
     assert ways[-1] is Way.PLAIN or Way.PLAIN in ways[-8 * TURN :]
+
+
+def test_a_drafter_that_is_measured_is_waited_for_whatever_it_costs():
+    clock = Clock()
+    patience = Patience(ALWAYS, clock, longest=2.0)
+    waits = work(clock, patience, 8 * TURN, answer=0.9, gain=0)
+    assert set(waits[2:]) == {0.9}
+    assert max(work(clock, patience, 8, answer=5.0, gain=0)) == 2.0

@@ -1,0 +1,188 @@
+"""How much of a text drafters foretell: accept length by kind of prompt and temperature, through `outrider serve`.
+
+Prompts come from a file of JSON lines, each with a "category" and with "turns", what the user says one after another,
+or a "prompt". Answers end where the model ends them. Every drafter starts knowing nothing, at either temperature.
+
+Two things are asked of a drafter. What it brings: the system as it is, which leaves hints aside that do not pay on this
+machine. And what it knows: with `--speculative-always` every step waits for its hints, so that time plays no part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from rich.progress import Progress
+
+from bench.report import RESULTS, Report
+from bench.serving import Answer, ask, new_tokens, served, speculation, text_of
+from outrider.checkpoint import resolve
+
+_STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}")
+_CHAIN = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6")
+_TREE = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
+_ALWAYS = "--speculative-always"
+_PLAIN = "none"
+DRAFTERS = {
+    _PLAIN: ("--speculative-algorithm", "NONE"),
+    "NGRAM": ("--speculative-algorithm", "NGRAM"),
+    "STANDALONE (self)": _STANDALONE,
+    "STANDALONE (self) beside NGRAM": (*_STANDALONE, "--speculative-ngram-beside"),
+    "NGRAM, always": ("--speculative-algorithm", "NGRAM", _ALWAYS),
+    "STANDALONE (self), chain, always": (*_STANDALONE, *_CHAIN, _ALWAYS),
+    "STANDALONE (self), tree, always": (*_STANDALONE, *_TREE, _ALWAYS),
+}
+
+
+class Prompt(NamedTuple):
+    """What a user says, turn by turn."""
+
+    category: str
+    turns: tuple[str, ...]
+
+
+class Result(NamedTuple):
+    """What a drafter brought at one temperature: seconds, and the answers to every prompt."""
+
+    seconds: float
+    answers: list[list[Answer]]
+
+
+def read_prompts(file: Path, limit: int | None) -> list[Prompt]:
+    """The prompts of a file, or the first `limit` of every category, in the file's order."""
+    seen: dict[str, int] = {}
+    prompts = []
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        category = row.get("category", "all")
+        seen[category] = seen.get(category, 0) + 1
+        if limit is None or seen[category] <= limit:
+            prompts.append(Prompt(category, tuple(row["turns"] if "turns" in row else [row["prompt"]])))
+    return prompts
+
+
+def named_drafter(text: str) -> tuple[str, tuple[str, ...]]:
+    """A drafter of the command line, NAME=FLAGS. Raises ArgumentTypeError."""
+    name, equals, flags = text.partition("=")
+    if not (name and equals and flags):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FLAGS")
+    return name, tuple(shlex.split(flags))
+
+
+def measure(
+    model: str, flags: Sequence[str], prompts: Sequence[Prompt], args: argparse.Namespace, name: str
+) -> dict[float, Result]:
+    """One drafter at every temperature, in one system that forgets all between them."""
+    results = {}
+    with served(model, flags, args.dtype) as url, Progress() as progress:
+        for temperature in args.temperature:
+            bar = progress.add_task(f"{name}, temperature {temperature:g}", total=len(prompts))
+            httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
+            body = {"temperature": temperature, "max_tokens": args.max_tokens}
+            turns = [prompt.turns[: args.turns] for prompt in prompts]
+            results[temperature] = Result(
+                *asyncio.run(ask(url, turns, args.concurrency, body, partial(progress.advance, bar)))
+            )
+    return results
+
+
+def add_rows(
+    report: Report, name: str, temperature: float, result: Result, prompts: Sequence[Prompt], plain: Result | None
+) -> None:
+    """Two rows of a report: accept lengths and acceptance rates, over all prompts and by category."""
+    flat = [answer for answers in result.answers for answer in answers]
+    by_category: dict[str, list[Answer]] = {}
+    for prompt, answers in zip(prompts, result.answers, strict=True):
+        by_category.setdefault(prompt.category, []).extend(answers)
+    measures = {"all": speculation(flat)} | {c: speculation(a) for c, a in by_category.items()}
+    facts: dict[str, Any] = {"drafter": name, "temperature": temperature}
+    speed = new_tokens(flat) / result.seconds
+    reference = plain if plain is not None else result
+    plain_flat = [answer for answers in reference.answers for answer in answers]
+    same = sum(text_of(a) == text_of(b) for a, b in zip(flat, plain_flat, strict=True))
+    speeds = {
+        "tokens_per_s": speed,
+        "over_plain": speed / (new_tokens(plain_flat) / reference.seconds),
+        "same_text": f"{same}/{len(flat)}",
+    }
+    for measure_, extra in (("accept_length", speeds), ("acceptance_rate", {})):
+        report.add(**facts, measure=measure_, **extra, **{c: m[measure_] for c, m in measures.items()})
+
+
+def main(argv: list[str]) -> None:
+    """Run the benchmark and write docs/benchmarks/accept.*."""
+    parser = argparse.ArgumentParser(prog="python -m bench accept", description=__doc__)
+    parser.add_argument("prompts", type=Path, help='JSON lines with "category" and "turns" or "prompt"')
+    parser.add_argument("--model-path", default="default")
+    parser.add_argument("--dtype", default="auto", help="of the target")
+    parser.add_argument("--limit", type=int, help="prompts of a category; by default all")
+    parser.add_argument("--turns", type=int, help="turns of a conversation; by default all")
+    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--drafter", type=named_drafter, action="append", default=[], metavar="NAME=FLAGS",
+                        help="a further drafter, by flags of `outrider serve`")  # fmt: skip
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of all drafters, these; plain decoding always")
+    args = parser.parse_args(argv)
+    drafters = DRAFTERS | dict(args.drafter)
+    if args.only is not None:
+        if unknown := set(args.only) - drafters.keys():
+            parser.error(f"--only: there is no drafter {', '.join(sorted(unknown))}; there are {', '.join(drafters)}")
+        drafters = {name: flags for name, flags in drafters.items() if name == _PLAIN or name in args.only}
+    model, prompts = str(resolve(args.model_path)), read_prompts(args.prompts, args.limit)
+    report = Report("accept", "How much drafters foretell: accept length by category")
+    report.notes = _notes(args, model, prompts)
+    plain: dict[float, Result] = {}
+    for name, flags in drafters.items():
+        for temperature, result in measure(model, flags, prompts, args, name).items():
+            plain.setdefault(temperature, result)
+            add_rows(report, name, temperature, result, prompts, plain[temperature])
+    _plot(report)
+    report.write()
+
+
+def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> list[str]:
+    part = "all" if args.limit is None else f"the first {args.limit} of each category"
+    return [
+        f"{Path(model).name}, {args.dtype}; {len(prompts)} prompts of {args.prompts.name} ({part}), "
+        f"{args.turns or 'all'} turns, answers of at most {args.max_tokens} tokens that end where the model ends them, "
+        f"{args.concurrency} at a time",
+        "accept_length: tokens a step, bonus included; acceptance_rate: accepted over verified draft tokens",
+        "over_plain: tokens per second over those of plain decoding in the same run; same_text: answers equal to its",
+        "self: the target's own weights as its draft; as dear as the target, which soon asks for no hints of it",
+        "always: every step waits for its hints and verifies them all; says what a drafter knows, not what it brings",
+        "chain: 5 steps, 1 child a node, 6 rows; tree: 4 steps, 4 children, 16 rows",
+    ]
+
+
+def _plot(report: Report) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in report.rows if row["measure"] == "accept_length" and row["drafter"] != _PLAIN]
+    if not rows:
+        return
+    known = ("drafter", "temperature", "measure", "tokens_per_s", "over_plain", "same_text")
+    categories = [key for key in rows[0] if key not in known]
+    lengths = [[row[category] for category in categories] for row in rows]
+    size = (2.6 + 0.55 * len(categories), 1.6 + 0.32 * len(rows))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    image = axes.imshow(lengths, aspect="auto", vmin=1.0)
+    for y, row in enumerate(lengths):
+        for x, value in enumerate(row):
+            dark = value < (1 + max(map(max, lengths))) / 2
+            axes.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+    axes.set_xticks(range(len(categories)), categories, rotation=45, ha="right", fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{r['drafter']}, T={r['temperature']:g}" for r in rows], fontsize=7)
+    figure.colorbar(image, label="accept length")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
