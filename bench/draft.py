@@ -37,6 +37,7 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
+from services.draft.kernels.base import Paging
 from services.draft.model.config import Attention, Layer, Mlp, ModelConfig
 from services.draft.model.heads import Eagle3Head, Params, TokenHead
 from services.draft.model.rope import Rope
@@ -165,7 +166,7 @@ class Subject:
         )
         self.pages = sessions * -(-(tokens + SCRATCH_SLOTS) // PAGE)
         self.runner = Spy(
-            config, params, dtype=_DTYPES[dtype], total_pages=self.pages, page_size=PAGE,
+            config, params, dtype=_DTYPES[dtype], total_pages=self.pages, paging=Paging(PAGE),
             table_pages=-(-tokens // PAGE), children=4, vocab_limit=2**31 - 2,
         )  # fmt: skip
 
