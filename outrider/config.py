@@ -150,11 +150,12 @@ class DraftOptions:
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
     speculative_draft_model_quantization: str | None = None
-    """Narrower weights than the draft's number format: int8 or fp8, a scale for each output; unquant for none."""
+    """Narrower weights than the draft's number format: int8 or fp8, a scale for each output; unquant for none. By
+    default none, but with `serve` what --quantization says (int8 for int4)."""
     draft_device: str = "auto"
     """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
     draft_tp_size: int = 1
-    """Devices, side by side, that share every layer of the draft model."""
+    """Devices, from --draft-device on, that share every layer of the draft model."""
     draft_feature_dtype: FeatureDType = "auto"
     """Number format in which the target's hidden states travel to a head that feeds on them; auto is bfloat16."""
     enable_multi_layer_eagle: bool = False
@@ -171,9 +172,10 @@ class DraftOptions:
     draft_page_size: int = 16
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None
-    """Tokens in the draft's KV cache, over all sessions; by default as many as a tenth of the memory holds."""
+    """Tokens in the draft's KV cache, over all sessions; by default what they can use, but no more than 65,536 and what
+    they write ahead, nor than a tenth of the memory holds, or the rest of --draft-mem-fraction-static."""
     draft_mem_fraction_static: float | None = None
-    """Fraction of the draft's device memory for its weights and KV cache."""
+    """Fraction of the memory of each of the draft's devices for its weights and KV cache."""
     speculative_ngram_beside: bool = False
     """Let NGRAM draft beside a drafter with a model; what both propose merges in one tree."""
     speculative_ngram_min_match_window_size: int = 1

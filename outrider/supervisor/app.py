@@ -119,6 +119,14 @@ def prepare_models(config: ServeConfig, display: Display) -> None:
         checkpoint.resolve(draft, torch_files=True)
 
 
+def draft_quantization(config: ServeConfig) -> str | None:
+    """As in SGLang, a draft's weights are as narrow as the target's unless it is said; here not below 8 bits."""
+    said, target = config.draft.speculative_draft_model_quantization, config.target.quantization
+    if said is not None or target is None or config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
+        return said
+    return "int8" if target == "int4" else target
+
+
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     """The three configurations. runtime: a private folder for sockets."""
     shared, level = asdict(config.shared), config.log_level
@@ -130,8 +138,9 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     )  # fmt: skip
     draft = None
     if config.draft.speculative_algorithm != "NONE":
+        own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
         draft = DraftConfig(
-            **asdict(config.draft), **shared, log_level=level, cores=format_cores(cores.draft), niceness=cores.niceness,
+            **own, **shared, log_level=level, cores=format_cores(cores.draft), niceness=cores.niceness,
             model_path=config.target.model_path if config.draft.speculative_algorithm in FED_ALGORITHMS else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip

@@ -64,6 +64,24 @@ def test_a_head_is_told_its_target(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "draft"),
+    [
+        ([], None),
+        (["--quantization", "int8"], "int8"),
+        (["--quantization", "fp8"], "fp8"),
+        (["--quantization", "int4"], "int8"),
+        (["--quantization", "int8", "--speculative-draft-model-quantization", "unquant"], "unquant"),
+        (["--quantization", "int8", "--speculative-draft-model-quantization", "fp8"], "fp8"),
+        (["--quantization", "int8", "--speculative-algorithm", "NGRAM"], None),
+    ],
+)
+def test_a_draft_is_as_narrow_as_its_target_unless_it_is_said(tmp_path, flags, draft):
+    model = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d"]
+    made = configure(parse(*model, *flags), CORES, tmp_path)
+    assert made.draft.speculative_draft_model_quantization == draft
+
+
+@pytest.mark.parametrize(
     ("given", "plain"), [(["eagle3"], ["EAGLE3"]), ([""], ["NONE"]), (["Standalone"], ["STANDALONE"]), ([], [])]
 )
 def test_algorithms_go_by_their_name_in_any_letters(given, plain):

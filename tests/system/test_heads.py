@@ -84,6 +84,38 @@ def test_heads_are_believed_and_catch_up(system):
     draft.engine.check()
 
 
+def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
+    """Heads often have 2,048 positions, and their targets many more."""
+    context = 64
+    folder = tmp_path / "head"
+    write_perfect_eagle3(folder, models / "target", max_position_embeddings=context)
+    config = DraftConfig(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(folder), model_path=str(models / "target"),
+        max_running_requests=1, draft_max_total_tokens=2048,  # few shapes to compile
+    )  # fmt: skip
+    drafter = build(config)[0].drafter
+    drafter.warm_up()
+    target = target_service(models / "target", f"unix:{tmp_path}/target", **HINTED).start()
+    alone = Gateway(tmp_path, [target.address]).wait()
+    try:
+        texts = ask_all(alone, max_tokens=200)
+    finally:
+        alone.stop()
+    draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+    gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
+    try:
+        assert ask_all(gateway, max_tokens=200) == texts
+        before = accepted(gateway)
+        assert 0.3 * context < before < context * len(PROMPTS)
+        gateway.complete("a" * context, max_tokens=20, ignore_eos=True)
+        assert accepted(gateway) == before  # nobody drafts for it
+        assert draft.engine.load().running_sessions == 0
+        assert gateway.client.get("/health").status_code == 200
+    finally:
+        for service in (gateway, draft, target):
+            service.stop()
+
+
 @pytest.mark.system
 def test_serve_starts_a_head(models):
     head = ["--speculative-algorithm", "eagle3", "--speculative-draft-model-path", str(models / "EAGLE3")]

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from outrider.checkpoint import weight_files
+from outrider.checkpoint import load_json, weight_files
 from outrider.errors import ConfigError
-from services.draft.model.float8 import read_float8, scaled_blocks
+from services.draft.model import packed
+from services.draft.model.float8 import read_float8
 from services.draft.model.torch_files import load_torch_file
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -23,11 +24,9 @@ _FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _FORMATS = {"int64": "I64", "int32": "I32", "bool": "BOOL", "uint8": "U8", "int8": "I8", "float64": "F64",
             "float8_e4m3fn": "F8_E4M3"}  # fmt: skip
 
-_SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
-
 
 class Tensors:
-    """Open files of a checkpoint; a context manager."""
+    """Open files of a checkpoint; a context manager. Quantized weights are there as the plain ones they stand for."""
 
     def __init__(self, folder: Path, known_as: Callable[[str], str] = str) -> None:
         """known_as: from a name in the files to the one that is asked for. Raises ConfigError."""
@@ -39,6 +38,8 @@ class Tensors:
             self._files.append(opened)
             for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
                 self._places[known_as(name)] = opened, name, file
+        self._settings = _quantization(folder)
+        self._parts = _parts_of_weights(self._places)  # known names by part, of each quantized weight
 
     def __enter__(self) -> Tensors:
         return self
@@ -51,12 +52,13 @@ class Tensors:
                 file.__exit__(kind, error, trace)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._places or name in self._parts
 
     @property
     def names(self) -> set[str]:
         """What there is."""
-        return set(self._places)
+        hidden = {name for parts in self._parts.values() for name in parts.values()}
+        return self._places.keys() - hidden | self._parts.keys()
 
     def check(self, what: str, expected: Shapes, ignored: Iterable[str] = (), within: str = "") -> None:
         """Raise ConfigError unless there is every expected tensor, and none besides but ignored ones.
@@ -70,16 +72,19 @@ class Tensors:
         # Old exports carry the rotary constants.
         endings = (*ignored, "rotary_emb.inv_freq")
         extra = sorted(
-            name
-            for name in self.names - expected.keys()
-            if name.startswith(within) and not name.endswith(endings) and name.removesuffix(_SCALES) not in expected
+            name for name in self.names - expected.keys() if name.startswith(within) and not name.endswith(endings)
         )
         if extra:
-            extra = [self._places[name][1] for name in extra]
+            extra = [self._places[name][1] if name in self._places else name for name in extra]
             raise ConfigError(f"{self.folder} has {len(extra)} tensors that {what} does not know: {_some(extra)}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
+        parts = self._parts.get(name, {})
+        if parts and "weight" not in parts:
+            shapes = {part: self.shape(known) for part, known in parts.items()}
+            whole = parts.get("weight_shape")
+            return packed.plain_shape(shapes, self.read(whole, integers=True) if whole else None, self._settings)
         file, inner, _ = self._place(name)
         return tuple(file[inner].shape if isinstance(file, Mapping) else file.get_slice(inner).get_shape())
 
@@ -92,13 +97,14 @@ class Tensors:
     def read(self, name: str, shape: tuple[int, ...] | None = None, *, integers: bool = False) -> NDArray[Any]:
         """A tensor of floating-point numbers, or of `integers` or truth values. Raises ConfigError.
 
-        Numbers of 8 bits come multiplied by their blocks' scales, in float32.
+        Those of quantized weights come as what they stand for, in float32.
         """
-        file, inner, path = self._place(name)
         if shape is not None:
             self.check_shape(name, shape)
-        if name + _SCALES in self and not isinstance(file, Mapping):
-            return scaled_blocks(name, read_float8(path, inner), self.read(name + _SCALES))
+        if name in self._parts:
+            parts = {part: self._stored(known) for part, known in self._parts[name].items()}
+            return packed.plain(name, parts, self._settings)
+        file, inner, _ = self._place(name)
         tensor: NDArray[Any] = file[inner] if isinstance(file, Mapping) else _tensor(file, inner)
         accepted = {"int64", "int32", "bool"} if integers else set(_FLOATS)
         if tensor.dtype.name not in accepted:
@@ -107,10 +113,39 @@ class Tensors:
             raise ConfigError(f"tensor {inner} has number format {found}; expected one of {wanted}")
         return tensor
 
+    def _stored(self, name: str) -> NDArray[Any]:
+        """A tensor of any number format, as it is."""
+        file, inner, path = self._place(name)
+        if isinstance(file, Mapping):
+            return np.asarray(file[inner])
+        float8 = file.get_slice(inner).get_dtype() == "F8_E4M3"
+        return read_float8(path, inner) if float8 else _tensor(file, inner)
+
     def _place(self, name: str) -> tuple[Mapping[str, Any] | Any, str, Path]:
         if name not in self._places:
             raise ConfigError(f"{self.folder} lacks the tensor {name}")
         return self._places[name]
+
+
+def _quantization(folder: Path) -> dict[str, Any]:
+    """How config.json says that weights are quantized."""
+    raw = load_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    settings = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    return dict(settings or {})
+
+
+def _parts_of_weights(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The tensors that stand for each quantized weight, by what their names end with."""
+    parts: dict[str, dict[str, str]] = {}
+    for name in names:
+        layer, _, part = name.rpartition(".")
+        if part in (*packed.INSTEAD, *packed.BESIDE, "weight"):
+            parts.setdefault(f"{layer}.weight", {})[part] = name
+    return {
+        weight: found
+        for weight, found in parts.items()
+        if found.keys() & set(packed.INSTEAD) or ("weight" in found and len(found) > 1)
+    }
 
 
 def _open(file: Path) -> Any:
