@@ -194,6 +194,12 @@ class DraftOptions:
     """NGRAM: most nodes that are stored."""
     speculative_ngram_insert_prompts: bool = True
     """NGRAM: store prompts too, so that answers can copy from them; SGLang stores answers only."""
+    speculative_ngram_external_corpus_path: str | None = None
+    """NGRAM: texts to copy from as well: JSON lines with a "text" each, another text file, or a folder of such."""
+    speculative_ngram_external_sam_budget: int = 0
+    """NGRAM: draft nodes that are kept for the corpus, of --speculative-num-draft-tokens less one."""
+    speculative_ngram_external_corpus_max_tokens: int = 10_000_000
+    """NGRAM: most tokens of the corpus; a longer one is refused."""
 
 
 @dataclass(frozen=True)

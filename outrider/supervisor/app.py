@@ -26,6 +26,7 @@ from outrider.config import (
     FED_ALGORITHMS,
     MODEL_ALGORITHMS,
     DraftConfig,
+    DraftOptions,
     GatewayConfig,
     ProcessConfig,
     ServeConfig,
@@ -141,7 +142,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
         draft = DraftConfig(
             **own, **shared, log_level=level, cores=format_cores(cores.draft), niceness=cores.niceness,
-            model_path=config.target.model_path if config.draft.speculative_algorithm in FED_ALGORITHMS else None,
+            model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip
     gateway = GatewayConfig(
@@ -149,6 +150,12 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         target=(target.listen,), draft=(draft.listen,) if draft else (),
     )  # fmt: skip
     return Processes(target, draft, gateway)
+
+
+def _draft_reads_target(draft: DraftOptions) -> bool:
+    """True if the drafter takes something out of the target's checkpoint: weights, or the tokenizer for a corpus."""
+    fed = draft.speculative_algorithm in FED_ALGORITHMS
+    return fed or draft.speculative_ngram_external_corpus_path is not None
 
 
 def make_children(processes: Processes, display: Display) -> list[Child]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tyro
 
 import outrider
+from outrider import checkpoint
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, plain_argv
 from outrider.errors import ConfigError
 from outrider.serving import process
@@ -23,10 +26,11 @@ from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
-from services.draft.drafters.ngram import NgramDrafter
+from services.draft.drafters.ngram import NgramDrafter, store
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
 from services.draft.ngrams.base import NgramOptions
+from services.draft.ngrams.corpus import files_of, read_corpus
 from services.draft.service import DraftServicer
 from services.draft.trunk import SCRATCH_SLOTS
 
@@ -91,7 +95,7 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     check(config)
     drafter: Drafter
     model = None
-    ngram = NgramDrafter(ngram_options(config)) if uses_ngram(config) else None
+    ngram = build_ngram(config) if uses_ngram(config) else None
     if config.speculative_algorithm == "NGRAM":
         assert ngram is not None
         drafter, ngram = ngram, None
@@ -100,6 +104,21 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
 
         drafter, model = load_model_drafter(config, tree_shape(config), _MODEL_CHILDREN)
     return DraftEngine(drafter, tree_limits(config), config.max_running_requests, beside=ngram), model
+
+
+def build_ngram(config: DraftConfig) -> NgramDrafter:
+    """NGRAM, with the corpus read if there is one. Raises ConfigError."""
+    options = ngram_options(config)
+    if config.speculative_ngram_external_corpus_path is None:
+        return NgramDrafter(options)
+    assert config.model_path is not None, "check has seen to that"
+    budget = config.speculative_ngram_external_sam_budget
+    corpus = store(replace(options, draft_token_num=budget + 1))
+    path, folder = Path(config.speculative_ngram_external_corpus_path), checkpoint.resolve(config.model_path)
+    most = config.speculative_ngram_external_corpus_max_tokens
+    read_corpus(path, folder, corpus, options.capacity, most)
+    own = replace(options, draft_token_num=options.draft_token_num - budget)
+    return NgramDrafter(options, store(own), corpus)
 
 
 def uses_ngram(config: DraftConfig) -> bool:
@@ -147,6 +166,8 @@ def check(config: DraftConfig) -> None:
         )
     if uses_ngram(config):
         _check_ngram(config)
+    elif config.speculative_ngram_external_corpus_path is not None:
+        raise ConfigError("--speculative-ngram-external-corpus-path is for NGRAM, alone or --speculative-ngram-beside")
 
 
 def tree_shape(config: DraftConfig) -> TreeShape | None:
@@ -187,6 +208,22 @@ def _check_ngram(config: DraftConfig) -> None:
             "the NGRAM breadths must satisfy 0 < --speculative-ngram-min-bfs-breadth <= "
             f"--speculative-ngram-max-bfs-breadth, not {breadths[0]}, {breadths[1]}"
         )
+    if config.speculative_ngram_external_corpus_path is not None:
+        _check_corpus(config, config.speculative_ngram_external_corpus_path)
+
+
+def _check_corpus(config: DraftConfig, path: str) -> None:
+    budget, most = config.speculative_ngram_external_sam_budget, ngram_options(config).draft_token_num - 1
+    if not 0 < budget <= most:
+        raise ConfigError(
+            "--speculative-ngram-external-corpus-path needs --speculative-ngram-external-sam-budget of 1 or more, and "
+            f"at most the {most} nodes of a draft, not {budget}"
+        )
+    if config.model_path is None:
+        raise ConfigError(
+            "--speculative-ngram-external-corpus-path needs --model-path, the target's checkpoint, for its tokenizer"
+        )
+    files_of(Path(path))
 
 
 def ngram_options(config: DraftConfig) -> NgramOptions:

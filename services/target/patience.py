@@ -104,7 +104,7 @@ class Patience:
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
     ) -> None:
-        """longest: seconds that a step is held at most, instead of as long as a step takes."""
+        """longest: seconds that a step is held at most, also for a first answer; by default as long as a step takes."""
         self._clock = clock
         self._ways = ways
         self._longest = longest
@@ -164,8 +164,9 @@ class Patience:
         drafted = self._drafted.intersection(wanted)
         if self._has_drafter and count and usual and self._judges(bool(drafted)):
             self._measure(count, tokens / count, seconds)
-        if self.way is Way.WAIT and drafted:
-            self._awaited = drafted
+        awaited = drafted if self._longest is None or not self._has_drafter else set(wanted)
+        if self.way is Way.WAIT and awaited:
+            self._awaited = awaited
             self._deadline = now + (self._longest or min(self._computing, _LONGEST))
 
     def _judges(self, drafted: bool) -> bool:

@@ -33,6 +33,29 @@ REFUSALS = {
     "breadth": (["--speculative-ngram-min-bfs-breadth", "11"], "breadths must satisfy"),
     "beside itself": (["--speculative-ngram-beside"], "NGRAM alone needs no such flag"),
     "capacity": (["--speculative-ngram-capacity", "0"], "--speculative-ngram-capacity must be 1 or more"),
+    "corpus, no budget": (["--speculative-ngram-external-corpus-path", "/x"], "sam-budget of 1 or more"),
+    "corpus, no target": (
+        ["--speculative-ngram-external-corpus-path", "/x", "--speculative-ngram-external-sam-budget", "4"],
+        "needs --model-path",
+    ),
+    "corpus, large budget": (
+        ["--speculative-ngram-external-corpus-path", "/x", "--speculative-ngram-external-sam-budget", "12"],
+        "at most the 11 nodes",
+    ),
+    "corpus, no file": (
+        [
+            *("--speculative-ngram-external-corpus-path", "/no/such/file", "--model-path", "default"),
+            *("--speculative-ngram-external-sam-budget", "4"),
+        ],
+        "there is no text at /no/such/file",
+    ),
+    "corpus, no NGRAM": (
+        [
+            *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "/x"),
+            *("--speculative-ngram-external-corpus-path", "/x"),
+        ],
+        "is for NGRAM",
+    ),
     "rows": (["--speculative-num-draft-tokens", "1"], "counts the root"),
     "cores": (["--cores", "99999"], "may not use core"),
 }

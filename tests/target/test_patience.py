@@ -144,3 +144,7 @@ def test_a_drafter_that_is_measured_is_waited_for_whatever_it_costs():
     waits = work(clock, patience, 8 * TURN, answer=0.9, gain=0)
     assert set(waits[2:]) == {0.9}
     assert max(work(clock, patience, 8, answer=5.0, gain=0)) == 2.0
+    patience.begin()
+    patience.end([1, 2], 2, 2)
+    patience.answered(1, fresh=True)
+    assert patience.remaining == 2.0  # for the other one's first answer

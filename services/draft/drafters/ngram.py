@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from outrider import native
 from outrider.telemetry import Progress, untold
 from services.draft.drafters.base import Drafter, Growth, Wish
-from services.draft.ngrams.base import NO_LEAD, NgramOptions, Ngrams
+from services.draft.ngrams.base import NO_LEAD, Continuations, NgramOptions, Ngrams
 from services.draft.session import DraftSession
 
 log = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ class NgramDrafter(Drafter):
     least_reach = 0.02
     from_parents = False
 
-    def __init__(self, options: NgramOptions, ngrams: Ngrams | None = None) -> None:
-        """ngrams: where paths are stored; by default compiled if that can be."""
+    def __init__(self, options: NgramOptions, ngrams: Ngrams | None = None, corpus: Ngrams | None = None) -> None:
+        """ngrams: where paths are stored; by default compiled if that can be. corpus: what stays as it is."""
         self.options = options
+        self.corpus = corpus
         self.ngrams = store(options) if ngrams is None else ngrams
         self._leads: dict[int, int] = {}  # by session
         self._known: dict[int, int] = {}  # by session: tokens that were learned from
@@ -111,6 +112,8 @@ class NgramDrafter(Drafter):
         tail = max(options.branch_length, options.max_match_window_size + fresh)
         noisy = not session.sampling.greedy
         self.ngrams.commit(session.tokens[-tail:], fresh, noisy=noisy, lead=self._leads[session.id])
+        if self.corpus is not None:
+            self.corpus.commit(session.tokens[-tail:], fresh, noisy=noisy, keep=False)
 
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
         """Look the best wishes up; the round is short, so that new roots do not wait for far leaves."""
@@ -129,4 +132,13 @@ class NgramDrafter(Drafter):
         if not session.sampling.greedy:
             keys = session.keys(session.length + len(path) + np.arange(options.branch_length + 1))
         found = self.ngrams.look_up(context, keys, self._leads.get(session.id, NO_LEAD))
+        if self.corpus is not None:
+            found = joined(found, self.corpus.look_up(context, keys))
         return Growth(session, node, *found)
+
+
+def joined(first: Continuations, second: Continuations) -> Continuations:
+    """Both; where they say the same, the tree makes it one."""
+    shift = len(first.tokens)
+    parents = [parent + shift if parent >= 0 else parent for parent in second.parents]
+    return Continuations(first.tokens + second.tokens, first.parents + parents, first.log_scores + second.log_scores)

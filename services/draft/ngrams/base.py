@@ -55,10 +55,12 @@ class Ngrams(ABC):
         """
 
     @abstractmethod
-    def commit(self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD) -> None:
+    def commit(
+        self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
+    ) -> None:
         """The last `fresh` of a session's tokens are new: learn from them what to trust, then store the end.
 
-        noisy: the session samples.
+        noisy: the session samples. keep: False to store nothing.
         """
 
     @abstractmethod

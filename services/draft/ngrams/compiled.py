@@ -41,7 +41,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "bytes": (c_int64, (c_void_p,)),
     "trust": (c_double, (c_void_p, c_int32, c_int32)),
     "insert": (None, (c_void_p, c_uint32, c_void_p, c_int64, c_int64, c_int64)),
-    "commit": (None, (c_void_p, c_uint32, c_void_p, c_int64, c_int64, c_int32)),
+    "commit": (None, (c_void_p, c_uint32, c_void_p, c_int64, c_int64, c_int32, c_int32)),
     "look_up": (c_int64, (c_void_p, c_uint32, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p)),
     "children": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
 }
@@ -95,10 +95,12 @@ class CompiledNgrams(Ngrams):
         stop = len(tokens) if stop is None else stop
         self._library.outrider_ngrams_insert(self._handle, lead, tokens.ctypes.data, len(tokens), first, stop)
 
-    def commit(self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD) -> None:
+    def commit(
+        self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
+    ) -> None:
         """As Ngrams says."""
         tokens = _packed(tokens)
-        self._library.outrider_ngrams_commit(self._handle, lead, tokens.ctypes.data, len(tokens), fresh, noisy)
+        self._library.outrider_ngrams_commit(self._handle, lead, tokens.ctypes.data, len(tokens), fresh, noisy, keep)
 
     def look_up(
         self, context: NDArray[np.uint32], keys: NDArray[np.uint32] | None, lead: int = NO_LEAD

@@ -46,12 +46,15 @@ class PlainNgrams(Ngrams):
         """As Ngrams says."""
         self.trie.insert(tokens.tolist(), _lead(lead), first, stop)
 
-    def commit(self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD) -> None:
+    def commit(
+        self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
+    ) -> None:
         """As Ngrams says."""
         path = tokens.tolist()
         for place in range(max(len(path) - fresh, 1), len(path)):
             self._observe(path[:place], path[place], int(noisy), lead)
-        self.trie.insert(path[-self.options.branch_length :], _lead(lead))
+        if keep:
+            self.trie.insert(path[-self.options.branch_length :], _lead(lead))
 
     def _observe(self, context: list[int], token: int, noisy: int, lead: int) -> None:
         known = 0

@@ -1,0 +1,108 @@
+"""An external corpus: what is read and refused; NGRAM copies from it within its budget and never changes it."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.speculation.proposal import Commit, path_hash
+from services.draft.ngrams import corpus
+from services.draft.ngrams.base import NgramOptions
+from services.draft.ngrams.compiled import CompiledNgrams
+from services.draft.ngrams.corpus import documents, read_corpus
+from services.draft.ngrams.plain import PlainNgrams
+from tests.draft.helpers import ngram, request, settle
+from tests.tiny import write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A folder with a tokenizer that makes a token of every byte, and what a model's folder needs."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("target"))
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def ids(target, text):
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(target / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+
+
+def test_documents_of_all_kinds(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "_PART", 8)
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n"two"\n{"content": "three", "id": 3}\n')
+    (tmp_path / "b" / "c.txt").write_text("the first line\nand the second\n")
+    assert list(documents(tmp_path)) == ["one", "two", "three", "the first line\n", "and the second\n"]
+    assert list(documents(tmp_path / "a.jsonl")) == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "line 1 of .* is no JSON"), ('"x"\n{"body": "x"}', "line 2 of .* is no document"), (b"\xff\xfe", "as text")],
+)
+def test_what_cannot_be_read_is_refused(tmp_path, content, message):
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=message):
+        list(documents(file))
+
+
+def flags(path, target, **more):
+    options = {"speculative_ngram_external_sam_budget": 4} | more
+    return {"speculative_ngram_external_corpus_path": str(path), "model_path": str(target), **options}
+
+
+def test_a_corpus_is_copied_from_within_its_budget(tmp_path, target):
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": "once upon a time there was"}))
+    engine = ngram(**flags(tmp_path, target, speculative_ngram_insert_prompts=False))
+    opened = ids(target, "and once upon a")
+    engine.open(request(1, opened))
+    first = engine.step().proposals[0]
+    assert first.tokens[:4].tolist() == ids(target, " tim")
+    settle(engine)
+    engine.flush()
+    engine.close(1)
+    engine.open(request(2, opened))
+    again = engine.step().proposals[0]
+    assert again.tokens[:4].tolist() == ids(target, " tim")  # a flush leaves it as it is
+    drafter = engine.drafter
+    assert len(drafter.corpus.look_up(np.array(opened, np.uint32), None).tokens) == 4
+
+
+@pytest.mark.parametrize("budget", [4, 11])
+def test_texts_of_sessions_stay_out_of_it_but_teach_what_to_trust(tmp_path, target, budget):
+    (tmp_path / "corpus.txt").write_text("abcdefgh")
+    engine = ngram(**flags(tmp_path / "corpus.txt", target, speculative_ngram_external_sam_budget=budget))
+    corpus = engine.drafter.corpus
+    size, trust = len(corpus), corpus.trust(3, noisy=False)
+    tokens, new = ids(target, "xabc"), ids(target, "defghz")
+    engine.open(request(1, tokens))
+    settle(engine)
+    for token in new[:5]:
+        path = path_hash(np.array([*tokens, token]))
+        engine.receive([], [Commit(1, len(tokens), np.array([token], np.uint32), path)])
+        tokens = [*tokens, token]
+        settle(engine)
+    assert len(corpus) == size
+    assert corpus.trust(3, noisy=False) > trust
+
+
+@pytest.mark.parametrize("kind", [PlainNgrams, CompiledNgrams])
+def test_memory_and_tokens_are_bounded(tmp_path, target, kind, caplog):
+    text = "".join(chr(97 + i) for i in np.random.default_rng(0).integers(0, 26, 300))
+    (tmp_path / "corpus.txt").write_text(text)
+    store = kind(NgramOptions(capacity=500))
+    with caplog.at_level(logging.INFO):
+        assert read_corpus(tmp_path, target, store, 500, 300) == 300
+    assert len(store) == 500
+    assert "does not fit into 500 nodes" in caplog.text
+    assert "1 documents, 300 tokens" in caplog.text
+    with pytest.raises(ConfigError, match="more than 299 tokens"):
+        read_corpus(tmp_path, target, kind(NgramOptions(capacity=500)), 500, 299)
+    with pytest.raises(ConfigError, match="has none"):
+        read_corpus(tmp_path, tmp_path, store, 500, 300)
