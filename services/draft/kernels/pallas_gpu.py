@@ -53,12 +53,15 @@ class Running(NamedTuple):
 
 
 def pick_tile(lanes: int, dim: int, itemsize: int) -> Tile:
-    """The tile of a shape. lanes: of a session and key head; dim: head size; itemsize: of a key's number, in bytes."""
+    """The tile of a shape: as large as registers hold without spilling, on GPUs since Ampere.
+
+    lanes: of a session and key head; dim: head size; itemsize: of a key's number, in bytes
+    """
     wanted = max(16, pl.next_power_of_2(lanes))
     if itemsize > 2:  # exact products run outside the tensor cores
         return Tile(min(wanted, 16), 32 if dim <= 128 else 16, 4, 2)
     if dim <= 128:
-        return Tile(min(wanted, 64), 64, 4, 5) if wanted <= 64 else Tile(128, 64, 8, 2)
+        return Tile(wanted, 64, 4, 5) if wanted <= 32 else Tile(64, 64, 8, 3)
     if dim <= 256:
         return Tile(min(wanted, 64), 32, 8 if wanted > 32 else 4, 2)
     return Tile(min(wanted, 32), 32, 8, 2)
