@@ -11,6 +11,7 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.sampling import SamplingParams
 from services.draft.devices import bytes_a_device
+from services.draft.kernels.base import Paging
 from services.draft.model.parts import Joined
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.checkpoints.mtp import write_mtp
@@ -151,6 +152,17 @@ def test_narrow_matrices_are_split_as_well(tmp_path):
     runner = several.drafter.runner
     assert shares(runner._params) > 1.8
     assert runner._params["head"].part.numbers.dtype == "int8"
+    for engine in (one, several):
+        engine.open(request(1, PROMPT))
+    expected = grow(one, 1, PROMPT)
+    assert len(expected) >= 6
+    same(grow(several, 1, PROMPT), expected)
+
+
+def test_a_kernel_of_accelerators_reads_a_device_s_part(tmp_path):
+    one, several = (engine_of("EAGLE3", tmp_path / str(n), draft_tp_size=n, **FLAGS) for n in (1, 2))
+    runner = several.drafter.runner
+    runner._constants = runner._constants._replace(paging=Paging(runner.page_size, "pallas_gpu", interpret=True))
     for engine in (one, several):
         engine.open(request(1, PROMPT))
     expected = grow(one, 1, PROMPT)
