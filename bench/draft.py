@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.report import RESULTS, Report
+from outrider.config import DraftAttentionBackend
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureSpec
@@ -37,9 +38,11 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
+from services.draft.kernels.attention import choose
 from services.draft.kernels.base import Paging
 from services.draft.model.config import Attention, Layer, Mlp, ModelConfig
 from services.draft.model.heads import Eagle3Head, Params, TokenHead
+from services.draft.model.narrow import in_panels
 from services.draft.model.rope import Rope
 from services.draft.model.runner import ModelRunner
 from services.draft.model.tensors import Tensors
@@ -60,6 +63,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench draft", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--formats", nargs="+", choices=_DTYPES, default=list(_DTYPES))
+    parser.add_argument("--kernels", choices=get_args(DraftAttentionBackend), default="auto")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="sessions x nodes of each")
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 2048], help="committed tokens a session")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -71,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     for name in args.models:
         for dtype in args.formats:
             sessions = max(int(shape.split("x")[0]) for shape in args.shapes)
-            subject = Subject(MODELS[name](), dtype, sessions, max(args.contexts) + ROOM)
+            subject = Subject(MODELS[name](), dtype, args.kernels, sessions, max(args.contexts) + ROOM)
             for context, temperature, shape in _cases(args):
                 measure(report, name, subject, shape, context, temperature, args.steps, threads)
             del subject
@@ -155,10 +159,13 @@ def params_of(model: Model, dtype: Any) -> Params:
 class Subject:
     """A model with engines around it, one for each case, which share weights and pools."""
 
-    def __init__(self, model: Model, dtype: str, sessions: int, tokens: int) -> None:
+    def __init__(self, model: Model, dtype: str, kernels: DraftAttentionBackend, sessions: int, tokens: int) -> None:
         config = model.config
         self.dtype = dtype
+        backend = choose(kernels, jax.devices()[0], config, _DTYPES[dtype], PAGE)
         params = params_of(model, _DTYPES[dtype])
+        if backend == "cpu":
+            params = in_panels(params)
         leaves = {id(leaf): leaf for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part)}
         self.weight_bytes = sum(leaf.nbytes for leaf in leaves.values())
         self.token_bytes = (
@@ -166,7 +173,7 @@ class Subject:
         )
         self.pages = sessions * -(-(tokens + SCRATCH_SLOTS) // PAGE)
         self.runner = Spy(
-            config, params, dtype=_DTYPES[dtype], total_pages=self.pages, paging=Paging(PAGE),
+            config, params, dtype=_DTYPES[dtype], total_pages=self.pages, paging=Paging(PAGE, backend),
             table_pages=-(-tokens // PAGE), children=4, vocab_limit=2**31 - 2,
         )  # fmt: skip
 

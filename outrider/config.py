@@ -23,7 +23,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
-DraftAttentionBackend = Literal["auto", "plain", "pallas"]
+DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 Quantization = Literal["fp8", "int8", "int4"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -168,7 +168,8 @@ class DraftOptions:
     """File of frequent token ids, as torch.save writes a list, which alone are proposed (FR-Spec); or its place on the
     Hugging Face hub, REPOSITORY/FILE. Not for EAGLE3 and NGRAM."""
     draft_attention_backend: DraftAttentionBackend = "auto"
-    """Attention kernel of the draft model: plain (XLA's operations), pallas (GPUs and TPUs), or the best there is."""
+    """Kernels of the draft model: plain (XLA's operations), cpu (compiled C++, for products, too), pallas (attention on
+    GPUs and TPUs), or the best there are."""
     draft_page_size: int = 16
     """Size of a KV page of the draft's cache in tokens."""
     draft_max_total_tokens: int | None = None

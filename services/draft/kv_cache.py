@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from services.draft.kernels.base import Backend
+from services.draft.kernels.cpu import attention as cpu
 from services.draft.model.config import ModelConfig
 from services.draft.model.parts import Joined, own_part
 
@@ -36,7 +38,7 @@ def move_rows(pool: jax.Array, source: jax.Array, target: jax.Array) -> jax.Arra
     return pool.at[target].set(pool[source])
 
 
-def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
+def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: jax.Array, backend: Backend) -> jax.Array:
     """Copy slots of one pool and write new rows; sources are read as they were before.
 
     One scatter does both: the write of a single row by itself becomes a slice update, for which XLA copies the pool.
@@ -45,12 +47,16 @@ def move_and_write(pool: jax.Array, moves: jax.Array, slots: jax.Array, rows: ja
     """
     if missing := pool.shape[-1] - rows.shape[-1]:
         rows = jnp.pad(rows, ((0, 0),) * (rows.ndim - 1) + ((0, missing),))
+    if backend == "cpu":
+        return cpu.move_and_write(pool, moves, slots, rows)
     targets = jnp.concatenate([moves[1], slots])
     return pool.at[targets].set(jnp.concatenate([pool[moves[0]], rows]))
 
 
-def keep_features(pool: jax.Array | Joined, moves: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array | Joined:
+def keep_features(
+    pool: jax.Array | Joined, moves: jax.Array, slots: jax.Array, rows: jax.Array, backend: Backend
+) -> jax.Array | Joined:
     """As `move_and_write` for the pool of features. rows: [N, H]."""
     if not isinstance(pool, Joined):
-        return move_and_write(pool, moves, slots, rows)
-    return Joined(move_and_write(pool.part, moves, slots, own_part(rows, pool.part.shape[-1])))
+        return move_and_write(pool, moves, slots, rows, backend)
+    return Joined(move_and_write(pool.part, moves, slots, own_part(rows, pool.part.shape[-1]), backend))

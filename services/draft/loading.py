@@ -25,7 +25,7 @@ from services.draft.drafters.stacked import StackedDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.kernels.accelerators import with_cache_for
 from services.draft.kernels.attention import choose
-from services.draft.kernels.base import Paging
+from services.draft.kernels.base import Backend, Paging
 from services.draft.model.config import ModelConfig
 from services.draft.model.formats.base import Draft
 from services.draft.model.formats.decoders import read_decoder
@@ -34,7 +34,7 @@ from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import holds_mtp, read_mtp
 from services.draft.model.formats.target import read_target
 from services.draft.model.heads import Params
-from services.draft.model.narrow import check_quantization, narrow, narrows
+from services.draft.model.narrow import check_quantization, in_panels, narrow, narrows
 from services.draft.model.runner import ModelRunner
 from services.draft.model.spread import Spread, spread_over
 from services.draft.model.token_map import read_token_map, with_token_map
@@ -134,7 +134,7 @@ def _runner(
 ) -> tuple[ModelRunner, PrefixCache]:
     dtype, _ = dtype_of(config.draft_dtype, devices[0])
     page_size = config.draft_page_size
-    backend = choose(config.draft_attention_backend, devices[0], draft.config, dtype, page_size)
+    backend = _backend(draft.config, config, devices, dtype)
     model, params, spread = _placed(draft, dtype, config.speculative_draft_model_quantization, devices)
     model = with_cache_for(model, backend)
     numbers = model.cache_numbers() if spread is None else spread.cache_numbers(model)
@@ -143,7 +143,7 @@ def _runner(
     context = min(model.context, total_pages * page_size)
     runner = ModelRunner(
         model,
-        params,
+        in_panels(params) if backend == "cpu" else params,
         dtype=dtype,
         total_pages=total_pages,
         paging=Paging(page_size, backend),
@@ -153,6 +153,15 @@ def _runner(
         spread=spread,
     )
     return runner, PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
+
+
+def _backend(model: ModelConfig, config: DraftConfig, devices: list[jax.Device], dtype: Any) -> Backend:
+    wanted = config.draft_attention_backend
+    if len(devices) > 1 and devices[0].platform == "cpu":  # the compiled kernels know the whole machine alone
+        if wanted == "cpu":
+            raise ConfigError("--draft-attention-backend cpu uses all cores for one device; leave out --draft-tp-size")
+        wanted = "plain"
+    return choose(wanted, devices[0], model, dtype, config.draft_page_size)
 
 
 def _placed(

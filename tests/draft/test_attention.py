@@ -144,7 +144,7 @@ def config(tmp_path_factory):
 @pytest.mark.parametrize(
     ("where", "wanted", "chosen"),
     [
-        (device("cpu"), "auto", "plain"),
+        (device("cpu"), "plain", "plain"),
         (device("gpu", compute_capability="9.0"), "auto", "pallas_gpu"),
         (device("gpu", compute_capability="9.0"), "plain", "plain"),
         (device("gpu", compute_capability="7.5"), "auto", "plain"),

@@ -4,6 +4,7 @@ A row sees the first tokens of its session's trunk, read through the page table,
 names, which hold its ancestors in the speculation tree and itself.
 
     plain       in jax.numpy, for every device; what the others are tested against
+    cpu         compiled C++, beside which products, cache and candidates are compiled, too
     pallas_gpu  pages read where they lie, compiled by Triton
     pallas_tpu  the same, compiled by Mosaic
 """
@@ -14,11 +15,14 @@ import logging
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from outrider.config import DraftAttentionBackend
 from outrider.errors import ConfigError
 from services.draft.kernels.accelerators import pallas_for
 from services.draft.kernels.base import Backend, Context, Paging
+from services.draft.kernels.cpu import library
+from services.draft.kernels.cpu.attention import cpu_attention
 from services.draft.kernels.plain import plain_attention
 from services.draft.model.config import ModelConfig
 
@@ -29,8 +33,10 @@ def choose(
     wanted: DraftAttentionBackend, device: jax.Device, model: ModelConfig, dtype: Any, page_size: int
 ) -> Backend:
     """The kernel for a model on a kind of device. wanted: --draft-attention-backend. Raises ConfigError."""
-    if wanted == "plain" or (wanted == "auto" and device.platform == "cpu"):
+    if wanted == "plain":
         return "plain"
+    if wanted == "cpu" or (wanted == "auto" and device.platform == "cpu"):
+        return _compiled(wanted, device, dtype)
     try:
         return pallas_for(device, model, dtype, page_size)
     except ConfigError as error:
@@ -38,6 +44,29 @@ def choose(
             raise
         log.warning("attention is computed with XLA's operations: %s", error)
         return "plain"
+
+
+def _compiled(wanted: DraftAttentionBackend, device: jax.Device, dtype: Any) -> Backend:
+    reason = _missing(device, dtype)
+    if reason is None:
+        return "cpu"
+    if wanted == "cpu":
+        raise ConfigError(f"--draft-attention-backend cpu cannot be had: {reason}")
+    log.warning("the draft runs on plain JAX, several times slower: %s", reason)
+    return "plain"
+
+
+def _missing(device: jax.Device, dtype: Any) -> str | None:
+    """Why the compiled kernels for CPUs cannot be had; None if they can."""
+    if device.platform != "cpu":
+        return f"the draft computes on {device.platform}"
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"they compute in float32 and bfloat16, not in {jnp.dtype(dtype).name}; see --draft-dtype"
+    try:
+        library.load()
+    except library.Unavailable as error:
+        return str(error)
+    return None
 
 
 def attention(
@@ -59,6 +88,8 @@ def attention(
     """
     options: dict[str, Any] = {"since": since, "sinks": sinks, "softcap": softcap}
     match paging.backend:
+        case "cpu":
+            return cpu_attention(q, pool, context, paging.page_size, **options)
         case "pallas_gpu":
             from services.draft.kernels.pallas_gpu import gpu_attention
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-Backend = Literal["plain", "pallas_gpu", "pallas_tpu"]
+Backend = Literal["plain", "cpu", "pallas_gpu", "pallas_tpu"]
 
 
 class Context(NamedTuple):

@@ -42,7 +42,7 @@ def attend(
     if isinstance(description, LatentAttention):
         return _attend_latent(description, paging, layer, x, pool, positions, slots, context, moves)
     q, kv, gate = _project(layer, description, x, positions, epsilon)
-    filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *kv.shape[2:]))
+    filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *kv.shape[2:]), paging.backend)
     since = _first_seen(description, positions)
     seen = attention(q, filled, context, paging, since=since, sinks=layer.get("sinks"), softcap=description.softcap)
     if gate is not None:
@@ -95,7 +95,7 @@ def _attend_latent(
     latent = rms_norm(latent, layer["latent_norm"], _LATENT_EPSILON)
     cos_sin = _angles(description.rope, description.rotary_dim, positions)
     row = jnp.concatenate([latent, _rotate(key[:, :, None], cos_sin)[:, :, 0]], axis=-1)
-    filled = move_and_write(pool, moves, slots.reshape(-1), row.reshape(-1, 1, 1, row.shape[-1]))
+    filled = move_and_write(pool, moves, slots.reshape(-1), row.reshape(-1, 1, 1, row.shape[-1]), paging.backend)
     q = jnp.concatenate([jnp.einsum("sqhp,hpr->sqhr", plain, layer["keys"]), _rotate(turning, cos_sin)], axis=-1)
     seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, context, paging)[..., :rank]
     values = jnp.einsum("sqhr,hrv->sqhv", seen, layer["values"])

@@ -69,7 +69,8 @@ def hidden_states(
     kept = pools.features
     if kept is not None:
         assert handed is not None, "a fed head hands a state on"
-        kept = keep_features(kept, moves, rows.slots.reshape(-1), handed.reshape(-1, handed.shape[-1]))
+        handed = handed.reshape(-1, handed.shape[-1])
+        kept = keep_features(kept, moves, rows.slots.reshape(-1), handed, paging.backend)
     return state, Pools(written, kept)
 
 

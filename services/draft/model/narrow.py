@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from outrider.errors import ConfigError
+from services.draft.kernels.cpu import panels
+from services.draft.kernels.cpu.panels import PanelMaker, Panels
 from services.draft.model.parts import Joined, Summed, added, own_index, side_by_side
 
 Params = dict[str, Any]
@@ -42,7 +44,7 @@ class Narrow(NamedTuple):
         return self.numbers.shape
 
 
-Matrix = jax.Array | Narrow | Summed | Joined
+Matrix = jax.Array | Narrow | Panels | Summed | Joined
 
 
 def check_quantization(kind: str | None) -> None:
@@ -81,12 +83,30 @@ def _squeeze(matrix: jax.Array, kind: str) -> Narrow:
     return Narrow((jnp.round(numbers) if kind == "int8" else numbers).astype(dtype), scales)
 
 
+def in_panels(params: Params, maker: PanelMaker | None = None) -> Params:
+    """The same parameters with matrices laid out for the compiled kernels of CPUs, but for those of fp8."""
+    maker = maker or PanelMaker()
+    return {name: _laid_out(name, value, maker) for name, value in params.items()}
+
+
+def _laid_out(name: str, value: Any, maker: PanelMaker) -> Any:
+    if isinstance(value, list):
+        return [in_panels(part, maker) for part in value]
+    if name not in _MATRICES:
+        return value
+    if not isinstance(value, Narrow):
+        return maker.make(value)
+    return maker.make(value.numbers, value.scales) if value.numbers.dtype == jnp.int8 else value
+
+
 def product(x: jax.Array, matrix: Matrix, dtype: Any = None) -> jax.Array:
     """x @ matrix. x: [..., I]. Returns [..., O] of x's dtype, or of another, in which it is summed."""
     if isinstance(matrix, Summed):
         return added(product(x, matrix.part, jnp.float32)).astype(dtype or x.dtype)
     if isinstance(matrix, Joined):
         return side_by_side(product(x, matrix.part, dtype))
+    if isinstance(matrix, Panels):
+        return panels.product(x, matrix, dtype)
     if not isinstance(matrix, Narrow):
         return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=dtype)
     y = jnp.einsum("...i,io->...o", x, matrix.numbers.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -104,6 +124,8 @@ def columns(matrix: Matrix, index: jax.Array, dtype: Any) -> jax.Array:
         place, here = own_index(index, matrix.part.shape[-1])
         return added(jnp.where(here[..., None], columns(matrix.part, place, dtype), 0))
     assert not isinstance(matrix, Summed), "heads are split by their entries"
+    if isinstance(matrix, Panels):
+        return panels.columns(matrix, index, dtype)
     if not isinstance(matrix, Narrow):
         return matrix.T[index]
     return (matrix.numbers.T[index].astype(jnp.float32) * matrix.scales[index][..., None]).astype(dtype)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from services.draft.batch import StepInputs
 from services.draft.kernels.base import Context, Paging
+from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.kv_cache import Pools, move_rows
 from services.draft.model.config import ModelConfig
-from services.draft.model.decoder import Features, Rows, head, hidden_states
+from services.draft.model.decoder import Features, Rows, all_logits, head, hidden_states
 from services.draft.model.heads import Params
 from services.draft.model.sampling import Sampling, candidates
 from services.draft.model.spread import Spread
@@ -47,8 +48,12 @@ def _step(
 ) -> tuple[tuple[jax.Array, jax.Array], Pools]:
     x, pools = states(constants, params, pools, inputs)
     x = jnp.take_along_axis(x, inputs.head_rows[..., None], axis=1)  # [S, R, H]
-    logits = head(params, x, constants.vocab_limit, constants.config.softcap)
     sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.keys)
+    if constants.paging.backend == "cpu":
+        logits = all_logits(params, x, constants.config.softcap)
+        ids, limit = params.get("ids"), constants.vocab_limit
+        return cpu_candidates(logits, sampling, constants.children, ids, limit), pools
+    logits = head(params, x, constants.vocab_limit, constants.config.softcap)
     return candidates(logits, sampling, constants.children, params.get("ids")), pools
 
 

@@ -41,7 +41,7 @@ def stacked_states(
     assert pools.features is not None, "a fed head has a pool of features"
     embedding = embed(params, rows.tokens)
     given = features.rows.astype(embedding.dtype).reshape(-1, features.rows.shape[-1])
-    kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given)
+    kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given, paging.backend)
     plain = rows._replace(features=None)
     states: list[jax.Array] = []
     written: list[jax.Array] = []

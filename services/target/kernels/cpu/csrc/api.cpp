@@ -11,14 +11,14 @@ extern "C" {
 
 // --- weights ---
 
-Weight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) {
-  return new Weight(Format(format), outputs, inputs);
+OwnWeight* outrider_weight_new(int32_t format, int64_t outputs, int64_t inputs) {
+  return new OwnWeight(Format(format), outputs, inputs);
 }
-void outrider_weight_free(Weight* weight) { delete weight; }
-int64_t outrider_weight_bytes(const Weight* weight) { return int64_t(weight->data.bytes() + weight->scales.bytes()); }
+void outrider_weight_free(OwnWeight* weight) { delete weight; }
+int64_t outrider_weight_bytes(const OwnWeight* weight) { return int64_t(weight->memory.bytes() + weight->scale_memory.bytes()); }
 
 // source: [count, inputs], float32 or bfloat16 as the weight's format says; outputs: [count], which each of them is
-void outrider_weight_pack(Weight* weight, const void* source, const int64_t* outputs, int64_t count) {
+void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* outputs, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t from = i * weight->inputs;
     if (weight->format == Format::kFloat32) pack_plain(*weight, outputs[i], static_cast<const float*>(source) + from);
@@ -26,7 +26,7 @@ void outrider_weight_pack(Weight* weight, const void* source, const int64_t* out
   }
 }
 // values: [count, inputs]; scales: [count] (int8) or [count, groups of 64] (int4); outputs as above
-void outrider_weight_pack_quantized(Weight* weight, const int8_t* values, const float* scales, const int64_t* outputs,
+void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, const float* scales, const int64_t* outputs,
                                     int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const int8_t* from = values + i * weight->inputs;

@@ -53,8 +53,9 @@ inline int32_t fill_chunk(char* to, const __m512* part, float* scale) {
   return _mm512_reduce_add_epi32(sum);
 }
 
-// One row of float32 into the operand. from: [weight.inputs].
-inline void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const float* from) {
+// One row of float32 or bfloat16 into the operand. from: [weight.inputs].
+template <class T>
+void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from) {
   const int64_t inputs = weight.inputs, numbers = kChunk / width_of_operand(weight.format);
   const int bias = weight.format == Format::kInt8 ? 128 : 8;
   int64_t index = row;

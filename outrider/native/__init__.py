@@ -26,11 +26,15 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """A folder of C++ files that become one library. name: of the library's file, without its key."""
+    """A folder of C++ files that become one library.
+
+    name: of the library's file, without its key. includes: folders of headers that it shares with others
+    """
 
     name: str
     folder: Path
     flags: tuple[str, ...]
+    includes: tuple[Path, ...] = ()
 
     def compiled(self) -> Path:
         """The compiled library, made if it is not there. Raises Unavailable."""
@@ -52,8 +56,10 @@ class Library:
 
     def _key(self) -> str:
         digest = hashlib.sha256(" ".join(self.flags).encode())
-        for path in sorted(self.folder.iterdir()):
-            digest.update(path.read_bytes())
+        for folder in (self.folder, *self.includes):
+            for path in sorted(folder.rglob("*")):
+                if path.is_file():
+                    digest.update(path.read_bytes())
         return digest.hexdigest()[:16]
 
     def compile(self, compiler: str, path: Path) -> Path:
@@ -61,7 +67,8 @@ class Library:
         sources = sorted(str(source) for source in self.folder.glob("*.cpp"))
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            command = [compiler, *self.flags, *sources, "-o", str(made)]
+            includes = [f"-I{folder}" for folder in self.includes]
+            command = [compiler, *self.flags, *includes, *sources, "-o", str(made)]
             try:
                 result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
             except subprocess.TimeoutExpired:

@@ -24,16 +24,24 @@ enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 
 constexpr int kPanel = 32;
 constexpr int kGroup = 64;
 
+// As it lies in somebody's memory.
 struct Weight {
   Format format;
   int64_t outputs, inputs;  // as the layer has them
   int64_t panels, k;        // padded
   int64_t panel_bytes;
-  Buffer data;
-  Buffer scales;  // int8: [panels * 32] float
+  const char* data = nullptr;
+  const float* scales = nullptr;  // int8: [panels * 32]
 
   Weight(Format format, int64_t outputs, int64_t inputs);
-  const char* panel(int64_t index) const { return data.as<char>() + index * panel_bytes; }
+  const char* panel(int64_t index) const { return data + index * panel_bytes; }
+};
+
+// In memory of its own, zeros at first.
+struct OwnWeight : Weight {
+  Buffer memory, scale_memory;
+
+  OwnWeight(Format format, int64_t outputs, int64_t inputs);
 };
 
 inline int64_t k_step(Format format) {
@@ -59,21 +67,26 @@ inline Weight::Weight(Format format, int64_t outputs, int64_t inputs)
       inputs(inputs),
       panels((outputs + kPanel - 1) / kPanel),
       k(round_up(inputs, k_step(format))),
-      panel_bytes(bytes_of_panel(format, k)),
-      data(Buffer::beside_others(panels * panel_bytes)),
-      scales(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
-  std::memset(data.as<char>(), 0, panels * panel_bytes);  // what is padded must be finite
-  std::memset(scales.as<char>(), 0, scales.bytes());
+      panel_bytes(bytes_of_panel(format, k)) {}
+
+inline OwnWeight::OwnWeight(Format format, int64_t outputs, int64_t inputs)
+    : Weight(format, outputs, inputs),
+      memory(Buffer::beside_others(panels * panel_bytes)),
+      scale_memory(format == Format::kInt8 ? panels * kPanel * 4 : 0) {
+  std::memset(memory.as<char>(), 0, panels * panel_bytes);  // what is padded must be finite
+  std::memset(scale_memory.as<char>(), 0, scale_memory.bytes());
+  data = memory.as<char>();
+  scales = scale_memory.as<float>();
 }
 
 // Where the numbers of output n begin, those of one k step, in bytes from the panel's; the next step follows 128 bytes on.
-inline char* place(Weight& weight, int64_t n, int64_t bytes) {
-  return weight.data.as<char>() + n / kPanel * weight.panel_bytes + n % kPanel * bytes;
+inline char* place(OwnWeight& weight, int64_t n, int64_t bytes) {
+  return weight.memory.as<char>() + n / kPanel * weight.panel_bytes + n % kPanel * bytes;
 }
 
 // Lay out one output of float32 or bfloat16 bits. source: [inputs]
 template <class T>
-void pack_plain(Weight& weight, int64_t n, const T* source) {
+void pack_plain(OwnWeight& weight, int64_t n, const T* source) {
   const int64_t step = k_step(weight.format);
   char* to = place(weight, n, 4);
   for (int64_t k = 0; k < weight.inputs; k += step, to += 128) {
@@ -82,16 +95,16 @@ void pack_plain(Weight& weight, int64_t n, const T* source) {
 }
 
 // Lay out one output of int8 values (-127..127). values: [inputs]
-inline void pack_int8(Weight& weight, int64_t n, const int8_t* values, float scale) {
+inline void pack_int8(OwnWeight& weight, int64_t n, const int8_t* values, float scale) {
   char* to = place(weight, n, 4);
   for (int64_t k = 0; k < weight.inputs; k += 4, to += 128) {
     for (int64_t i = 0; i < std::min<int64_t>(4, weight.inputs - k); ++i) to[i] = char(values[k + i] + 128);
   }
-  weight.scales.as<float>()[n] = scale;
+  weight.scale_memory.as<float>()[n] = scale;
 }
 
 // Lay out one output of int4 values (-8..7). values: [inputs]; scales: [groups of 64]
-inline void pack_int4(Weight& weight, int64_t n, const int8_t* values, const float* scales) {
+inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const float* scales) {
   auto value = [&](int64_t k) { return k < weight.inputs ? values[k] + 8 : 8; };
   char* to = place(weight, n, 4);
   for (int64_t group = 0; group < weight.k / kGroup; ++group) {

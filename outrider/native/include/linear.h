@@ -124,7 +124,7 @@ void tile_int8(const Pass& pass, int64_t groups) {
     }
     add_group<M>(pass, group, sum, nullptr);
   }
-  const float* scales = pass.weight.scales.as<float>() + pass.panel * kPanel;
+  const float* scales = pass.weight.scales + pass.panel * kPanel;
   const __m512 columns[2] = {load(scales), load(scales + kLanes)};
   for (int i = 0; i < 2 * M; ++i) {
     store(pass.tile + i * kLanes, _mm512_mul_ps(load(pass.tile + i * kLanes), columns[i % 2]));

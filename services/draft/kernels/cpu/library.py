@@ -1,0 +1,48 @@
+"""The compiled kernels, made known to XLA; they use as many threads as the process may use cores."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from services.draft.kernels.cpu import build
+
+Unavailable = build.Unavailable
+
+# By the name under which XLA knows them, without the prefix.
+_KERNELS = ("product", "attention", "keep", "candidates")
+_PREFIX = "outrider_draft_"
+
+
+@functools.cache
+def load() -> None:
+    """Compile and register, at the first call. Raises Unavailable."""
+    path = build.library()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # such as one that another system has left in a shared folder
+        raise Unavailable(f"{path} cannot be loaded: {error}; delete it") from None
+    for name in _KERNELS:
+        kernel = jax.ffi.pycapsule(getattr(library, _PREFIX + name))
+        jax.ffi.register_ffi_target(_PREFIX + name, kernel, platform="cpu")
+    library.outrider_draft_threads(len(os.sched_getaffinity(0)))
+
+
+def available() -> bool:
+    """True if the kernels can be had on this machine."""
+    try:
+        load()
+    except Unavailable:
+        return False
+    return True
+
+
+def call(name: str, *results: jax.ShapeDtypeStruct, aliases: dict[int, int] | None = None) -> Callable[..., Any]:
+    """A kernel as a function of arrays and attributes. aliases: results that take the place of operands, by index."""
+    shapes = results if len(results) > 1 else results[0]
+    return jax.ffi.ffi_call(_PREFIX + name, shapes, input_output_aliases=aliases)

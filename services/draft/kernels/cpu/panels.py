@@ -1,0 +1,104 @@
+"""Matrices laid out for products of a few rows: panels of 32 outputs, each read as one stream (weight.h)."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from services.draft.kernels.cpu import library
+
+_PANEL = 32
+_LINE = 64  # bytes
+_SLAB = 64 << 20  # bytes
+# By bytes of a number: how the numbers are told to JAX, how many of k stand side by side, and what k is padded to.
+_LAYOUTS: dict[int, tuple[Any, int, int]] = {4: (np.float32, 1, 1), 2: (np.uint16, 2, 2), 1: (np.uint8, 4, 64)}
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Panels:
+    """A matrix [inputs, outputs], or several of one shape.
+
+    data:   [..., panels, k / step, 32, step] float32, bfloat16 as uint16, or 8 bits as uint8, their value + 128
+    scales: [..., panels * 32] float32, of 8 bits; rows of activations are rounded to 8 bits with them
+    index:  which one of several is meant, int32
+    """
+
+    data: jax.Array
+    scales: jax.Array | None
+    index: jax.Array | None
+    inputs: int = field(metadata=_STATIC)
+    outputs: int = field(metadata=_STATIC)
+
+    def __getitem__(self, index: jax.Array) -> Panels:
+        return Panels(self.data, self.scales, index, self.inputs, self.outputs)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix, or matrices."""
+        return (*self.data.shape[:-4], self.inputs, self.outputs)
+
+
+def product(x: jax.Array, matrix: Panels, dtype: Any = None) -> jax.Array:
+    """x @ matrix, summed in float32. x: [..., I] float32 or bfloat16. Returns [..., O] of x's dtype, or float32."""
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], matrix.outputs), dtype or x.dtype)
+    scales = jnp.zeros(0, jnp.float32) if matrix.scales is None else matrix.scales
+    index = jnp.zeros((), jnp.int32) if matrix.index is None else matrix.index.astype(jnp.int32)
+    y: jax.Array = library.call("product", result)(x, matrix.data, scales, index)
+    return y
+
+
+def columns(matrix: Panels, index: jax.Array, dtype: Any) -> jax.Array:
+    """Columns of a matrix, [..., I] for an index [...]."""
+    found = matrix.data[index // _PANEL, :, index % _PANEL]  # [..., k / step, step]
+    found = found.reshape(*index.shape, -1)[..., : matrix.inputs]
+    if matrix.scales is not None:
+        return ((found.astype(jnp.float32) - 128) * matrix.scales[index][..., None]).astype(dtype)
+    return jax.lax.bitcast_convert_type(found, jnp.bfloat16) if found.dtype == jnp.uint16 else found
+
+
+class PanelMaker:
+    """Lays matrices out side by side on huge pages: a round walks through all of them, and would miss the TLB."""
+
+    def __init__(self) -> None:
+        self._slab = np.empty(0, np.uint8)
+
+    def make(self, matrix: jax.Array, scales: jax.Array | None = None) -> Panels:
+        """matrix: [..., I, O] float32, bfloat16 or int8; scales: of int8, [..., O] float32."""
+        source = np.asarray(matrix)
+        kind, step, padding = _LAYOUTS[source.itemsize]
+        *several, inputs, outputs = source.shape
+        source = source.view(np.uint8) ^ 0x80 if source.itemsize == 1 else source.view(kind)
+        panels, words = -(-outputs // _PANEL), -(-inputs // padding) * padding // step
+        data = self._room((*several, panels, words, _PANEL, step), kind)
+        for place in np.ndindex(*several):
+            _lay_out(source[place], data[place])
+        if scales is not None:
+            scales = jnp.pad(scales, [*[(0, 0)] * len(several), (0, panels * _PANEL - outputs)])
+        return Panels(jax.dlpack.from_dlpack(data), scales, None, inputs, outputs)
+
+    def _room(self, shape: tuple[int, ...], kind: Any) -> NDArray[Any]:
+        size = int(np.prod(shape)) * np.dtype(kind).itemsize
+        if size > len(self._slab):
+            slab = mmap.mmap(-1, max(size, _SLAB))
+            slab.madvise(mmap.MADV_HUGEPAGE)
+            self._slab = np.frombuffer(slab, np.uint8)
+        room = self._slab[:size]
+        self._slab = self._slab[-(-size // _LINE) * _LINE :]
+        return room.view(kind).reshape(shape)
+
+
+def _lay_out(source: NDArray[Any], to: NDArray[Any]) -> None:
+    """source: [I, O]; to: [panels, words, 32, step]."""
+    inputs, outputs = source.shape
+    step = to.shape[-1]
+    padded = np.zeros((to.shape[1] * step, to.shape[0] * _PANEL), source.dtype)
+    padded[:inputs, :outputs] = source
+    to[...] = padded.reshape(to.shape[1], step, to.shape[0], _PANEL).transpose(2, 0, 3, 1)
