@@ -136,6 +136,8 @@ def _runner(
     page_size = config.draft_page_size
     backend = _backend(draft.config, config, devices, dtype)
     model, params, spread = _placed(draft, dtype, config.speculative_draft_model_quantization, devices)
+    if backend == "cpu":
+        params = in_panels(params)
     model = with_cache_for(model, backend)
     numbers = model.cache_numbers() if spread is None else spread.cache_numbers(model)
     token_bytes = numbers * jnp.dtype(dtype).itemsize
@@ -143,7 +145,7 @@ def _runner(
     context = min(model.context, total_pages * page_size)
     runner = ModelRunner(
         model,
-        in_panels(params) if backend == "cpu" else params,
+        params,
         dtype=dtype,
         total_pages=total_pages,
         paging=Paging(page_size, backend),

@@ -125,14 +125,18 @@ def decoder_layer(
     return x + said, filled
 
 
+def all_logits(params: Params, x: jax.Array, softcap: float | None = None) -> jax.Array:
+    """As `head`, but that padding may look likely."""
+    logits = product(x, params["head"], jnp.float32)
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
 def head(params: Params, x: jax.Array, vocab_limit: int, softcap: float | None = None) -> jax.Array:
     """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and never likely.
 
     softcap: as of ModelConfig
     """
-    logits = product(x, params["head"], jnp.float32)
-    if softcap is not None:
-        logits = softcap * jnp.tanh(logits / softcap)
+    logits = all_logits(params, x, softcap)
     ids = params.get("ids")
     if ids is None:
         if vocab_limit >= logits.shape[-1]:
