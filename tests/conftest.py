@@ -8,8 +8,10 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Compiled programs and converted models of tests stay out of the user's own cache.
-os.environ.setdefault("OUTRIDER_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "outrider"))
+# Compiled programs, converted models and code that comes with a checkpoint stay out of the user's own caches.
+_CACHE = Path(__file__).parents[1] / ".pytest_cache"
+os.environ.setdefault("OUTRIDER_CACHE", str(_CACHE / "outrider"))
+os.environ.setdefault("HF_MODULES_CACHE", str(_CACHE / "modules"))
 # Without a GPU, Triton's kernels are run by its interpreter; it wants to know before anything imports it.
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")

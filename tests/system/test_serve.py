@@ -42,7 +42,7 @@ class System:
         self.process = subprocess.Popen(command)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
-    def wait(self, seconds=120):
+    def wait(self, seconds=300):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "the supervisor ended"
