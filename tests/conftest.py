@@ -9,9 +9,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Compiled programs, converted models and code that comes with a checkpoint stay out of the user's own caches.
-_CACHE = Path(__file__).parents[1] / ".pytest_cache"
-os.environ.setdefault("OUTRIDER_CACHE", str(_CACHE / "outrider"))
-os.environ.setdefault("HF_MODULES_CACHE", str(_CACHE / "modules"))
+os.environ.setdefault("OUTRIDER_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "outrider"))
+os.environ.setdefault("HF_MODULES_CACHE", str(Path(__file__).parents[1] / ".pytest_cache" / "modules"))
 # Without a GPU, Triton's kernels are run by its interpreter; it wants to know before anything imports it.
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -21,6 +20,13 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("outrider")
+
+
+def pytest_collection_modifyitems(items):
+    """Of several workers, one runs all tests that start real processes, and each file is one worker's."""
+    for item in items:
+        real = item.get_closest_marker("system") is not None
+        item.add_marker(pytest.mark.xdist_group("processes" if real else item.nodeid.split("::")[0]))
 
 
 @pytest.fixture(autouse=True)

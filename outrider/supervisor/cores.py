@@ -53,12 +53,10 @@ def choose_cores(config: ServeConfig) -> CorePlan:
     """The plan for this machine, with what the user chose in its place. Raises ConfigError for cores it has not."""
     usable = sorted(os.sched_getaffinity(0))
     plan = plan_cores(_checked(config.cores, usable) or usable, config.draft.speculative_algorithm)
-    return CorePlan(
-        _checked(config.cores_target, usable) or plan.target,
-        _checked(config.cores_draft, usable) or plan.draft,
-        _checked(config.cores_gateway, usable) or plan.gateway,
-        plan.niceness,
-    )
+    target = _checked(config.cores_target, usable) or plan.target
+    draft = _checked(config.cores_draft, usable) or plan.draft
+    gateway = _checked(config.cores_gateway, usable) or plan.gateway
+    return CorePlan(target, draft, gateway, plan.niceness if set(target) & set(draft) else 0)
 
 
 def _checked(text: str | None, usable: Sequence[int]) -> tuple[int, ...]:

@@ -54,6 +54,17 @@ def test_what_the_user_chose_stands():
     assert plan.gateway == plan_cores(usable, "STANDALONE").gateway
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_draft_on_cores_of_its_own_gives_way_to_nobody():
+    first, second, *_ = map(str, sorted(os.sched_getaffinity(0)))
+    both = f"{first},{second}"
+    for target, niceness in ((first, 0), (both, plan_cores([0, 1], "EAGLE3").niceness)):
+        config = ServeConfig(
+            draft=DraftOptions(speculative_algorithm="EAGLE3"), cores=both, cores_target=target, cores_draft=second
+        )
+        assert choose_cores(config).niceness == niceness
+
+
 def test_cores_that_are_not_there_are_refused():
     with pytest.raises(ConfigError, match="core 9999 cannot be used"):
         choose_cores(ServeConfig(cores_gateway="9999"))

@@ -50,6 +50,7 @@ class System:
                 if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return self
             time.sleep(0.1)
+        self.stop()
         raise AssertionError("not ready in time")
 
     def ask(self, prompt, *, stream=False, max_tokens=60, temperature=0.0, **options):
