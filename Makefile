@@ -45,8 +45,12 @@ gpu: install  ## tests that need a GPU, then the benchmark of it
 	@command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus || \
 		{ echo "There is no NVIDIA GPU on this machine; the GPU tests did not run." >&2; exit 1; }
 	@status=0; \
-	$(BIN)/python -m pytest -m gpu $(ARGS) || status=1; \
+	JAX_PLATFORMS= XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -m gpu $(ARGS) || status=1; \
 	$(BIN)/python -m bench gpu || status=1; \
+	if $(BIN)/python -c 'import jax; jax.devices("gpu")' 2>/dev/null; then \
+		$(BIN)/python -m bench draft --formats bfloat16 --name draft-steps-gpu || status=1; \
+		$(BIN)/python -m bench draft-kernels || status=1; \
+	else echo "JAX has no GPU here; with jax[cuda12] installed, the draft is tested and measured, too."; fi; \
 	exit $$status
 
 serve: install  ## start the system (ARGS="--model-path ..." passes flags on; ARGS="--help" lists them)

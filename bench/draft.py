@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.draft_kernels import device_bandwidth
 from bench.report import RESULTS, Report
 from outrider.config import DraftAttentionBackend
 from outrider.paging.allocator import PageAllocator
@@ -38,6 +39,7 @@ from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.standalone import StandaloneDrafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
+from services.draft.kernels.accelerators import with_cache_for
 from services.draft.kernels.attention import choose
 from services.draft.kernels.base import Paging
 from services.draft.model.config import Attention, Layer, Mlp, ModelConfig
@@ -70,7 +72,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=30, help="timed rounds of each figure")
     parser.add_argument("--name", default="draft-steps", help="of the page")
     args = parser.parse_args(argv)
-    report = Report(args.name, "The draft on a CPU: rounds of growth against their memory floor")
+    platform = jax.default_backend().upper()
+    report = Report(args.name, f"The draft on a {platform}: rounds of growth against their memory floor")
     threads = len(os.sched_getaffinity(0))
     for name in args.models:
         for dtype in args.formats:
@@ -81,7 +84,8 @@ def main(argv: Sequence[str]) -> None:
             del subject
     report.notes += [
         "step: a whole round of the engine; device: the compiled program; host: the rest. Medians",
-        "floor: weights, keys and values that a round reads, at the bandwidth of all threads together, GB/s",
+        "floor: weights, keys and values that a round reads, at the bandwidth of the device (on a CPU, of all threads "
+        "together), GB/s",
         "heads: EAGLE-3 of the published shape, one layer; the head has a vocabulary of 32,000. The embedding is "
         "left out of the floor, for a round reads a row of it a node",
     ]
@@ -163,6 +167,7 @@ class Subject:
         config = model.config
         self.dtype = dtype
         backend = choose(kernels, jax.devices()[0], config, _DTYPES[dtype], PAGE)
+        config = with_cache_for(config, backend)
         params = params_of(model, _DTYPES[dtype])
         if backend == "cpu":
             params = in_panels(params)
@@ -223,7 +228,7 @@ def measure(
     engine, runner = subject.engine(shape), subject.runner
     drive = Drive(engine, shape.sessions, context, temperature)
     times: list[tuple[float, float]] = []
-    before = read_bandwidth(threads)
+    before = _bandwidth(threads)
     while len(times) < steps:
         start = time.perf_counter()
         engine.step()
@@ -232,7 +237,7 @@ def measure(
             times.append((taken, runner.seconds))
         drive.go_on()
     nothing = [runner.nothing() for _ in range(steps)]
-    bandwidth = (before + read_bandwidth(threads)) / 2
+    bandwidth = (before + _bandwidth(threads)) / 2
     step, ran = (float(np.median([pair[i] for pair in times])) for i in range(2))
     device = ran - float(np.median(nothing))
     floor = (subject.weight_bytes + shape.sessions * context * int(subject.token_bytes)) / bandwidth
@@ -243,6 +248,11 @@ def measure(
         **{"GB/s": bandwidth / 1e9},
     )  # fmt: skip
     drive.close()
+
+
+def _bandwidth(threads: int) -> float:
+    """Bytes a second that the device reads; on a CPU all threads together."""
+    return read_bandwidth(threads) if jax.default_backend() == "cpu" else device_bandwidth(4 << 30)
 
 
 class Drive:
