@@ -127,6 +127,28 @@ class SpeculationTree:
         self._index[path] = node
         return node
 
+    def add_leaves(self, parent: int, tokens: Sequence[int], log_scores: Sequence[float]) -> range:
+        """Add children of a node that has none, as far as there is room. Scores above 0 count as 0.
+
+        Returns their indices. Equal tokens must not be among them.
+        """
+        first = len(self.token)
+        count = min(len(tokens), self.capacity - first)
+        added = range(first, first + count)
+        path, before = self.hash_of(parent), 0.0 if parent == ROOT else self.path_score[parent]
+        hashes = [extend_hash(path, token) for token in tokens[:count]]
+        scores = [min(score, 0.0) for score in log_scores[:count]]
+        self.token += tokens[:count]
+        self.parent += [parent] * count
+        self.hash += hashes
+        self.log_score += scores
+        self.path_score += [before + score for score in scores]
+        self.depth += [1 if parent == ROOT else self.depth[parent] + 1] * count
+        self.children += [[] for _ in added]
+        self.children_of(parent).extend(added)
+        self._index.update(zip(hashes, added, strict=True))
+        return added
+
     def _rescore(self, node: int, log_score: float) -> None:
         gain = log_score - self.log_score[node]
         self.log_score[node] = log_score

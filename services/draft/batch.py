@@ -6,6 +6,8 @@ write the null page.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,9 +40,12 @@ class StepInputs(NamedTuple):
     tokens, positions, slots, visible: [S, Q], visible in trunk tokens; head_rows: [S, R], rows that give candidates;
     pages: [S, P]; scratch_slots: [S, C]; scratch_bits: [S, Q, C / 32] uint32; moves: [2, M], source and target slots;
     temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32
-    features: for models that are fed [S, Q, W] float32, the target's, [S, Q] bool, which rows have one, and [S, Q],
+    features: for models that are fed [S, Q, W] float32, the target's, [S, Q], which rows have one, and [S, Q],
     slots of the rows whose own features the others take; for n stacked layers instead [S, Q, n], slots of the target's
     features, and [S, Q], the layer that predicts from each row
+
+    On the host all but the target's features are views of one array of words: a program takes long to be called with
+    many.
     """
 
     tokens: Any
@@ -58,6 +63,52 @@ class StepInputs(NamedTuple):
     top_k: Any
     keys: Any
     features: tuple[Any, ...] | None = None
+
+
+class Layout(NamedTuple):
+    """Where the inputs of a shape stand among the words of a step. Arguments as of `empty_inputs`."""
+
+    shape: Shape
+    table_pages: int
+    feature_width: int = 0
+    stacked: int = 0
+
+    def fields(self) -> list[tuple[tuple[int, ...], type]]:
+        """Shape and number format of each input, those of features behind the others."""
+        sessions, rows, heads = self.shape
+        grid, each = (sessions, rows), (sessions,)
+        fields: list[tuple[tuple[int, ...], type]] = [
+            *[(grid, np.int32)] * 4,
+            ((sessions, heads), np.int32),
+            ((sessions, self.table_pages), np.int32),
+            ((sessions, SCRATCH_SLOTS), np.int32),
+            ((*grid, MASK_WORDS), np.uint32),
+            ((2, self.shape.moves), np.int32),
+            *[(each, np.float32)] * 3,
+            (each, np.int32),
+            ((sessions, heads, 2), np.uint32),
+        ]
+        if self.stacked:
+            fields += [(grid, np.int32), ((*grid, self.stacked), np.int32), (grid, np.int32)]
+        elif self.feature_width:
+            fields += [(grid, np.int32)] * 2
+        return fields
+
+    def inputs(self, words: Any, rows: Any, view: Callable[[Any, type], Any]) -> StepInputs:
+        """Words as inputs. rows: the target's features. view: of words as numbers of a format."""
+        parts: list[Any] = []
+        place = 0
+        for shape, kind in self.fields():
+            count = math.prod(shape)
+            part = words[place : place + count].reshape(shape)
+            parts.append(part if kind is np.int32 else view(part, kind))
+            place += count
+        own = len(StepInputs._fields) - 1
+        return StepInputs(*parts[:own], features=(rows, *parts[own:]) if self.feature_width else None)
+
+    def words(self) -> int:
+        """How many there are."""
+        return sum(math.prod(shape) for shape, _ in self.fields())
 
 
 @dataclass(frozen=True)
@@ -79,36 +130,13 @@ def empty_inputs(shape: Shape, table_pages: int, feature_width: int = 0, stacked
 
     table_pages: width of the page tables. feature_width: 0 for models that are not fed. stacked: layers side by side.
     """
-    sessions, rows, heads = shape
-
-    def ints(*size: int) -> NDArray[np.int32]:
-        return np.zeros(size, dtype=np.int32)
-
-    features: tuple[NDArray[Any], ...] | None = None
-    if feature_width:
-        given = np.zeros((sessions, rows), dtype=bool)
-        features = np.zeros((sessions, rows, feature_width), dtype=np.float32), given
-        if stacked:
-            features += ints(sessions, rows, stacked), ints(sessions, rows)
-        else:
-            features += (ints(sessions, rows),)
-    return StepInputs(
-        tokens=ints(sessions, rows),
-        positions=ints(sessions, rows),
-        slots=ints(sessions, rows),
-        visible=ints(sessions, rows),
-        head_rows=np.tile(np.arange(heads, dtype=np.int32), (sessions, 1)),
-        pages=ints(sessions, table_pages),
-        scratch_slots=ints(sessions, SCRATCH_SLOTS),
-        scratch_bits=np.zeros((sessions, rows, MASK_WORDS), dtype=np.uint32),
-        moves=ints(2, shape.moves),
-        temperature=np.zeros(sessions, dtype=np.float32),
-        top_p=np.ones(sessions, dtype=np.float32),
-        min_p=np.zeros(sessions, dtype=np.float32),
-        top_k=ints(sessions),
-        keys=np.zeros((sessions, heads, 2), dtype=np.uint32),
-        features=features,
-    )
+    layout = Layout(shape, table_pages, feature_width, stacked)
+    words = np.zeros(layout.words(), np.int32)
+    rows = np.zeros((shape.sessions, shape.rows, feature_width), np.float32)
+    inputs = layout.inputs(words, rows, lambda part, kind: part.view(kind))
+    inputs.head_rows[:] = np.arange(shape.heads)
+    inputs.top_p[:] = 1.0
+    return inputs
 
 
 def build_inputs(
@@ -164,7 +192,7 @@ def _parents(inputs: StepInputs, row: int, job: Job, moved: dict[int, int]) -> l
 def _describe_session(inputs: StepInputs, row: int, job: Job) -> None:
     pages = job.trunk.table.pages
     inputs.pages[row, : len(pages)] = pages
-    inputs.scratch_slots[row] = job.trunk.scratch.slots(0, SCRATCH_SLOTS)
+    inputs.scratch_slots[row] = job.trunk.scratch_slots
     sampling = job.session.sampling
     inputs.temperature[row] = sampling.temperature
     inputs.top_p[row] = sampling.top_p

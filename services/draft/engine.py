@@ -206,15 +206,18 @@ class DraftEngine(Engine):
 
     def _wishes(self, index: int) -> list[Wish]:
         """The most promising nodes for a drafter over all sessions, best first; those count more that wait longer."""
-        wishes: list[Wish] = []
+        ranked: list[tuple[float, int, int, Wish]] = []
         for session in self._places[index].held.values():
             if own := session.wishes(_WISHES_A_SESSION, index):
                 frontier = session.frontiers[index]
                 frontier.rounds_waited += 1
                 bonus = _PATIENCE * (frontier.rounds_waited - 1)
-                wishes += [Wish(session, node, min(reach + bonus, 0.0)) for reach, node in own]
-        wishes.sort(key=lambda wish: (-wish.log_reach, -wish.session.frontiers[index].rounds_waited))
-        return wishes
+                waited, first = -frontier.rounds_waited, len(ranked)
+                for place, (reach, node) in enumerate(own, first):
+                    log_reach = min(reach + bonus, 0.0)
+                    ranked.append((-log_reach, waited, place, Wish(session, node, log_reach)))
+        ranked.sort()  # of equals the first: no two places are alike
+        return [wish for *_, wish in ranked]
 
     def load(self) -> EngineLoad:
         """Sessions and pages at present."""

@@ -8,7 +8,6 @@ A drafter that computes a node from its parent's state (`from_parents`) is asked
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,9 +78,8 @@ class Frontier:
             return [(0.0, ROOT)]
         count = min(count, self._expansions - len(self.expanded))
         score = tree.path_score
-        return [
-            (score[node], node) for node in heapq.nsmallest(count, self._open, key=lambda node: (-score[node], node))
-        ]
+        best = sorted((-score[node], node) for node in self._open)[:count]
+        return [(-cost, node) for cost, node in best]
 
     def mark(self, tree: SpeculationTree, node: int) -> list[int]:
         """A node, or the root, is expanded now. Returns the children that it had already."""

@@ -140,6 +140,10 @@ class DraftSession:
         All but the leaves of the addition count as expanded by it, the node itself included.
         """
         self._mark_expanded(node, drafter)
+        if not any(parent >= 0 for parent in parents) and not self.tree.children_of(node):
+            self._add_leaves(node, tokens, log_scores, drafter)
+            self._survey()
+            return
         places: list[int | None] = []
         for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
             above = node if parent < 0 else places[parent]
@@ -152,6 +156,28 @@ class DraftSession:
                 self._mark_expanded(place, drafter)
             self._enter_frontiers(place)
         self._survey()
+
+    def _add_leaves(self, node: int, tokens: Sequence[int], log_scores: Sequence[float], drafter: int) -> None:
+        """What `add` does for the first children of a node, most of what there is to add."""
+        depth = 1 if node == ROOT else self.tree.depth[node] + 1
+        if depth > self.max_depth:
+            return
+        count = min(self.limits.children, len(tokens))
+        if not self.stop_ids.isdisjoint(tokens) and self.new_tokens + depth - 1 < self.stop.min_tokens:
+            fitting = [i for i, token in enumerate(tokens) if token not in self.stop_ids]
+            tokens, log_scores = [tokens[i] for i in fitting], [log_scores[i] for i in fitting]
+        leaves = self.tree.add_leaves(node, tokens[:count], log_scores[:count])
+        self.origin += [drafter] * len(leaves)
+        if self._told:
+            told, tree = self._told, self.tree
+            self._sent += [tree.log_score[i] <= told.get(tree.hash[i], -math.inf) + _NEWS for i in leaves]
+        else:
+            self._sent += [False] * len(leaves)
+        if depth < self.max_depth:
+            for leaf in leaves:
+                if self.tree.token[leaf] not in self.stop_ids:
+                    for frontier in self.frontiers:
+                        frontier.enter(self.tree, leaf)
 
     def _add_child(self, parent: int, token: int, log_score: float, drafter: int) -> int | None:
         depth = 1 if parent == ROOT else self.tree.depth[parent] + 1
@@ -249,7 +275,7 @@ class DraftSession:
         """The new proposals; an empty one if the last commit has led to none and the root's children are known."""
         proposals = self.proposals()
         if not proposals and not self.answered and not self._awaits_root():
-            proposals = [self._proposal(ROOT, [])]
+            proposals = self._proposals({ROOT: []})
         self.answered = self.answered or bool(proposals)
         return proposals
 
@@ -274,17 +300,25 @@ class DraftSession:
             anchor_of[node] = anchor_of.get(parent, parent)
             groups.setdefault(anchor_of[node], []).append(node)
             self._sent[node] = True
-        return [self._proposal(anchor, nodes) for anchor, nodes in groups.items()]
+        return self._proposals(groups) if groups else []
 
-    def _proposal(self, anchor: int, nodes: list[int]) -> Proposal:
-        tree = self.tree
-        row = {node: i for i, node in enumerate(nodes)}
-        return Proposal(
-            self.id,
-            self.length + (0 if anchor == ROOT else tree.depth[anchor]),
-            tree.hash_of(anchor),
-            np.array([tree.token[i] for i in nodes], dtype=np.uint32),
-            np.array([row.get(tree.parent[i], -1) for i in nodes], dtype=np.int32),
-            np.array([tree.log_score[i] for i in nodes], dtype=np.float32),
-            committed_length=self.length,
-        )
+    def _proposals(self, groups: dict[int, list[int]]) -> list[Proposal]:
+        """groups: nodes by anchor, parents before children."""
+        tree, length = self.tree, self.length
+        nodes = [node for group in groups.values() for node in group]
+        parents: list[int] = []
+        for group in groups.values():
+            row = {node: i for i, node in enumerate(group)}
+            parents += [row.get(tree.parent[node], -1) for node in group]
+        tokens = np.array([tree.token[node] for node in nodes], np.uint32)
+        above = np.array(parents, np.int32)
+        scores = np.array([tree.log_score[node] for node in nodes], np.float32)
+        proposals: list[Proposal] = []
+        first = 0
+        for anchor, group in groups.items():
+            own = slice(first, first + len(group))
+            first = own.stop
+            place = length if anchor == ROOT else length + tree.depth[anchor]
+            path = tree.hash_of(anchor)
+            proposals.append(Proposal(self.id, place, path, tokens[own], above[own], scores[own], length))
+        return proposals

@@ -47,10 +47,12 @@ class Trunk:
         self._slot: list[int] = []  # of each node; -1 if it is not expanded
         self._mask: list[int] = []  # of each node: its own and its ancestors' slots
         self._free = list(range(SCRATCH_SLOTS - 1, -1, -1))
+        self._scratch_slots = np.empty(0, np.int64)
         self._vacated = 0  # slots whose rows move into the trunk with the commit under way
         try:
             self.attach(tokens)
             self.scratch.reserve(SCRATCH_SLOTS)
+            self._scratch_slots = self.scratch.slots(0, SCRATCH_SLOTS)
             self.table.reserve(len(tokens))
         except Exception:
             self.release()
@@ -86,6 +88,11 @@ class Trunk:
         self.table.release()
         self.scratch.release()
 
+    @property
+    def scratch_slots(self) -> NDArray[np.int64]:
+        """Slots of the scratch, [SCRATCH_SLOTS]."""
+        return self._scratch_slots
+
     def slot(self, node: int) -> int:
         """The place of an expanded node in the scratch."""
         return self._slot[node]
@@ -113,7 +120,7 @@ class Trunk:
         """
         self.table.reserve(length + count)
         moves: list[tuple[int, int]] = []
-        scratch = self.scratch.slots(0, SCRATCH_SLOTS)
+        scratch = self._scratch_slots
         for node in path:
             if node >= len(self._slot) or self._slot[node] < 0:
                 break

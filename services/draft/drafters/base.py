@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import EngineLoad
@@ -20,8 +20,7 @@ from outrider.telemetry import Progress, untold
 from services.draft.session import DraftSession
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """A node (or ROOT) whose children are wanted. log_reach: log-probability that verification gets there."""
 
     session: DraftSession
@@ -29,8 +28,7 @@ class Wish:
     log_reach: float
 
 
-@dataclass(frozen=True)
-class Growth:
+class Growth(NamedTuple):
     """What may follow a node, as N scored nodes. parents: index among them, or -1 for the node itself."""
 
     session: DraftSession

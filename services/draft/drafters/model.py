@@ -228,15 +228,10 @@ class ModelDrafter(Drafter):
             if job.trunk.settled < job.session.length - job.trunk.shift:
                 return []
         nodes = (ROOT,) if job.feed else job.nodes
-        return [self._growth(job.session, node, ids[i], log_scores[i]) for i, node in enumerate(nodes)]
+        found = zip(nodes, ids.tolist(), log_scores.tolist(), strict=False)
+        return [self._growth(job.session, node, tokens, scores) for node, tokens, scores in found]
 
-    def _growth(
-        self, session: DraftSession, node: int, ids: NDArray[np.int32], log_scores: NDArray[np.float32]
-    ) -> Growth:
-        likely = [
-            (token, score)
-            for token, score in zip(ids.tolist(), log_scores.tolist(), strict=True)
-            if score > self._least_edge
-        ]
-        tokens, scores = [token for token, _ in likely], [score for _, score in likely]
-        return Growth(session, node, tokens, [-1] * len(tokens), scores)
+    def _growth(self, session: DraftSession, node: int, tokens: list[int], scores: list[float]) -> Growth:
+        """tokens, scores: candidates, best first."""
+        count = sum(score > self._least_edge for score in scores)
+        return Growth(session, node, tokens[:count], [-1] * count, scores[:count])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from services.draft.batch import StepInputs
+from services.draft.batch import Layout, StepInputs
 from services.draft.kernels.base import Context, Paging
 from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.kv_cache import Pools, move_rows
@@ -33,14 +33,21 @@ class Constants(NamedTuple):
     spread: Spread | None = None
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def step(
-    constants: Constants, params: Params, pools: Pools, inputs: StepInputs
-) -> tuple[tuple[jax.Array, jax.Array], Pools]:
-    """One step. DONATES pools. Returns candidates and their log-scores, [S, R, children] each, and the pools."""
-    if constants.spread is not None:
-        return constants.spread.step(partial(_step, constants), params, pools, inputs)
-    return _step(constants, params, pools, inputs)
+    constants: Constants, layout: Layout, params: Params, pools: Pools, words: jax.Array, features: jax.Array
+) -> tuple[jax.Array, Pools]:
+    """One step. DONATES pools. words: inputs as the layout has them; features: the target's.
+
+    Returns candidates and the bits of their log-scores, [2, S, R, children] int32, and the pools.
+    """
+    inputs = layout.inputs(words, features, jax.lax.bitcast_convert_type)
+    compute = partial(_step, constants)
+    if constants.spread is None:
+        (ids, log_scores), pools = compute(params, pools, inputs)
+    else:
+        (ids, log_scores), pools = constants.spread.step(compute, params, pools, inputs)
+    return jnp.stack([ids, jax.lax.bitcast_convert_type(log_scores, jnp.int32)]), pools
 
 
 def _step(
@@ -62,7 +69,10 @@ def states(constants: Constants, params: Params, pools: Pools, inputs: StepInput
     bits = inputs.scratch_bits[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1  # [S, Q, words, 32]
     mask = bits.reshape(*inputs.tokens.shape, -1).astype(bool)
     context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
-    features = None if inputs.features is None else Features(*inputs.features)
+    features = None
+    if inputs.features is not None:
+        own, given, *places = inputs.features
+        features = Features(own, given.astype(bool), *places)
     rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
     compute = stacked_states if constants.config.stacked else hidden_states
     return compute(params, constants.config, pools, rows, context, inputs.moves, constants.paging)

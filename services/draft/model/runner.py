@@ -7,11 +7,12 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.telemetry import Progress, untold
-from services.draft.batch import Shape, StepInputs, empty_inputs
+from services.draft.batch import Layout, Shape, StepInputs, empty_inputs
 from services.draft.kernels.base import Paging
 from services.draft.kv_cache import make_pools
 from services.draft.model import program
@@ -57,6 +58,7 @@ class ModelRunner:
         make = make_pools if spread is None else spread.make_pools
         self._pools = make(config, total_pages, paging.page_size, dtype)
         self._seconds: dict[Shape, float] = {}
+        self._zeros: dict[Shape, jax.Array] = {}
 
     @property
     def feature_width(self) -> int:
@@ -99,9 +101,25 @@ class ModelRunner:
         """One step. Returns candidates [S, R, K] and their log-scores [S, R, K]; the only wait for the device."""
         assert inputs.tokens.shape == shape[:2]
         self.compilations.doing = f"a step of {shape.sessions} x {shape.rows} rows"
-        result, self._pools = program.step(self._constants, self._params, self._pools, inputs)
-        ids, log_scores = jax.device_get(result)
-        return ids, log_scores
+        features = self._no_features(shape)
+        if inputs.features is not None and inputs.features[1].any():
+            features = inputs.features[0]
+        words = inputs.tokens.base  # of which all inputs are views
+        result, self._pools = program.step(
+            self._constants, self.layout(shape), self._params, self._pools, words, features
+        )
+        ids, log_scores = np.asarray(result)
+        return ids, log_scores.view(np.float32)
+
+    def layout(self, shape: Shape) -> Layout:
+        """Where the inputs of a shape stand."""
+        return Layout(shape, self.table_pages, self.feature_width, self.stacked)
+
+    def _no_features(self, shape: Shape) -> jax.Array:
+        """Rows for steps in which none is the target's, on the device."""
+        if shape not in self._zeros:
+            self._zeros[shape] = jnp.zeros((shape.sessions, shape.rows, self.feature_width), jnp.float32)
+        return self._zeros[shape]
 
     def move(self, moves: list[tuple[int, int]]) -> None:
         """Copy rows between slots, (source, target) each, without a step."""
