@@ -148,3 +148,18 @@ def test_scores_that_are_no_numbers_are_the_least_there_is():
     chosen = tree.select(5)
     assert chosen.tokens.tolist() == [2, 0, 3, 1, 4]
     assert np.isfinite(chosen.path_scores).all()
+
+
+def test_leaves_at_once_are_children_one_by_one():
+    at_once, one_by_one = (SpeculationTree(np.arange(5), capacity=6) for _ in range(2))
+    for parent, tokens, scores in (
+        (ROOT, [3, 1], [-0.5, 0.1]),
+        (1, [3, 9, 4], [-1.0, -2.0, -3.0]),
+        (0, [7, 8], [0, -1]),
+    ):
+        leaves = at_once.add_leaves(parent, tokens, scores)
+        added = [one_by_one.add(parent, token, min(score, 0.0)) for token, score in zip(tokens, scores, strict=True)]
+        assert list(leaves) == [node for node in added if node is not None]
+    for name in ("token", "parent", "hash", "log_score", "path_score", "depth", "children", "root_children", "_index"):
+        assert getattr(at_once, name) == getattr(one_by_one, name), name
+    assert len(at_once) == 6
