@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _MOVES = 64  # rows that the separate move program copies at a time
 _TRIALS = 4
+# Seconds that a round takes beside its program: wishes, inputs, trees (docs/benchmarks/draft-steps.md).
+_AROUND = 0.2e-3
 # Cost of a row relative to a step's own, where nothing has been measured.
 _GUESSED_ROW_COST = 0.1
 
@@ -94,8 +96,10 @@ class ModelRunner:
             self._seconds[small] = min(self._seconds[shape] for shape in larger)
 
     def cost(self, shape: Shape) -> float:
-        """Seconds that a step of a shape takes; before it is measured, a guess in no particular unit."""
-        return self._seconds.get(shape, 1 + _GUESSED_ROW_COST * shape.sessions * shape.rows)
+        """Seconds that a round of a shape takes; before it is measured, a guess in no particular unit."""
+        if shape not in self._seconds:
+            return 1 + _GUESSED_ROW_COST * shape.sessions * shape.rows
+        return self._seconds[shape] + _AROUND
 
     def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """One step. Returns candidates [S, R, K] and their log-scores [S, R, K]; the only wait for the device."""
