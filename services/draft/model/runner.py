@@ -59,6 +59,8 @@ class ModelRunner:
         self._params = params
         make = make_pools if spread is None else spread.make_pools
         self._pools = make(config, total_pages, paging.page_size, dtype)
+        if paging.backend == "cpu":  # bound to the device, as weights in memory of ours are: else programs differ
+            self._pools = jax.device_put(self._pools, jax.local_devices(backend="cpu")[0])
         self._seconds: dict[Shape, float] = {}
         self._zeros: dict[Shape, jax.Array] = {}
 
