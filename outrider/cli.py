@@ -25,6 +25,7 @@ Speculative decoding for large language models, as services.
   target        start the target service: verifies proposals with the large model (PyTorch)
   draft         start the draft service: proposes tokens ahead of the target (JAX)
   gateway       start the gateway: OpenAI-style REST and gRPC for clients
+  train         train a draft for a target: it writes answers, and a head learns to foretell them
   doctor        show versions, devices, cores, caches and models of this machine
   healthcheck   ask whether a service is up; the exit code is 0 if it is, 1 if not
 
@@ -36,6 +37,7 @@ _PROCESSES = {
     "target": ("services.target.__main__", "target"),
     "draft": ("services.draft.__main__", "draft"),
     "gateway": ("gateway.__main__", "gateway"),
+    "train": ("services.draft.train.__main__", "train"),
 }
 _OWN_PACKAGES = ("outrider", "services", "gateway")
 

@@ -21,10 +21,15 @@ def run(role: str, config: ProcessConfig, serve: Callable[[], Coroutine[Any, Any
 
     Numeric libraries must not have been imported yet: they read the number of their threads when they are.
     """
+    return run_plainly(role, config, lambda: uvloop.run(serve()))
+
+
+def run_plainly(role: str, config: ProcessConfig, work: Callable[[], int]) -> int:
+    """As `run`, without an event loop around the work."""
     setup_logging(role, config.log_level)
     try:
         take_cores(config.cores, config.niceness)
-        return uvloop.run(serve())
+        return work()
     except OutriderError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

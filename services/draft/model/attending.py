@@ -41,7 +41,7 @@ def attend(
     """
     if isinstance(description, LatentAttention):
         return _attend_latent(description, paging, layer, x, pool, positions, slots, context, moves)
-    q, kv, gate = _project(layer, description, x, positions, epsilon)
+    q, kv, gate = project(layer, description, x, positions, epsilon)
     filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *kv.shape[2:]), paging.backend)
     since = _first_seen(description, positions)
     seen = attention(q, filled, context, paging, since=since, sinks=layer.get("sinks"), softcap=description.softcap)
@@ -57,7 +57,7 @@ def _first_seen(description: Attention, positions: jax.Array) -> jax.Array | Non
     return jnp.maximum(positions - description.window + 1, description.first)
 
 
-def _project(
+def project(
     layer: dict[str, Any], description: Attention, x: jax.Array, positions: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Queries [S, Q, heads, D], keys and values [S, Q, 2, kv_heads, D], and the gate [S, Q, heads, D] if there is."""

@@ -6,7 +6,7 @@ Legend of shapes: S sessions, Q rows a session, H hidden size, V vocabulary, W w
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,21 +108,35 @@ def decoder_layer(
     A scan over stacked weights would compile faster, but XLA's CPU backend copies every layer's weights out of the
     stack first, which costs a third at one row.
     """
+    inner, residual = layer_input(description, layer, x, beside)
     epsilon = description.epsilon
-    inner = rms_norm(x, layer["attention_norm"], epsilon) if description.input_norm else x
-    residual = inner if description.residual_after_norm else x
-    if beside is not None:
-        inner = jnp.concatenate([rms_norm(beside, layer["beside_norm"], epsilon), inner], axis=-1)
     seen, filled = attend(
         description.attention, paging, layer, inner, pool, rows.positions, rows.slots, context, moves, epsilon
     )
+    return layer_output(description, layer, residual, seen), filled
+
+
+def layer_input(
+    description: Layer, layer: dict[str, Any], x: jax.Array, beside: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What attention gets, and what its output is added to. x, beside: [..., H]."""
+    inner = rms_norm(x, layer["attention_norm"], description.epsilon) if description.input_norm else x
+    residual = inner if description.residual_after_norm else x
+    if beside is not None:
+        inner = jnp.concatenate([rms_norm(beside, layer["beside_norm"], description.epsilon), inner], axis=-1)
+    return inner, residual
+
+
+def layer_output(description: Layer, layer: dict[str, Any], residual: jax.Array, seen: jax.Array) -> jax.Array:
+    """States behind the layer, from what attention said."""
+    epsilon = description.epsilon
     if description.output_norms:
         seen = rms_norm(seen, layer["attention_output_norm"], epsilon)
     x = residual + seen
     said = feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
     if description.output_norms:
         said = rms_norm(said, layer["mlp_output_norm"], epsilon)
-    return x + said, filled
+    return x + said
 
 
 def all_logits(params: Params, x: jax.Array, softcap: float | None = None) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from outrider.errors import ConfigError
 from services.draft.kernels.cpu import panels
 from services.draft.kernels.cpu.panels import PanelMaker, Panels
+from services.draft.model.mixed import Mixed, mixed_product
 from services.draft.model.parts import Joined, Summed, added, own_index, side_by_side
 
 Params = dict[str, Any]
@@ -44,7 +45,7 @@ class Narrow(NamedTuple):
         return self.numbers.shape
 
 
-Matrix = jax.Array | Narrow | Panels | Summed | Joined
+Matrix = jax.Array | Narrow | Mixed | Panels | Summed | Joined
 
 
 def check_quantization(kind: str | None) -> None:
@@ -107,6 +108,8 @@ def product(x: jax.Array, matrix: Matrix, dtype: Any = None) -> jax.Array:
         return side_by_side(product(x, matrix.part, dtype))
     if isinstance(matrix, Panels):
         return panels.product(x, matrix, dtype)
+    if isinstance(matrix, Mixed):
+        return mixed_product(x, matrix)
     if not isinstance(matrix, Narrow):
         return jnp.einsum("...i,io->...o", x, matrix, preferred_element_type=dtype)
     y = jnp.einsum("...i,io->...o", x, matrix.numbers.astype(x.dtype), preferred_element_type=jnp.float32)
@@ -126,6 +129,7 @@ def columns(matrix: Matrix, index: jax.Array, dtype: Any) -> jax.Array:
     assert not isinstance(matrix, Summed), "heads are split by their entries"
     if isinstance(matrix, Panels):
         return panels.columns(matrix, index, dtype)
+    assert not isinstance(matrix, Mixed), "what is trained has an embedding of its own"
     if not isinstance(matrix, Narrow):
         return matrix.T[index]
     return (matrix.numbers.T[index].astype(jnp.float32) * matrix.scales[index][..., None]).astype(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -14,7 +15,7 @@ from services.draft.model.heads import Params
 from services.draft.model.tensors import Tensors
 from services.draft.model.weights import Put
 
-_EMBED, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_EMBED, _HEAD, _NORM = "embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ def read_target(folder: Path) -> Target:
         raise ConfigError(
             f"{folder / 'config.json'} lacks {error}, which a drafter needs to know of its target"
         ) from None
+
+
+def read_norm(target: Target) -> NDArray[Any]:
+    """The weight of the target's final norm, [H]. Raises ConfigError."""
+    with Tensors(target.folder) as tensors:
+        name = _find(tensors, _NORM)
+        if name is None:
+            raise ConfigError(f"{target.folder} has no final norm; expected {_NORM}")
+        return tensors.read(name, (target.hidden_size,))
 
 
 def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int | None = None) -> None:

@@ -1,0 +1,1 @@
+"""Prompts as a model expects them: chat template and tokenizer."""

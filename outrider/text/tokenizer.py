@@ -1,0 +1,88 @@
+"""A model's tokenizer, rebuilt from the files of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from outrider.errors import ConfigError, InvalidRequest
+from outrider.text.template import ChatTemplate
+
+
+class Tokenizer:
+    """Text to tokens and back, and the chat template."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """files: content by name; tokenizer.json is needed. Raises ConfigError."""
+        if "tokenizer.json" not in files:
+            raise ConfigError("the target's checkpoint has no tokenizer.json; save its tokenizer in that format")
+        self.content = load_settings(files, "tokenizer.json")
+        settings = load_settings(files, "tokenizer_config.json")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode())
+        except Exception as error:  # the library raises bare Exceptions
+            raise ConfigError(f"the target's tokenizer.json cannot be read: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        special = {
+            name: token
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := _content(settings.get(name))) is not None
+        }
+        self._begin = self._tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
+        self._add_begin: bool | None = settings.get("add_bos_token")
+        self.template = ChatTemplate(_template_source(files, settings), special)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a raw prompt, with a begin token if the tokenizer puts one before texts, but never two."""
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_begin is None).ids
+        if self._begin is None:
+            return tokens
+        if self._add_begin and tokens[:1] != [self._begin]:
+            return [self._begin, *tokens]
+        return tokens[1:] if tokens[:2] == [self._begin, self._begin] else tokens
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokens of text that a template made, or of a part of it."""
+        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Tokens of a conversation. Raises InvalidRequest."""
+        tokens = self.encode_rendered(self.template.render(messages, **options))
+        if not tokens:
+            raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+def load_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A file's JSON object; empty if there is no such file. Raises ConfigError."""
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise ConfigError(f"the target's {name} is no valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"the target's {name} is no JSON object")
+    return content
+
+
+def _content(token: Any) -> str | None:
+    """A special token stands as text or as an object with its content."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _template_source(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default")
+    return source

@@ -1,0 +1,284 @@
+"""Lets a target write: a client of its ordinary stream that keeps the tokens and the hidden states of every answer.
+
+    jobs ──► a conversation, turn by turn ──► sessions of the stream ──► records ──► store
+
+Sessions ignore the end-of-sequence token and are closed here once it has come: a session that ends by itself is not
+sent the states of its last step, and these tell how likely the end was. A conversation whose session failed, or whose
+states have a gap, is left out and counted; if the stream breaks, all that was under way is asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider import PROTOCOL_VERSION
+from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable
+from outrider.serving.features import FeatureSpec
+from outrider.serving.messages import Message, OpenSession
+from outrider.serving.rpc import CHANNEL_OPTIONS
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire import codec
+from outrider.wire.v1 import target_pb2, target_pb2_grpc
+from services.draft.train.prompts import Job, is_held_out
+from services.draft.train.store import Record, Store
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT = 30.0  # seconds for the calls before the stream
+_LEAST_NEW = 16  # tokens that a prompt must leave room for
+_SENTINEL = "\u2042\u2042\u2042"  # a text that no template has
+
+
+@dataclass(frozen=True)
+class Limits:
+    """new: tokens of an answer; length: of prompt and answer; sessions: at a time; tokens, bytes: of all answers."""
+
+    new: int
+    length: int
+    sessions: int
+    tokens: int
+    bytes: int
+
+
+@dataclass
+class _Session:
+    tokens: list[int]
+    prompt: int
+    rows: list[NDArray[np.uint8]] = field(default_factory=list)
+    row_count: int = 0
+    ended: bool = False  # the end-of-sequence token has come
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class Writer:
+    """A target that writes. Use: `async with Writer(...) as writer`."""
+
+    def __init__(self, address: str, spec: FeatureSpec) -> None:
+        self.address, self.spec = address, spec
+        self.info = target_pb2.GetTargetInfoResponse()
+        self.row_bytes = 0
+        self._sessions: dict[int, _Session] = {}
+        self._ids = itertools.count(1)
+        self._outbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._broken: OutriderError | None = None
+
+    async def __aenter__(self) -> Writer:
+        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)
+        try:
+            await self._shake_hands()
+        except grpc.aio.AioRpcError as error:
+            await self._channel.close()
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
+            raise Unavailable(f"the target at {self.address} does not answer: {error.details()}") from None
+        self._reader = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        await self._channel.close()
+
+    async def _shake_hands(self) -> None:
+        self.info = await self._stub.GetTargetInfo(
+            target_pb2.GetTargetInfoRequest(), timeout=_TIMEOUT, wait_for_ready=True
+        )
+        if self.info.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(
+                f"the target at {self.address} speaks protocol version {self.info.protocol_version}, this trainer "
+                f"{PROTOCOL_VERSION}; run the same release everywhere"
+            )
+        files: dict[str, bytearray] = {}
+        async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=_TIMEOUT):
+            files.setdefault(part.file_name, bytearray()).extend(part.content)
+        self.tokenizer = Tokenizer({name: bytes(content) for name, content in files.items()})
+
+        async def wish() -> AsyncIterator[target_pb2.ConfigureFeaturesRequest]:
+            yield target_pb2.ConfigureFeaturesRequest(spec=codec.feature_spec_to_pb(self.spec, b""))
+
+        answer = await self._stub.ConfigureFeatures(wish(), timeout=_TIMEOUT)
+        self.row_bytes = answer.row_bytes
+
+    # --- the stream ---
+
+    async def _listen(self) -> None:
+        """Read frames until the stream breaks; everything under way then fails, to be asked again."""
+        call = self._stub.Verify()
+        writer = asyncio.create_task(self._talk(call))
+        try:
+            while (frame := await call.read()) is not grpc.aio.EOF:
+                self._hear(frame)
+            raise Unavailable(f"the target at {self.address} ended the stream")
+        except grpc.aio.AioRpcError as error:
+            self._fail(Unavailable(f"the stream to the target at {self.address} broke: {error.details()}"))
+        except OutriderError as error:
+            self._fail(error)
+        finally:
+            writer.cancel()
+            call.cancel()
+
+    async def _talk(self, call: Any) -> None:
+        while True:
+            said = [await self._outbox.get()]
+            while not self._outbox.empty():
+                said.append(self._outbox.get_nowait())
+            frame = Message(
+                opens=[request for message in said for request in message.opens],
+                closes=[number for message in said for number in message.closes],
+            )
+            await call.write(codec.verify_request_to_pb(frame))
+
+    def _fail(self, error: OutriderError) -> None:
+        self._broken = error
+        for session in self._sessions.values():
+            if not session.done.done():
+                session.done.set_exception(error)
+
+    def _hear(self, frame: target_pb2.VerifyResponse) -> None:
+        for number, base, tokens, _, _, finish, _ in codec.commit_rows(frame.commits):
+            session = self._sessions.get(number)
+            if session is None or session.ended:
+                continue
+            assert base == len(session.tokens), "commits of a session are contiguous"
+            for token in tokens:
+                session.tokens.append(token)
+                if token in self.info.eos_token_ids:
+                    session.ended = True
+                    break
+            if finish and not session.done.done():
+                session.done.set_result(None)
+        for block in codec.features_from_pb(frame.features):
+            if (session := self._sessions.get(block.session_id)) is not None and block.first == session.row_count:
+                session.rows.append(block.rows)
+                session.row_count += len(block.rows)
+        for message in frame.errors:
+            failure = codec.failure_from_pb(message)
+            if (session := self._sessions.get(failure.session_id)) is not None and not session.done.done():
+                session.done.set_exception(failure.error)
+        for session in self._sessions.values():
+            if session.ended and session.row_count >= len(session.tokens) - 1 and not session.done.done():
+                session.done.set_result(None)
+
+    async def write(self, prompt: Sequence[int], sampling: SamplingParams, new: int) -> tuple[NDArray[np.uint32], Any]:
+        """What the target writes after a prompt. Returns all tokens, [n], and their states, [n - 1, row bytes] uint8.
+
+        Raises OutriderError if the session fails, and Unavailable if the stream is broken.
+        """
+        if self._broken is not None:
+            raise self._broken
+        number = next(self._ids)
+        session = self._sessions[number] = _Session(list(prompt), len(prompt))
+        stop = StopConditions(new, ignore_eos=True)
+        tokens = np.array(prompt, np.uint32)
+        request = OpenSession(
+            number, tokens, len(prompt), sampling, stop, feature_spec=self.spec.id(b""), hints_unwanted=True
+        )
+        self._outbox.put_nowait(Message(opens=[request]))
+        try:
+            await session.done
+        finally:
+            del self._sessions[number]
+            self._outbox.put_nowait(Message(closes=[number]))
+        rows = np.concatenate(session.rows) if session.rows else np.zeros((0, self.row_bytes), np.uint8)
+        count = min(len(rows), len(session.tokens) - 1)
+        return np.array(session.tokens[: count + 1], np.uint32), rows[:count]
+
+
+class Collector:
+    """Fills a store by what a writer writes. said: called with the store after every job."""
+
+    def __init__(self, writer: Writer, store: Store, limits: Limits, held_out: float) -> None:
+        """held_out: part of the conversations that are kept for the evaluation."""
+        self._writer, self._store, self._limits, self._held_out = writer, store, limits, held_out
+        self.skipped = 0
+
+    async def run(self, jobs: Iterator[Job]) -> None:
+        """Write until there is enough, or no job is left. Raises OutriderError if the target goes away."""
+        workers = [asyncio.create_task(self._work(jobs)) for _ in range(self._limits.sessions)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    @property
+    def enough(self) -> bool:
+        """True if as much was written as is wanted, or as there is room for."""
+        return self._store.token_count >= self._limits.tokens or self._store.bytes >= self._limits.bytes
+
+    async def _work(self, jobs: Iterator[Job]) -> None:
+        while not self.enough and (job := next(jobs, None)) is not None:
+            if job.key in self._store.jobs:
+                continue
+            try:
+                records = [record async for record in self._conversation(job)]
+            except InvalidRequest as error:
+                self.skipped += 1
+                log.debug("a conversation is left out: %s", error.message)
+                continue
+            if records:
+                self._store.add(job.key, records)
+            else:
+                self.skipped += 1
+
+    async def _conversation(self, job: Job) -> AsyncIterator[Record]:
+        conversation, tokenizer = job.conversation, self._writer.tokenizer
+        if conversation.text:
+            async for record in self._answer(job, tokenizer.encode(conversation.text)):
+                yield record
+            return
+        turns = (await self._user_turn(job),) if conversation.free else conversation.turns
+        messages = [{"role": role, "content": content} for role, content in conversation.messages]
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            prompt, answer = tokenizer.encode_chat(messages), ""
+            first = len(self._opening()) if conversation.free else len(prompt)
+            async for record in self._answer(job, prompt, first):
+                yield record
+                answer = tokenizer.decode(record.tokens[len(prompt) :].tolist())
+            if not answer.strip():
+                return
+            messages.append({"role": "assistant", "content": answer})
+
+    async def _answer(self, job: Job, prompt: list[int], first: int | None = None) -> AsyncIterator[Record]:
+        """The answer to a prompt, or nothing if there is no room for one. first: token from which on to learn."""
+        room = min(self._limits.new, self._limits.length - len(prompt))
+        if room < _LEAST_NEW:
+            return
+        sampling = SamplingParams(temperature=job.temperature, seed=job.seed)
+        tokens, rows = await self._writer.write(prompt, sampling, room)
+        if len(tokens) > len(prompt) + 1:
+            held_out = is_held_out(job.conversation.name, self._held_out)
+            first = len(prompt) if first is None else first
+            yield Record(tokens, rows, len(prompt), first, job.temperature, job.seed, held_out)
+
+    def _opening(self) -> list[int]:
+        """What a template puts before the user's first words."""
+        tokenizer = self._writer.tokenizer
+        text = tokenizer.template.render([{"role": "user", "content": _SENTINEL}])
+        return tokenizer.encode_rendered(text.partition(_SENTINEL)[0])
+
+    async def _user_turn(self, job: Job) -> str:
+        """What the target says in the user's place. Raises InvalidRequest if that is nothing."""
+        tokenizer = self._writer.tokenizer
+        prompt = self._opening()
+        sampling = SamplingParams(temperature=1.0, seed=job.seed ^ 1)
+        tokens, _ = await self._writer.write(prompt, sampling, self._limits.new)
+        if int(tokens[-1]) not in self._writer.info.eos_token_ids:
+            raise InvalidRequest("the user's turn does not end")
+        text = tokenizer.decode(tokens[len(prompt) :].tolist()).strip()
+        if not text:
+            raise InvalidRequest("the user's turn is empty")
+        return text

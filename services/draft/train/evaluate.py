@@ -1,0 +1,162 @@
+"""How good a draft is: held-out answers are replayed through the draft service's own engine.
+
+A recorded answer says what the target would have sampled at every place, so no target is needed: the engine grows its
+tree from the recorded states, the walk along the recorded tokens says what verification would have accepted, and the
+commit feeds the next states. Noise is that of the answers' seeds. What is replayed is the published folder, read as the
+service reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.config import DraftConfig
+from outrider.serving.features import FeatureBlock, FeatureFormat, decode
+from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import Commit, FinishReason
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.shape import TreeShape
+from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.engine import DraftEngine
+from services.draft.model.tensors import Tensors
+from services.draft.train.store import Record
+
+CHAIN = TreeShape(steps=5, topk=1, rows=6)
+TREE = TreeShape(steps=5, topk=4, rows=16)
+_TOGETHER = 8  # answers that are replayed at a time
+_TOKENS = 16_384  # in the draft's cache
+
+
+@dataclass
+class Score:
+    """tokens: committed; steps: verifications that committed them; reached, met: by depth, how often the text came to a
+    node's parent, and to a node.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    reached: NDArray[np.int64] | None = None
+    met: NDArray[np.int64] | None = None
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens a verification, the bonus included."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    def count(self, depth: int, accepted: int) -> None:
+        """A verification of a tree of a depth."""
+        if self.reached is None or self.met is None:
+            self.reached, self.met = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
+        self.reached[: min(accepted + 1, depth)] += 1
+        self.met[:accepted] += 1
+        self.tokens, self.steps = self.tokens + accepted + 1, self.steps + 1
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON has it."""
+        depths = [] if self.reached is None or self.met is None else (self.met / np.maximum(self.reached, 1)).tolist()
+        return {"accept_length": self.accept_length, "tokens": self.tokens, "by_depth": depths}
+
+
+def replay(
+    algorithm: str, folder: Path, target: Path, records: Sequence[Record], shape: TreeShape
+) -> dict[float, Score]:
+    """Scores of a published draft by temperature. target: its folder. Raises ConfigError for a draft that does not fit.
+
+    shape: of the trees
+    """
+    from services.draft.app import build
+
+    config = DraftConfig(
+        speculative_algorithm=algorithm,  # type: ignore[arg-type]
+        speculative_draft_model_path=str(folder), model_path=str(target), draft_feature_dtype="float32",
+        max_running_requests=_TOGETHER, draft_max_total_tokens=_TOKENS, disable_radix_cache=True,
+        speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
+    )  # fmt: skip
+    engine, fusion = build(config)[0], _fusion(folder)
+    scores: dict[float, Score] = {}
+    waiting = [_Replay(number, record, engine, fusion) for number, record in enumerate(records, start=1)]
+    running: list[_Replay] = []
+    while waiting or running:
+        while waiting and len(running) < _TOGETHER:
+            running.append(waiting.pop(0))
+            running[-1].open()
+        _grow(engine, {replayed.number: replayed for replayed in running})
+        for replayed in running:
+            replayed.verify(scores.setdefault(replayed.record.temperature, Score()), shape)
+        running = [replayed for replayed in running if not replayed.over]
+    return scores
+
+
+def _grow(engine: DraftEngine, running: dict[int, _Replay]) -> None:
+    """Let the trees grow to their end."""
+    while not engine.idle:
+        output = engine.step()
+        assert not output.failures, output.failures
+        for proposal in output.proposals:
+            if proposal.session_id in running:
+                running[proposal.session_id].tree.merge(proposal)
+
+
+class _Replay:
+    """One answer under way."""
+
+    def __init__(self, number: int, record: Record, engine: DraftEngine, fusion: NDArray[np.float32] | None) -> None:
+        self.number, self.record, self._engine, self._fusion = number, record, engine, fusion
+        self._tokens = record.tokens.astype(np.uint32)
+        self._length = record.prompt
+        self._fed = 0
+        self.tree = SpeculationTree(self._tokens[: self._length])
+        self.over = False
+
+    def open(self) -> None:
+        """Open the session, and commit the token that comes with the prompt."""
+        prompt = self._tokens[: self._length]
+        sampling = SamplingParams(temperature=self.record.temperature, seed=self.record.seed)
+        stop = StopConditions(len(self._tokens) - len(prompt) + 1)
+        self._engine.open(OpenSession(self.number, prompt, len(prompt), sampling, stop))
+        self._commit(1, 0)
+
+    def verify(self, score: Score, shape: TreeShape) -> None:
+        """What the target would have done with the tree."""
+        draft = self.tree.select(shape.rows - 1)
+        children = {
+            (int(parent), int(token)): i
+            for i, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True))
+        }
+        node, accepted = ROOT, 0
+        for token in self._tokens[self._length :].tolist():
+            if (node, token) not in children:
+                break
+            node, accepted = children[node, token], accepted + 1
+        if self._length + accepted >= len(self._tokens):  # the end was foretold, too: there is no bonus
+            accepted = len(self._tokens) - self._length - 1
+        score.count(shape.steps, accepted)
+        self._commit(accepted + 1, accepted)
+
+    def _commit(self, count: int, accepted: int) -> None:
+        base, tokens = self._length, self._tokens[self._length : self._length + count]
+        self._length += count
+        self.tree.commit(tokens)
+        self.over = self._length >= len(self._tokens)
+        reason = FinishReason.STOP if self.over else FinishReason.RUNNING
+        commit = Commit(self.number, base, tokens, self.tree.root_hash, accepted=accepted, finish_reason=reason)
+        self._engine.receive([], [commit])
+        if not self.over:
+            states = decode(self.record.rows[self._fed : self._length - 1], FeatureFormat.BFLOAT16)
+            if self._fusion is not None:  # the last state, behind the others, is none of its
+                states = states[:, : self._fusion.shape[1]] @ self._fusion.T
+            rows = np.ascontiguousarray(states, np.float32).view(np.uint8)
+            self._engine.receive_features([FeatureBlock(self.number, self._fed, rows)])
+            self._fed = self._length - 1
+
+
+def _fusion(folder: Path) -> NDArray[np.float32] | None:
+    """The draft's fusion layer, which a target would apply, [H, n * Ht]; None if it has none."""
+    with Tensors(folder) as tensors:
+        return tensors.read("fc.weight").astype(np.float32) if "fc.weight" in tensors else None

@@ -1,0 +1,219 @@
+"""The part of a training in which the head learns, is published, and is looked at."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider import checkpoint
+from outrider.checkpoint import load_json
+from outrider.config import TrainConfig
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureFormat, decode
+from services.draft.devices import choose_devices
+from services.draft.model.formats.target import read_target
+from services.draft.train import report
+from services.draft.train.algorithms.base import Algorithm, Shape
+from services.draft.train.algorithms.eagle3 import Eagle3
+from services.draft.train.batches import Batch, Batches, PackShape, build, pack_shape, plan
+from services.draft.train.evaluate import CHAIN, TREE, replay
+from services.draft.train.objective import Objective, Shared
+from services.draft.train.optimize import Schedule, Trainer
+from services.draft.train.progress import Bar
+from services.draft.train.report import Curve
+from services.draft.train.store import Reader, Store
+from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
+
+log = logging.getLogger(__name__)
+
+ALGORITHMS: dict[str, type[Eagle3]] = {"EAGLE3": Eagle3}
+_BATCH_ROWS = 2048  # learnt rows of a batch, about: a bound of memory
+_SCALE_RECORDS = 64
+_SEEN_PACKS = 8  # held-out packs that are looked at on the way
+_LOOKS = 20  # at them, over the whole training
+_POINTS = 400  # of the curve
+
+
+class Learning:
+    """One training. Use: `run`, then `publish`, then `report`."""
+
+    def __init__(self, config: TrainConfig, target: Path) -> None:
+        """target: its folder. Raises ConfigError for what does not fit it."""
+        self.config, self.target = config, read_target(target)
+        choose_devices(config.train_device, 1)
+        raw = load_json(target / "config.json")
+        raw = raw.get("text_config") or raw
+        self._softcap = raw.get("final_logit_softcapping")
+        shape = Shape(config.num_layers, config.intermediate_size, config.draft_vocab_size, config.aux_layers)
+        self.algorithm: Algorithm = ALGORITHMS[config.algorithm](self.target, shape)
+        self.curve = Curve()
+        self._ids = np.zeros(0, np.int64)
+        self._facts: dict[str, Any] = {}
+
+    # --- learning ---
+
+    def run(self, store: Store, folder: Path, settings: dict[str, Any]) -> None:
+        """Learn from the last checkpoint on to the end. folder: of checkpoints. Raises ConfigError."""
+        reader = store.read()
+        self._reader, self._held_out = reader, reader.choose(held_out=True)
+        learnt = reader.choose(held_out=False)
+        self._choose_vocabulary(reader, learnt)
+        objective = self._objective()
+        shape = pack_shape(reader.entries[learnt], self.config.max_length, self.config.unroll)
+        packs = max(1, min(_BATCH_ROWS, self.config.batch_tokens) // shape.learnt)
+        batches = Batches(reader, learnt, shape, packs, self.config.seed)
+        schedule = self._schedule(batches)
+        params = self.algorithm.first_params(self.target, self._ids, self._scales(reader, learnt), self.config.seed)
+        trainer = Trainer(objective, schedule, self._shared(), params)
+        facts = {"settings": settings, "records": len(reader), "steps": schedule.steps}
+        self._go_on(trainer, folder, facts)
+        log.info(
+            "%d answers, %d learnt tokens; packs of %d places and %d learnt rows, %d batches of %d packs a step; "
+            "%d steps, %.1f M parameters", len(learnt), batches.learnt, shape.length, shape.learnt, schedule.batches,
+            packs, schedule.steps, sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6,
+        )  # fmt: skip
+        self._take_steps(trainer, schedule, batches, _Look(objective, self._shared(), self._seen(reader, shape, packs)),
+                         folder, facts)  # fmt: skip
+        self._params = trainer.state.params
+        self._facts |= {"learnt_tokens": batches.learnt, "answers": len(learnt), "steps": schedule.steps}
+
+    def _choose_vocabulary(self, reader: Reader, learnt: list[int]) -> None:
+        texts = list(reader.learnt(learnt))
+        vocab = self.target.vocab_size
+        self._ids = frequent_tokens(texts, vocab, self.config.draft_vocab_size)
+        inside = coverage(reader.learnt(self._held_out or learnt), self._ids, vocab)
+        self._facts["vocabulary_coverage"] = inside
+        log.info("the head's %d tokens are %.2f %% of held-out answers", len(self._ids), 100 * inside)
+
+    def _objective(self) -> Objective:
+        config = self.config
+        narrow = config.train_dtype != "float32"
+        return Objective(self.algorithm, config.unroll, config.unroll_decay, narrow, self._softcap)
+
+    def _schedule(self, batches: Batches) -> Schedule:
+        config = self.config
+        rows = batches.learnt / batches.epoch_batches
+        together = max(1, round(config.batch_tokens / rows))
+        steps = config.steps or max(1, round(config.epochs * batches.epoch_batches / together))
+        return Schedule(steps, config.learning_rate, config.warmup, config.weight_decay, together)
+
+    def _scales(self, reader: Reader, learnt: list[int]) -> NDArray[np.float32]:
+        """Root mean square of each state of the target; the first token's are often far larger than all others."""
+        sample = np.random.default_rng(self.config.seed).permutation(learnt)[:_SCALE_RECORDS]
+        rows = [decode(reader.rows(int(i))[1:], FeatureFormat.BFLOAT16) for i in sample]
+        states = np.concatenate(rows).reshape(-1, len(self.algorithm.states.layers) + 1, self.target.hidden_size)
+        return np.sqrt((states.astype(np.float64) ** 2).mean(axis=(0, 2))).astype(np.float32)
+
+    def _shared(self) -> Shared:
+        tensors = self.target.embedding_and_head(lambda array: array)  # type: ignore[arg-type,return-value]
+        head = np.asarray(tensors["head"])
+        embed = np.asarray(tensors.get("embed", head.T))
+        dtype = jnp.float32 if self.config.train_dtype == "float32" else jnp.bfloat16
+        return Shared(
+            jnp.asarray(embed.astype(np.float32), dtype),
+            jnp.asarray(head[:, self._ids].astype(np.float32), dtype),
+            jnp.asarray(draft_ids(self._ids, self.target.vocab_size)),
+        )
+
+    def _go_on(self, trainer: Trainer, folder: Path, facts: dict[str, Any]) -> None:
+        saved = trainer.load(folder)
+        if saved is None:
+            return
+        wrong = [name for name, value in facts["settings"].items() if saved["settings"].get(name) != _json(value)]
+        wrong += [name for name in ("records", "steps") if saved[name] != facts[name]]
+        if wrong:
+            raise ConfigError(
+                f"the checkpoint in {folder} is of a training with other {', '.join(wrong)}; remove it to begin anew, "
+                "or name another --output"
+            )
+        self.curve = Curve(**saved["curve"])
+        log.info("going on after step %d", trainer.step)
+
+    def _seen(self, reader: Reader, shape: PackShape, packs: int) -> list[Batch]:
+        """Held-out batches that are looked at on the way."""
+        if not self._held_out:
+            return []
+        groups = plan(reader.entries, self._held_out, shape, np.random.default_rng(0))[:_SEEN_PACKS]
+        whole = [groups[i : i + packs] for i in range(0, len(groups), packs)]
+        return [build(reader, (group * packs)[:packs], shape) for group in whole]
+
+    def _take_steps(
+        self, trainer: Trainer, schedule: Schedule, batches: Batches, look: _Look, folder: Path, facts: dict[str, Any]
+    ) -> None:
+        every, between = max(1, schedule.steps // _LOOKS), max(1, schedule.steps // _POINTS)
+        saved = began = time.monotonic()
+        stream: Iterator[Batch] = batches.since(trainer.batches_taken)
+        rows = 0
+        with Bar("training, in steps", schedule.steps, trainer.step) as bar:
+            while trainer.step < schedule.steps:
+                done = trainer.take_step(stream)
+                rows += done.rows
+                if trainer.step % between == 0:
+                    self.curve.steps.append(trainer.step)
+                    self.curve.losses.append([round(float(loss), 4) for loss in done.losses])
+                if trainer.step % every == 0 or trainer.step == schedule.steps:
+                    self.curve.seen.append((trainer.step, *look(trainer.state.params)))
+                speed = rows / (time.monotonic() - began)
+                seen = self.curve.seen[-1] if self.curve.seen else (0, 0.0, 0.0)
+                losses = " ".join(f"{loss:.2f}" for loss in done.losses)
+                bar.at(trainer.step, f"{speed:.0f} tokens/s, loss {losses}, chains {seen[1]:.2f} {seen[2]:.2f}")
+                if time.monotonic() - saved > self.config.checkpoint_seconds:
+                    trainer.save(folder, facts | {"curve": asdict(self.curve)})
+                    saved = time.monotonic()
+        trainer.save(folder, facts | {"curve": asdict(self.curve)})
+
+    # --- after it ---
+
+    def publish(self, folder: Path) -> None:
+        """Write the draft."""
+        self.algorithm.publish(jax.tree.map(np.asarray, self._params), self._ids, folder)
+
+    def report(self, folder: Path, settings: dict[str, Any], seconds: float) -> None:
+        """Replay held-out answers, and write what came of all."""
+        chosen = self._held_out[: self.config.evaluate]
+        records = [self._reader.record(i) for i in chosen]
+        evaluation: dict[str, Any] = {}
+        for name, shape in (("chain", CHAIN), ("tree", TREE)) if records else ():
+            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape)
+            evaluation[name] = {"shape": asdict(shape)} | {f"temperature {t:g}": s.facts() for t, s in scores.items()}
+            for temperature, score in sorted(scores.items()):
+                log.info(
+                    "%s of %d steps, %d rows, temperature %g: accept length %.2f",
+                    name, shape.steps, shape.rows, temperature, score.accept_length,
+                )  # fmt: skip
+        facts = self._facts | {
+            "target": checkpoint.fingerprint(self.target.folder), "seconds": round(seconds, 1), "evaluation": evaluation
+        }  # fmt: skip
+        report.write(folder, settings, facts, self.curve)
+
+
+class _Look:
+    """Chains on held-out rows: accept length at temperature 0 and else, 0 where there are no such rows."""
+
+    def __init__(self, objective: Objective, shared: Shared, batches: list[Batch]) -> None:
+        self._foretell = jax.jit(objective.foretell)
+        self._shared, self._batches = shared, batches
+
+    def __call__(self, params: Any) -> tuple[float, float]:
+        sums = np.zeros((2, 2))  # accepted and rows, greedy and sampled
+        for batch in self._batches:
+            known, place = map(np.asarray, self._foretell(params, self._shared, batch))
+            accepted = np.cumprod(known & (place == 0), axis=0).sum(axis=0)
+            whole = known[0]
+            for i, kind in enumerate((~batch.sampled, batch.sampled)):
+                sums[i] += (accepted[whole & kind].sum(), (whole & kind).sum())
+        lengths = [round(float(1 + a / n), 4) if n else 0.0 for a, n in sums]
+        return lengths[0], lengths[1]
+
+
+def _json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,57 @@
+"""Cross entropy between the target's distribution and a head's, with the head's matrix inside.
+
+Logits over a vocabulary are by far the largest thing that a step makes. As nothing but a weighted sum comes of them,
+their slopes are known at once, and those of states and matrix are formed in the same pass; the logits are never kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.model.mixed import Mixed, narrow_dot
+
+Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def cross_entropy(x: jax.Array, head: jax.Array | Mixed, p: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sum over rows of weight * cross entropy, float32. The target's p and the weights have no slopes.
+
+    x: [N, H]; head: [H, V]; p: [N, V], rows that add up to 1; weights: [N]
+    """
+    if isinstance(head, Mixed):
+        return _weighted(narrow_dot, x, head.numbers, p, weights)
+    return _weighted(jnp.matmul, x, head, p, weights)
+
+
+def _rows(multiply: Multiply, x: jax.Array, head: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits, their normalizers, and the cross entropy of each row."""
+    logits = multiply(x, head)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return logits, total, total - jnp.sum(p.astype(jnp.float32) * logits, axis=-1)
+
+
+def _weighted_sum(multiply: Multiply, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(weights * _rows(multiply, x, head, p)[2])
+
+
+def _forward(
+    multiply: Multiply, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, Any]:
+    logits, total, rows = _rows(multiply, x, head, p)
+    slopes = (jnp.exp(logits - total[:, None]) - p.astype(jnp.float32)) * weights[:, None]
+    kept = multiply(slopes, head.T), multiply(x.T, slopes), p, weights
+    return jnp.sum(weights * rows), kept
+
+
+def _backward(multiply: Multiply, kept: Any, slope: jax.Array) -> tuple[jax.Array, ...]:
+    del multiply
+    x_slope, head_slope, p, weights = kept
+    return slope * x_slope, slope * head_slope, jnp.zeros_like(p), jnp.zeros_like(weights)
+
+
+_weighted = jax.custom_vjp(_weighted_sum, nondiff_argnums=(0,))
+_weighted.defvjp(_forward, _backward)

@@ -1,0 +1,120 @@
+"""What is to become small: how far the head's distributions are from the target's, over all tokens ahead.
+
+A row counts for a token ahead if the target's distribution there is known, and if the text up to and with the foretold
+token is in the head's vocabulary: what it cannot propose, it need not foretell, and it never gets behind it. Each token
+further ahead counts less by a factor. The target's distribution is that of temperature 1 over the head's vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.model.decoder import head as head_logits
+from services.draft.model.heads import Params
+from services.draft.model.mixed import Mixed, narrow_dot
+from services.draft.train.algorithms.base import Algorithm
+from services.draft.train.batches import Batch
+from services.draft.train.loss import cross_entropy
+from services.draft.train.unroll import take, unroll
+
+
+class Shared(NamedTuple):
+    """What is the target's and stays as it is.
+
+    embed: [V, H]; head: [Ht, V'] of the head's entries alone; draft_ids: [V] int32, -1 for tokens without an entry
+    """
+
+    embed: jax.Array
+    head: jax.Array
+    draft_ids: jax.Array
+
+
+class Tally(NamedTuple):
+    """Sums over rows, by tokens ahead, [K] float32: cross entropies, and rows that count."""
+
+    losses: jax.Array
+    counts: jax.Array
+
+
+class Foretold(NamedTuple):
+    """By tokens ahead and row, [K, B, R]. known: there is a token to foretell; place: its own among the head's guesses,
+    from 0 on, with the noise that it was drawn with; vocabulary size or more if the head has no entry for it.
+    """
+
+    known: jax.Array
+    place: jax.Array
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The objective of an algorithm. ahead: tokens; decay: weight of each further one; narrow: bfloat16 products.
+
+    softcap: of the target's logits
+    """
+
+    algorithm: Algorithm
+    ahead: int
+    decay: float
+    narrow: bool
+    softcap: float | None = None
+
+    def __call__(self, params: Params, shared: Shared, batch: Batch) -> tuple[jax.Array, Tally]:
+        """The weighted sum over all rows, float32, and what it is made of."""
+        params = wrapped(params) if self.narrow else params
+        p = self._target(shared, batch)
+        losses, counts = [], []
+        counted = jnp.ones(batch.rows.shape, bool)
+        for k, said in enumerate(self._unrolled(params, shared, batch)):
+            counted = counted & (k < batch.reach) & (self._foretold(shared, batch, said.place) >= 0)
+            weights = counted.reshape(-1).astype(jnp.float32)
+            rows = said.state.reshape(len(weights), -1)
+            beside = take(p, said.place).reshape(len(weights), -1)
+            losses.append(cross_entropy(rows, params["head"], beside, weights))
+            counts.append(weights.sum())
+        tally = Tally(jnp.stack(losses), jnp.stack(counts))
+        return jnp.sum(tally.losses * self.decay ** jnp.arange(self.ahead)), tally
+
+    def foretell(self, params: Params, shared: Shared, batch: Batch) -> Foretold:
+        """How the head does, as greedy drafting would see it."""
+        params = wrapped(params) if self.narrow else params
+        known, places = [], []
+        for k, said in enumerate(self._unrolled(params, shared, batch)):
+            token = self._foretold(shared, batch, said.place)
+            logits = head_logits(params, said.state, 2**31 - 1)
+            own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
+            better = jnp.sum(logits > own, axis=-1)
+            known.append(k < batch.reach)
+            places.append(jnp.where(token >= 0, better, logits.shape[-1]))
+        return Foretold(jnp.stack(known), jnp.stack(places))
+
+    def _unrolled(self, params: Params, shared: Shared, batch: Batch) -> Any:
+        width = shared.head.shape[0]
+        feature = self.algorithm.feature(params, batch.states[..., :-width].astype(jnp.float32))
+        return unroll(self.algorithm.model, params, shared.embed, feature, batch, self.ahead)
+
+    def _foretold(self, shared: Shared, batch: Batch, place: jax.Array) -> jax.Array:
+        """The head's entry of the token that stands behind the rows, [B, R]; -1 if it has none."""
+        return shared.draft_ids[jnp.take_along_axis(batch.tokens, place, axis=1)]
+
+    def _target(self, shared: Shared, batch: Batch) -> jax.Array:
+        """The target's distributions at all places, [B, L, V']."""
+        final = batch.states[..., -shared.head.shape[0] :]
+        multiply = narrow_dot if self.narrow else _exact
+        logits = multiply(final, shared.head)
+        if self.softcap is not None:
+            logits = self.softcap * jnp.tanh(logits / self.softcap)
+        p = jax.nn.softmax(logits, axis=-1)
+        return p.astype(jnp.bfloat16) if self.narrow else p
+
+
+def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+def wrapped(params: Any) -> Any:
+    """The same parameters, matrices to be multiplied in bfloat16."""
+    return jax.tree.map(lambda array: Mixed(array) if array.ndim == 2 else array, params)

@@ -1,0 +1,150 @@
+"""What the target is asked: conversations out of files, and ones that it begins itself; and in which order.
+
+A file has a JSON object a line, each with one of
+
+    prompt      what a user says                        turns      what a user says, one after another
+    text        a text that goes on, without template   messages   a conversation, which ends with the user
+
+A job is one conversation at one temperature. Jobs come in passes over all conversations; every pass shuffles them anew,
+and gives each another temperature. A greedy answer is the same every time, so nobody is asked for one twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import ConfigError
+
+_KINDS = ("prompt", "text", "turns", "messages")
+_SOME = 1000  # conversations that the target begins in a pass, if it begins all of them
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is asked. name: of this conversation among all, hexadecimal.
+
+    text:     goes on without a template
+    messages: what was said before `turns`, as (role, content)
+    turns:    what the user says, with an answer after each; empty if the target begins itself
+    """
+
+    name: str
+    text: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+    turns: tuple[str, ...] = ()
+
+    @property
+    def free(self) -> bool:
+        """True if the target writes the user's turn, too."""
+        return not self.text and not self.turns
+
+
+@dataclass(frozen=True)
+class Job:
+    """A conversation that is to be written. key: unique; seed: of its noise."""
+
+    key: int
+    conversation: Conversation
+    temperature: float
+    seed: int
+
+
+def read_conversations(files: Sequence[str], limit: int | None = None) -> list[Conversation]:
+    """The conversations of files, each once. limit: of each file. Raises ConfigError naming file and line."""
+    found: dict[str, Conversation] = {}
+    for name in files:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"--data {name}: there is no such file")
+        count = 0
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if limit is not None and count >= limit:
+                    break
+                if line.strip():
+                    conversation = _conversation(line, f"{path}, line {number}")
+                    found[conversation.name] = conversation
+                    count += 1
+        if not count:
+            raise ConfigError(f"--data {name} has no prompts")
+    return list(found.values())
+
+
+def _conversation(line: str, where: str) -> Conversation:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: no valid JSON: {error}") from None
+    kinds = [kind for kind in _KINDS if isinstance(content, dict) and kind in content]
+    if len(kinds) != 1:
+        raise ConfigError(f"{where}: expected an object with one of {', '.join(_KINDS)}")
+    value, kind = content[kinds[0]], kinds[0]
+    name = hashlib.sha256(json.dumps([kind, value], sort_keys=True).encode()).hexdigest()[:16]
+    if kind in ("prompt", "text"):
+        if not isinstance(value, str) or not value.strip():
+            raise ConfigError(f"{where}: {kind} must be a text")
+        return Conversation(name, text=value) if kind == "text" else Conversation(name, turns=(value,))
+    if not isinstance(value, list) or not value:
+        raise ConfigError(f"{where}: {kind} must be a list that is not empty")
+    if kind == "turns":
+        if not all(isinstance(turn, str) and turn.strip() for turn in value):
+            raise ConfigError(f"{where}: turns must be texts")
+        return Conversation(name, turns=tuple(value))
+    return _with_messages(name, value, where)
+
+
+def _with_messages(name: str, messages: list[Any], where: str) -> Conversation:
+    pairs: list[tuple[str, str]] = []
+    for message in messages:
+        fits = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not fits:
+            raise ConfigError(f"{where}: a message has a role and a content, both texts")
+        pairs.append((message["role"], message["content"]))
+    while pairs and pairs[-1][0] == "assistant":  # the target answers by itself
+        pairs.pop()
+    if not pairs or pairs[-1][0] != "user":
+        raise ConfigError(f"{where}: messages must have one of the user that an answer can follow")
+    return Conversation(name, messages=tuple(pairs[:-1]), turns=(pairs[-1][1],))
+
+
+def jobs(
+    conversations: Sequence[Conversation], free: int | None, temperatures: Sequence[float], seed: int
+) -> Iterator[Job]:
+    """Jobs without end, unless all are greedy. free: conversations a pass that the target begins; None for all."""
+    begun = (_SOME if not conversations else 0) if free is None else free
+    for number in range(10**9):
+        # Those that the target begins are new in every pass.
+        own = [Conversation(_hash("free", number, i)) for i in range(begun)]
+        todo = [*enumerate(conversations), *enumerate(own, start=len(conversations))]
+        random.Random(_number("order", seed, number)).shuffle(todo)
+        asked = 0
+        for place, conversation in todo:
+            temperature = temperatures[(place + number) % len(temperatures)]
+            again = number >= len(temperatures) and not conversation.free
+            if temperature == 0 and (again or (number and len(set(temperatures)) == 1 and not conversation.free)):
+                continue
+            asked += 1
+            own_seed = _number("seed", seed, number, conversation.name)
+            yield Job(_number("job", own_seed, temperature), conversation, temperature, own_seed)
+        if not asked:
+            return
+
+
+def is_held_out(name: str, part: float) -> bool:
+    """Whether a conversation is kept for the evaluation, whatever else there is."""
+    return _number("held out", name) < part * 2**63
+
+
+def _hash(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def _number(*facts: Any) -> int:
+    """63 bits."""
+    return int(_hash(*facts), 16) >> 1

@@ -1,0 +1,152 @@
+"""The head as it will be used: on the target's states first, then on its own, several tokens ahead.
+
+    trunk     every place of a pack: the target's states, keys and values for all later rows of its record
+    ahead 0   learnt row r: the target's state r beside token r + 1, at position r, says token r + 2
+    ahead k   the same row, k tokens further: its own state of ahead k - 1 beside token r + 1 + k, at position r + k;
+              sees the trunk's rows up to r, and its own rows of ahead 1 .. k
+
+That is what the draft service does when it extends the trunk by true features, and grows a node, its child, and so on
+along the text ("training-time test", EAGLE-3). What its tokens are along the way is taken from the text.
+
+Legend of shapes: B packs, L places, R learnt rows, H hidden size, G key heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.model.attending import project
+from services.draft.model.config import Attention, Layer, ModelConfig
+from services.draft.model.decoder import layer_input, layer_output
+from services.draft.model.feed_forward import linear
+from services.draft.model.heads import Inputs, Params
+from services.draft.model.mixed import Mixed, narrow_matmul
+from services.draft.train.batches import Batch
+
+
+class Kept(NamedTuple):
+    """Keys and values of a layer: of the trunk [B, L, 2, G, D], and of each token ahead [B, R, 2, G, D]."""
+
+    trunk: jax.Array
+    ahead: tuple[jax.Array, ...] = ()
+
+
+class Ahead(NamedTuple):
+    """One token ahead. state: [B, R, H], which logits come from; place: [B, R], whose distribution it foretells."""
+
+    state: jax.Array
+    place: jax.Array
+
+
+def unroll(model: ModelConfig, params: Params, embed: jax.Array, feature: jax.Array, batch: Batch, count: int,
+           ) -> Iterator[Ahead]:  # fmt: skip
+    """`count` tokens ahead, one after the other. embed: [V, H]; feature: [B, L, H], what the target's states made."""
+    sees = _sees(batch)
+    handed, state, kept = _trunk(model, params, embed, feature, batch, sees)
+    yield Ahead(state, batch.rows + 1)
+    for ahead in range(1, count):
+        place = batch.rows + ahead
+        token = jnp.take_along_axis(batch.tokens, place, axis=1)
+        position = jnp.take_along_axis(batch.positions, batch.rows, axis=1) + ahead
+        x, beside = model.head.join(params, Inputs(embed[token].astype(handed.dtype), position, handed))
+        for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
+            next_to = beside if layer.beside else None
+            inner, residual = layer_input(layer, own, x, next_to)
+            q, kv = _project(layer, own, inner, position)
+            kept[i] = kept[i]._replace(ahead=(*kept[i].ahead, kv))
+            seen = linear(attend(q, kept[i], sees, isinstance(own["qkv"], Mixed)), own, "output")
+            x = layer_output(layer, own, residual, seen)
+        state, own_state = model.head.finish(params, x)
+        assert own_state is not None, "a fed head hands a state on"
+        handed = own_state
+        yield Ahead(state, place + 1)
+
+
+def _sees(batch: Batch) -> jax.Array:
+    """Which places of the trunk a learnt row sees: those of its record up to its own. [B, R, L] bool."""
+    places = jnp.arange(batch.segments.shape[1])
+    segment = jnp.take_along_axis(batch.segments, batch.rows, axis=1)
+    same = segment[:, :, None] == batch.segments[:, None, :]
+    return same & (places <= batch.rows[:, :, None])
+
+
+def _trunk(
+    model: ModelConfig, params: Params, embed: jax.Array, feature: jax.Array, batch: Batch, sees: jax.Array
+) -> tuple[jax.Array, jax.Array, list[Kept]]:
+    """What learnt rows hand on, their states, and the trunk's keys and values.
+
+    All layers but the last are computed at every place; of the last one only learnt rows are needed.
+    """
+    places = feature.shape[1]
+    embedding = embed[batch.tokens[:, :places]].astype(feature.dtype)
+    x, beside = model.head.join(params, Inputs(embedding, batch.positions, feature))
+    kept: list[Kept] = []
+    everywhere = _sees_everywhere(batch) if len(model.layers) > 1 else sees
+    for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
+        last = i == len(model.layers) - 1
+        inner, residual = layer_input(layer, own, x, beside if layer.beside else None)
+        q, kv = _project(layer, own, inner, batch.positions)
+        kept.append(Kept(kv))
+        if last:
+            q, residual = take(q, batch.rows), take(residual, batch.rows)
+        seen = attend(q, kept[-1], sees if last else everywhere, isinstance(own["qkv"], Mixed))
+        x = layer_output(layer, own, residual, linear(seen, own, "output"))
+    state, handed = model.head.finish(params, x)
+    assert handed is not None, "a fed head hands a state on"
+    return handed, state, kept
+
+
+def _sees_everywhere(batch: Batch) -> jax.Array:
+    places = jnp.arange(batch.segments.shape[1])
+    return (batch.segments[:, :, None] == batch.segments[:, None, :]) & (places <= places[:, None])
+
+
+def take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of packs; behind the last one, that. x: [B, L, ...]; rows: [B, R]. Returns [B, R, ...]."""
+    return jnp.take_along_axis(x, rows.reshape(*rows.shape, *(1,) * (x.ndim - 2)), axis=1, mode="clip")
+
+
+def _project(
+    layer: Layer, params: dict[str, Any], inner: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [B, N, heads, D], and keys beside values [B, N, 2, G, D]."""
+    a = layer.attention
+    assert isinstance(a, Attention), "only grouped attention is trained"
+    assert not a.gated
+    assert (a.window, a.first, a.sinks, a.softcap) == (None, 0, False, None)
+    q, kv, _ = project(params, a, inner, positions, layer.epsilon)
+    return q, kv
+
+
+def attend(q: jax.Array, kept: Kept, sees: jax.Array, narrow: bool) -> jax.Array:
+    """What rows see of the trunk and of their own tokens ahead. q: [B, N, heads, D]; sees: [B, N, L].
+
+    narrow: multiply in bfloat16. Returns [B, N, heads * D].
+    """
+    multiply = narrow_matmul if narrow else jnp.matmul
+    packs, rows, heads, dim = q.shape
+    groups = kept.trunk.shape[3]
+    keys, values = (kept.trunk[:, :, i].swapaxes(1, 2) for i in range(2))  # [B, G, L, D]
+    grouped = q.reshape(packs, rows, groups, -1, dim) / dim**0.5  # [B, N, G, heads / G, D]
+    flat = grouped.transpose(0, 2, 3, 1, 4).reshape(packs, groups, -1, dim)
+    scores = multiply(flat, keys.swapaxes(2, 3)).reshape(packs, groups, -1, rows, keys.shape[2])
+    scores = jnp.where(sees[:, None, None], scores, -1e30)
+    own = [jnp.sum(grouped * kv[:, :, 0, :, None], axis=-1).transpose(0, 2, 3, 1) for kv in kept.ahead]
+    best = scores.max(axis=-1)
+    for score in own:
+        best = jnp.maximum(best, score)
+    best = jax.lax.stop_gradient(best)
+    shares = jnp.exp(scores - best[..., None])  # [B, G, heads / G, N, L]
+    total = shares.sum(axis=-1)
+    seen = multiply(shares.reshape(packs, groups, -1, shares.shape[-1]), values)
+    seen = seen.reshape(packs, groups, -1, rows, dim)
+    for score, kv in zip(own, kept.ahead, strict=True):
+        share = jnp.exp(score - best)
+        total = total + share
+        seen = seen + share[..., None] * kv[:, :, 1].swapaxes(1, 2)[:, :, None]
+    seen = seen / total[..., None]
+    return seen.transpose(0, 3, 1, 2, 4).reshape(packs, rows, heads * dim)
