@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.draft.batch import Shape, empty_inputs
+from services.draft.batch import Layout, Shape
 from services.draft.kernels.accelerators import with_cache_for
 from services.draft.kernels.base import Paging
+from services.draft.kernels.cpu import library
 from services.draft.kernels.pallas_gpu import gpu_attention
 from services.draft.kernels.pallas_tpu import tpu_attention
 from services.draft.kv_cache import make_pools
@@ -160,20 +161,24 @@ def step_of(config, paging, shape, dtype, sharding=None):
     params = {name: spec(size, dtype) for name, size in (("norm", (hidden,)), ("head", (hidden, 1000)))}
     params |= {"embed": spec((1000, hidden), dtype), "layers": [{name: spec(sizes[name], dtype) for name in sizes}]}
     pools = jax.eval_shape(lambda: make_pools(config, SLOTS // paging.page_size - 1, paging.page_size, dtype))
-    inputs = empty_inputs(shape, 8192 // paging.page_size, hidden)
-    pools, inputs = jax.tree.map(lambda x: spec(np.shape(x), x.dtype), (pools, inputs))
+    layout = Layout(shape, 8192 // paging.page_size, hidden)
+    pools = jax.tree.map(lambda x: spec(np.shape(x), x.dtype), pools)
+    inputs = spec((layout.words(),), jnp.int32), spec((shape.sessions, shape.rows, hidden), jnp.float32)
     constants = program.Constants(config, paging, 4, 1000)
     pool_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pools))
-    return program.step.trace(constants, params, pools, inputs), pool_bytes
+    return program.compiled_step(paging.backend).trace(constants, layout, params, pools, *inputs), pool_bytes
 
 
 SHAPES = [Shape(1, 1, 1), Shape(4, 4, 4), Shape(1, 64, 1)]
 
 
+@pytest.mark.parametrize("backend", ["plain", "cpu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_step_updates_its_pools_in_place(shape):
+def test_a_step_updates_its_pools_in_place(shape, backend):
+    if backend == "cpu" and not library.available():
+        pytest.skip("the kernels cannot be had on this machine")
     config = head_of(Attention(128, 4, 2, 16, Rope(1e4)))
-    trace, pool_bytes = step_of(config, Paging(16), shape, jnp.float32)
+    trace, pool_bytes = step_of(config, Paging(16, backend), shape, jnp.float32)
     check_in_place(trace.lower().compile(), pool_bytes)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from services.draft.batch import Layout, StepInputs
-from services.draft.kernels.base import Context, Paging
+from services.draft.kernels.base import Backend, Context, Paging
 from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.kv_cache import Pools, move_rows
 from services.draft.model.config import ModelConfig
@@ -33,7 +33,6 @@ class Constants(NamedTuple):
     spread: Spread | None = None
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def step(
     constants: Constants, layout: Layout, params: Params, pools: Pools, words: jax.Array, features: jax.Array
 ) -> tuple[jax.Array, Pools]:
@@ -48,6 +47,19 @@ def step(
     else:
         (ids, log_scores), pools = constants.spread.step(compute, params, pools, inputs)
     return jnp.stack([ids, jax.lax.bitcast_convert_type(log_scores, jnp.int32)]), pools
+
+
+def compiled_step(backend: Backend) -> Any:
+    """`step`, compiled for each of its first two arguments and shapes."""
+    return _STEPS["cpu" if backend == "cpu" else "other"]
+
+
+_jit = partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+_STEPS = {
+    "other": _jit(step),
+    # Beside the kernels there is nothing left that is worth waking XLA's own threads for.
+    "cpu": _jit(step, compiler_options={"xla_cpu_multi_thread_eigen": False}),
+}
 
 
 def _step(

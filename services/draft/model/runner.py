@@ -56,6 +56,7 @@ class ModelRunner:
         self.table_pages = table_pages
         self.compilations = Compilations()
         self._constants = program.Constants(config, paging, children, vocab_limit, spread)
+        self._step = program.compiled_step(paging.backend)
         self._params = params
         make = make_pools if spread is None else spread.make_pools
         self._pools = make(config, total_pages, paging.page_size, dtype)
@@ -111,7 +112,7 @@ class ModelRunner:
         if inputs.features is not None and inputs.features[1].any():
             features = inputs.features[0]
         words = inputs.tokens.base  # of which all inputs are views
-        result, self._pools = program.step(
+        result, self._pools = self._step(
             self._constants, self.layout(shape), self._params, self._pools, words, features
         )
         ids, log_scores = np.asarray(result)

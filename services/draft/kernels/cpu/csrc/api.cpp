@@ -40,11 +40,11 @@ ffi::Error run_product(ffi::AnyBuffer x, ffi::AnyBuffer data, ffi::AnyBuffer sca
   Weight weight(format, outputs, inputs);
   weight.data = as<char>(data) + which * weight.panels * weight.panel_bytes;
   if (format == Format::kInt8) weight.scales = as<float>(scales) + which * weight.panels * kPanel;
-  Threads::instance().with([&](Pool& pool) {
+  Threads::instance().with([&](Crew& crew) {
     const bool wide = x.element_type() == ffi::F32, wide_result = y->element_type() == ffi::F32;
-    if (wide && wide_result) product(pool, weight, as<float>(x), rows, as<float>(y));
-    else if (wide_result) product(pool, weight, as<BF16>(x), rows, as<float>(y));
-    else product(pool, weight, as<BF16>(x), rows, as<BF16>(y));
+    if (wide && wide_result) product(crew, weight, as<float>(x), rows, as<float>(y));
+    else if (wide_result) product(crew, weight, as<BF16>(x), rows, as<float>(y));
+    else product(crew, weight, as<BF16>(x), rows, as<BF16>(y));
   });
   return ffi::Error::Success();
 }
@@ -58,7 +58,7 @@ void attend_in(const ffi::AnyBuffer& q, const ffi::AnyBuffer& pool, ffi::Result<
   const auto q_shape = q.dimensions(), pool_shape = pool.dimensions();
   call.sessions = q_shape[0], call.rows = q_shape[1], call.heads = q_shape[2], call.dim = q_shape[3];
   call.planes = pool_shape[1], call.kv_heads = pool_shape[2];
-  Threads::instance().with([&](Pool& threads) { Attention<T>(call).run(threads); });
+  Threads::instance().with([&](Crew& crew) { Attention<T>(call).run(crew); });
 }
 
 // Operands as of kernels.attention; those that may be missing have no elements then.
@@ -115,7 +115,7 @@ ffi::Error run_candidates(ffi::AnyBuffer logits, ffi::AnyBuffer ids, ffi::AnyBuf
                             tokens->dimensions().back(), limit, as<float>(temperature), as<float>(top_p),
                             as<float>(min_p), as<int32_t>(top_k), as<uint32_t>(keys), as<int32_t>(tokens),
                             as<float>(log_scores)};
-  Threads::instance().with([&](Pool& pool) { candidates(pool, call); });
+  Threads::instance().with([&](Crew& crew) { candidates(crew, call); });
   return ffi::Error::Success();
 }
 

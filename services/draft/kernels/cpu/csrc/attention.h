@@ -53,15 +53,15 @@ class Attention {
  public:
   explicit Attention(const AttentionCall<T>& call) : call_(call), width_(round_up(call.dim, kLanes)) {}
 
-  void run(Pool& pool) {
+  void run(Crew& crew) {
     plan();
     const int64_t heads = call_.kv_heads, tasks = int64_t(splits_.size()) * heads;
     const size_t bytes = tasks * call_.queries() * (width_ + kLanes) * sizeof(float);
     static Buffer partials;
     if (partials.bytes() < bytes) partials = Buffer(bytes);
     partials_ = partials.as<float>();
-    share(pool, tasks, [&](int64_t task) { gather(task / heads, task % heads); });
-    share(pool, call_.sessions, [&](int64_t session) { join(session); });
+    share(crew, tasks, [&](int64_t task) { gather(task / heads, task % heads); });
+    share(crew, call_.sessions, [&](int64_t session) { join(session); });
   }
 
  private:

@@ -219,8 +219,8 @@ class Candidates {
   float* scores_;
 };
 
-inline void candidates(Pool& pool, const CandidatesCall& call) {
-  share(pool, call.sessions * call.rows,
+inline void candidates(Crew& crew, const CandidatesCall& call) {
+  share(crew, call.sessions * call.rows,
         [&](int64_t row) { Candidates(call).take(row / call.rows, row % call.rows); });
 }
 

@@ -1,8 +1,6 @@
 // y = x W^T for the few rows of a round: each weight is read once for all of them.
 #pragma once
 
-#include <vector>
-
 #include "linear.h"
 #include "threads.h"
 
@@ -33,23 +31,25 @@ class Portions {
 
 // X: of rows x [rows, weight.inputs]; Y: of results [rows, weight.outputs].
 template <class X, class Y>
-void product(Pool& pool, const Weight& weight, const X* x, int64_t rows, Y* y) {
-  Portions portions(weight.panels, pool.threads());
+void product(Crew& crew, const Weight& weight, const X* x, int64_t rows, Y* y) {
   static Buffer shared;
   const bool together = rows > kSharedRows;
-  if (together && shared.bytes() < operand_bytes(weight, rows)) shared = Buffer(operand_bytes(weight, rows));
-  std::atomic<int64_t> next{0};
-  pool.run([&](int) {
+  auto laid_out = [&](Buffer& memory) {
+    if (memory.bytes() < operand_bytes(weight, rows)) memory = Buffer(operand_bytes(weight, rows));
+    return operand_in(memory.as<char>(), weight, rows);
+  };
+  auto fill = [&](const Operand& operand, int64_t row) {
+    fill_operand(operand, weight, row, x + row * weight.inputs);
+  };
+  if (together) {
+    const Operand operand = laid_out(shared);
+    share(crew, rows, [&](int64_t row) { fill(operand, row); });
+  }
+  Portions portions(weight.panels, crew.threads());
+  crew.run([&] {
     static thread_local Buffer own;
-    if (!together && own.bytes() < operand_bytes(weight, rows)) own = Buffer(operand_bytes(weight, kSharedRows));
-    const Operand operand = operand_in((together ? shared : own).template as<char>(), weight, rows);
-    auto fill = [&](int64_t row) { fill_operand(operand, weight, row, x + row * weight.inputs); };
-    if (together) {
-      for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) fill(row);
-      pool.barrier().wait();
-    } else {
-      for (int64_t row = 0; row < rows; ++row) fill(row);
-    }
+    const Operand operand = laid_out(together ? shared : own);
+    for (int64_t row = 0; row < rows && !together; ++row) fill(operand, row);
     for (int64_t panel, end; portions.take(panel, end);) {
       for (; panel < end; ++panel) {
         multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {

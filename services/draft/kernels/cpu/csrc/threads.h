@@ -1,13 +1,91 @@
-// The threads of all kernels: as many as the process was told, woken by one call at a time.
+// The threads of all kernels: as many as the process was told, working for one call at a time.
 #pragma once
 
+#include <immintrin.h>
+#include <sched.h>
+
 #include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
-
-#include "pool.h"
+#include <thread>
+#include <vector>
 
 namespace outrider {
+
+// Threads that help a caller if they come in time. Work is taken portion by portion, so the caller gets everything done
+// without them, too: on a busy machine a thread may get its core only after the work is over, and is not waited for then.
+class Crew {
+ public:
+  explicit Crew(int threads) {
+    for (int i = 1; i < threads; ++i) helpers_.emplace_back([this] { help(); });
+  }
+
+  ~Crew() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+      epoch_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+  }
+
+  int threads() const { return int(helpers_.size()) + 1; }
+
+  // job() takes portions until there are none left; it runs here, and in every helper that comes before it is done here.
+  void run(const std::function<void()>& job) {
+    if (helpers_.empty()) return job();
+    job_ = &job;
+    inside_.store(0, std::memory_order_release);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      epoch_.fetch_add(1, std::memory_order_release);
+    }
+    wake_.notify_all();
+    job();
+    inside_.fetch_or(kClosed, std::memory_order_acq_rel);
+    for (int spins = 0; inside_.load(std::memory_order_acquire) != kClosed; ++spins) {
+      if (spins < kPatience) _mm_pause(); else sched_yield();
+    }
+  }
+
+ private:
+  static constexpr int kClosed = 1 << 30;
+  static constexpr int kPatience = 4000;
+  // After a job a helper looks for the next one for so many turns (some tens of microseconds) before it sleeps: kernels
+  // follow one another closely, but other processes may need the core meanwhile.
+  static constexpr int kLinger = 2000;
+
+  void help() {
+    unsigned seen = 0;
+    for (;;) {
+      for (int spins = 0; spins < kLinger && epoch_.load(std::memory_order_acquire) == seen; ++spins) _mm_pause();
+      if (epoch_.load(std::memory_order_acquire) == seen) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, [&] { return epoch_.load(std::memory_order_acquire) != seen; });
+      }
+      seen = epoch_.load(std::memory_order_acquire);
+      if (stopping_) return;
+      int inside = inside_.load(std::memory_order_acquire);
+      while (!(inside & kClosed) && !inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) {
+      }
+      if (inside & kClosed) continue;
+      (*job_)();
+      inside_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::vector<std::thread> helpers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  const std::function<void()>* job_ = nullptr;
+  std::atomic<bool> stopping_{false};
+  alignas(64) std::atomic<unsigned> epoch_{0};
+  alignas(64) std::atomic<int> inside_{kClosed};  // helpers at work, and whether no more may come
+};
 
 class Threads {
  public:
@@ -18,31 +96,31 @@ class Threads {
 
   void set(int count) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!pool_ || pool_->threads() != count) pool_ = std::make_unique<Pool>(count);
+    if (!crew_ || crew_->threads() != count) crew_ = std::make_unique<Crew>(count);
   }
 
-  // job(pool): may run work on all threads. XLA may call kernels that do not depend on one another at the same time.
+  // job(crew). XLA may call kernels that do not depend on one another at the same time; they wait for one another.
   template <class Job>
   void with(Job&& job) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!pool_) pool_ = std::make_unique<Pool>(1);
-    job(*pool_);
+    if (!crew_) crew_ = std::make_unique<Crew>(1);
+    job(*crew_);
   }
 
  private:
   std::mutex mutex_;
-  std::unique_ptr<Pool> pool_;
+  std::unique_ptr<Crew> crew_;
 };
 
 // Run task(0) .. task(count - 1) on all threads, each taking the next one.
 template <class Task>
-void share(Pool& pool, int64_t count, Task&& task) {
-  if (count <= 1 || pool.threads() == 1) {
+void share(Crew& crew, int64_t count, Task&& task) {
+  if (count <= 1) {
     for (int64_t i = 0; i < count; ++i) task(i);
     return;
   }
   std::atomic<int64_t> next{0};
-  pool.run([&](int) {
+  crew.run([&] {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(i);
   });
 }
