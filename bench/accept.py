@@ -129,6 +129,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafter", type=named_drafter, action="append", default=[], metavar="NAME=FLAGS",
                         help="a further drafter, by flags of `outrider serve`")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="keep the last run's rows; measure what they lack")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of all drafters, these; plain decoding always")
     args = parser.parse_args(argv)
     drafters = DRAFTERS | dict(args.drafter)
@@ -139,13 +140,27 @@ def main(argv: list[str]) -> None:
     model, prompts = str(resolve(args.model_path)), read_prompts(args.prompts, args.limit)
     report = Report("accept", "How much drafters foretell: accept length by category")
     report.notes = _notes(args, model, prompts)
+    if args.resume and (RESULTS / "accept.json").exists():
+        report.rows = _rows_of(RESULTS / "accept.json", report.notes)
+    known = {row["drafter"] for row in report.rows}
     plain: dict[float, Result] = {}
     for name, flags in drafters.items():
+        if name in known and name != _PLAIN:
+            continue
         for temperature, result in measure(model, flags, prompts, args, name).items():
             plain.setdefault(temperature, result)
+            if name in known:
+                continue
             add_rows(report, name, temperature, result, prompts, plain[temperature])
-    _plot(report)
-    report.write()
+        _plot(report)
+        report.write()
+
+
+def _rows_of(file: Path, notes: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a report on the same model and prompts; none of another one."""
+    content = json.loads(file.read_text())
+    rows: list[dict[str, Any]] = content["rows"] if content["notes"] == list(notes) else []
+    return rows
 
 
 def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> list[str]:
