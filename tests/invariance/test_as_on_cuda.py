@@ -4,7 +4,7 @@ import pytest
 
 from tests.invariance.engines import draft_engine, target_engine
 from tests.invariance.pair import Faults, GarbageDraft, Pair, request
-from tests.tiny import VOCAB, write_model
+from tests.tiny import VOCAB, write_model, write_tokenizer
 
 PROMPTS = [[5, 6, 7], [9] * 10, list(range(30, 75)), [8, 7, 8, 7, 8, 7], [200]]
 OPTIONS = {
@@ -17,7 +17,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"), seed=1)
+    return write_tokenizer(write_model(tmp_path_factory.mktemp("model"), seed=1))
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,19 @@ def engines(folder):
     return target_engine(folder), engine
 
 
+@pytest.fixture(scope="module")
+def self_draft(folder):
+    """One engine; every run leaves it empty."""
+    return draft_engine("STANDALONE", folder)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("drafter", [None, "ngram", "self", "garbage"])
-def test_the_text_never_changes(folder, engines, drafter, options, temperature):
+def test_the_text_never_changes(self_draft, engines, drafter, options, temperature):
     makers = {
         "ngram": lambda: draft_engine("NGRAM"),
-        "self": lambda: draft_engine("STANDALONE", folder),
+        "self": lambda: self_draft,
         "garbage": lambda: GarbageDraft(VOCAB),
     }
     plain, engine = engines

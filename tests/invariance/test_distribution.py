@@ -13,12 +13,18 @@ from tests.invariance.pair import Pair
 from tests.tiny import write_model
 
 PROMPT = [5, 9, 11, 3]
-SESSIONS = 3000
+SESSIONS, BATCH = 3000, 60
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), seed=5, vocab=24)
+
+
+@pytest.fixture(scope="module")
+def engines(model):
+    """Target and draft; every run leaves them empty."""
+    return target_engine(model, max_running=BATCH), draft_engine("STANDALONE", model, max_running=BATCH)
 
 
 def probabilities(folder, path, temperature, top_p):
@@ -36,13 +42,12 @@ def probabilities(folder, path, temperature, top_p):
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8)])
 @pytest.mark.parametrize("drafter", [None, "self"])
-def test_two_tokens_over_many_seeds(model, drafter, temperature, top_p):
-    target = target_engine(model)
-    draft = draft_engine("STANDALONE", model, max_running=16) if drafter else None
+def test_two_tokens_over_many_seeds(model, engines, drafter, temperature, top_p):
+    target, draft = engines[0], engines[1] if drafter else None
     counts = np.zeros((24, 24))
     accepted = 0
-    for first in range(0, SESSIONS, 15):
-        params = [SamplingParams(temperature, top_p=top_p, seed=seed) for seed in range(first, first + 15)]
+    for first in range(0, SESSIONS, BATCH):
+        params = [SamplingParams(temperature, top_p=top_p, seed=seed) for seed in range(first, first + BATCH)]
         stop = StopConditions(3, ignore_eos=True)
         prompt = np.array(PROMPT, np.uint32)
         run = Pair(target, (lambda: draft) if draft else None, growth=20).run(

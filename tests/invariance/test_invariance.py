@@ -66,29 +66,65 @@ def test_greedy_text_is_that_of_transformers(models, plain):
         assert text[0, len(prompt) :].tolist() == plain[0.0][i]
 
 
+EIGHT_BITS = {"speculative_draft_model_quantization": "int8"}
+
+
+def mapped(target):
+    """Flags of a draft that proposes some of the tokens alone."""
+    torch.save(list(range(4, 200)), file := target.parent / "map.pt")
+    return {"speculative_token_map": str(file)}
+
+
+# Trees of 4 children a node share their programs with those that adapt; some drafters hold a part of the batch.
 DRAFTERS = {
-    "ngram": lambda models: lambda: draft_engine("NGRAM"),
-    "ngram by frequency": lambda models: lambda: draft_engine("NGRAM", match_type="PROB"),
-    "standalone": lambda models: lambda: draft_engine("STANDALONE", models[1]),
-    "self": lambda models: lambda: draft_engine("STANDALONE", models[0]),
-    "self, chain": lambda models: lambda: draft_engine("STANDALONE", models[0], tree=(4, 1, 5)),
-    "self, explicit tree": lambda models: lambda: draft_engine("STANDALONE", models[0], tree=(3, 3, 9)),
-    "eagle, explicit tree": lambda models: lambda: draft_engine("EAGLE", models[2], models[0], tree=(3, 2, 6)),
-    "ngram beside": lambda models: lambda: draft_engine("STANDALONE", models[1], beside=True),
-    "ngram beside self": lambda models: lambda: draft_engine("STANDALONE", models[0], beside=True),
-    "eagle": lambda models: lambda: draft_engine("EAGLE", models[2], models[0]),
-    "eagle 3": lambda models: lambda: draft_engine("EAGLE3", models[3], models[0]),
-    "ngram beside eagle 3": lambda models: lambda: draft_engine("EAGLE3", models[3], models[0], beside=True),
-    "garbage": lambda models: lambda: GarbageDraft(VOCAB),
+    "ngram": lambda models: draft_engine("NGRAM"),
+    "ngram by frequency": lambda models: draft_engine("NGRAM", match_type="PROB"),
+    "standalone": lambda models: draft_engine("STANDALONE", models[1], max_running=4),
+    "self": lambda models: draft_engine("STANDALONE", models[0]),
+    "self, chain": lambda models: draft_engine("STANDALONE", models[0], tree=(4, 1, 5), max_running=4),
+    "self, explicit tree": lambda models: draft_engine("STANDALONE", models[0], tree=(3, 4, 9)),
+    "eagle, explicit tree": lambda models: draft_engine("EAGLE", models[2], models[0], tree=(3, 4, 9)),
+    "ngram beside": lambda models: draft_engine("STANDALONE", models[1], beside=True, max_running=4),
+    "ngram beside self": lambda models: draft_engine("STANDALONE", models[0], beside=True),
+    "self, mapped": lambda models: draft_engine("STANDALONE", models[0], max_running=1, **mapped(models[0])),
+    "self, in 8 bits": lambda models: draft_engine("STANDALONE", models[0], max_running=1, **EIGHT_BITS),
+    "eagle": lambda models: draft_engine("EAGLE", models[2], models[0]),
+    "eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], max_running=4),
+    "ngram beside eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], beside=True, max_running=4),
 }
+
+
+class Drafters:
+    """Drafters by name. Each is built once; whoever makes one gets it as it was at first, without sessions or texts."""
+
+    def __init__(self, models):
+        self.models, self.built = models, {}
+
+    def __getitem__(self, name):
+        return lambda: GarbageDraft(VOCAB) if name == "garbage" else self.fresh(name)
+
+    def fresh(self, name):
+        if name not in self.built:
+            self.built[name] = DRAFTERS[name](self.models)
+        engine = self.built[name]
+        for session_id in list(engine._sessions):
+            engine.close(session_id)
+        engine.flush()
+        engine._failures.clear()
+        return engine
+
+
+@pytest.fixture(scope="session")
+def drafters(models):
+    return Drafters(models)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_any_drafter(target, models, plain, drafter, temperature, batch):
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "garbage"])
+def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
     todo = requests(temperature)
-    make = DRAFTERS[drafter](models)
+    make = drafters[drafter]
     runs = [Pair(target, make).run(todo[i : i + batch]) for i in range(0, len(todo) if batch > 1 else 3, batch)]
     tokens = {i: text for run in runs for i, text in run.tokens.items()}
     assert tokens == {i: plain[temperature][i] for i in tokens}
@@ -112,9 +148,9 @@ FAULTS = {
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage", "eagle", "eagle 3"])
-def test_any_fault_of_the_transport(target, models, plain, drafter, fault, temperature):
+def test_any_fault_of_the_transport(target, drafters, plain, drafter, fault, temperature):
     for seed in range(2):
-        run = Pair(target, DRAFTERS[drafter](models), FAULTS[fault], seed=seed).run(requests(temperature))
+        run = Pair(target, drafters[drafter], FAULTS[fault], seed=seed).run(requests(temperature))
         assert run.tokens == plain[temperature]
         if drafter.endswith("self"):
             assert run.accepted > 0
@@ -123,19 +159,19 @@ def test_any_fault_of_the_transport(target, models, plain, drafter, fault, tempe
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", ["ngram", "self", "eagle", "eagle 3"])
-def test_a_draft_killed_midway(target, models, plain, drafter, temperature):
+def test_a_draft_killed_midway(target, drafters, plain, drafter, temperature):
     for back in (8, -1):
-        pair = Pair(target, DRAFTERS[drafter](models), killed_from=4, killed_until=back)
+        pair = Pair(target, drafters[drafter], killed_from=4, killed_until=back)
         assert pair.run(requests(temperature)).tokens == plain[temperature]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_two_drafters_in_one_session(target, models, plain, temperature):
+def test_two_drafters_in_one_session(target, drafters, plain, temperature):
     """Two drafts that know nothing of one another feed the same trees."""
 
     class Both:
         def __init__(self):
-            self.engines = [draft_engine("NGRAM"), draft_engine("STANDALONE", models[0])]
+            self.engines = [drafters.fresh("ngram"), drafters.fresh("self")]
 
         def __getattr__(self, name):
             def call(*arguments):
@@ -155,7 +191,7 @@ def test_two_drafters_in_one_session(target, models, plain, temperature):
     assert Pair(target, Both).run(requests(temperature)).tokens == plain[temperature]
 
 
-def test_page_sizes_chunks_and_preemption_leave_the_text_as_it_is(models, plain):
+def test_page_sizes_chunks_and_preemption_leave_the_text_as_it_is(models, drafters, plain):
     for options in (
         {"page_size": 1, "max_step_tokens": 7},
         {"page_size": 64, "max_step_tokens": 13},
@@ -163,11 +199,11 @@ def test_page_sizes_chunks_and_preemption_leave_the_text_as_it_is(models, plain)
         {"max_running": 3},
     ):
         engine = target_engine(models[0], **options)
-        run = Pair(engine, DRAFTERS["self"](models)).run(requests(1.0))
+        run = Pair(engine, drafters["self"]).run(requests(1.0))
         assert run.tokens == plain[1.0], options
 
 
-def test_a_target_that_restarts_goes_on_where_it_was(models, plain):
+def test_a_target_that_restarts_goes_on_where_it_was(models, drafters, plain):
     """A session reopened with prompt and committed tokens continues with exactly the tokens it would have had."""
     for cut in (1, 17, LENGTH - 1):
         engine = target_engine(models[0])
@@ -175,16 +211,16 @@ def test_a_target_that_restarts_goes_on_where_it_was(models, plain):
             text = plain[1.0][i]
             one = request(i, prompt, 1.0, LENGTH)
             resumed = type(one)(i, np.array(prompt + text[:cut], np.uint32), len(prompt), one.sampling, one.stop)
-            assert Pair(engine, DRAFTERS["self"](models)).run([resumed]).tokens[i] == text
+            assert Pair(engine, drafters["self"]).run([resumed]).tokens[i] == text
 
 
 @pytest.mark.parametrize(
     "filters", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]
 )
-def test_filters_are_coupled_too(target, models, filters):
+def test_filters_are_coupled_too(target, drafters, filters):
     todo = requests(1.0, **filters)
     alone = Pair(target).run(todo)
-    run = Pair(target, DRAFTERS["self, chain"](models)).run(todo)
+    run = Pair(target, drafters["self, chain"]).run(todo)
     assert run.tokens == alone.tokens
     assert run.acceptance > 0.97
 
@@ -197,14 +233,14 @@ PENALTIES = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_count_along_every_path(target, models, plain, name, temperature):
+def test_penalties_count_along_every_path(target, drafters, plain, name, temperature):
     todo = requests(temperature, **PENALTIES[name])
     alone = {i: Pair(target).run([one]).tokens[i] for i, one in enumerate(todo)}
     assert all(alone[i] != plain[temperature][i] for i in alone)
     for drafter in ("self", "garbage", "ngram"):
         for batch in (1, 8):
             for first in range(0, len(todo) if batch > 1 else 2, batch):
-                run = Pair(target, DRAFTERS[drafter](models), FAULTS["all at once"]).run(todo[first : first + batch])
+                run = Pair(target, drafters[drafter], FAULTS["all at once"]).run(todo[first : first + batch])
                 assert run.tokens == {i: alone[i] for i in run.tokens}
                 assert run.accepted > 0 or drafter != "self"
 
@@ -218,7 +254,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_grammars_hold_on_every_path(target, models, temperature):
+def test_grammars_hold_on_every_path(target, drafters, temperature):
     """Sessions with grammars, some of them with penalties, beside others without."""
     todo = [
         replace(one, grammar=GRAMMARS[i % 4], sampling=replace(one.sampling, frequency_penalty=0.5 * (i // 4)))
@@ -229,13 +265,11 @@ def test_grammars_hold_on_every_path(target, models, temperature):
     for drafter in ("self", "garbage", "ngram"):
         for batch in (1, 8):
             for first in range(0, len(todo) if batch > 1 else 3, batch):
-                run = Pair(target, DRAFTERS[drafter](models), FAULTS["delayed and reordered"]).run(
-                    todo[first : first + batch]
-                )
+                run = Pair(target, drafters[drafter], FAULTS["delayed and reordered"]).run(todo[first : first + batch])
                 assert run.tokens == {i: alone[i] for i in run.tokens}
     cut = {i: tokens[: len(tokens) // 2] for i, tokens in alone.items() if len(tokens) > 1}
     again = [
         replace(todo[i], tokens=np.concatenate([todo[i].tokens, np.array(tokens, np.uint32)]))
         for i, tokens in cut.items()
     ]
-    assert Pair(target, DRAFTERS["self"](models)).run(again).tokens == {i: alone[i] for i in cut}
+    assert Pair(target, drafters["self"]).run(again).tokens == {i: alone[i] for i in cut}
