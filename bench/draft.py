@@ -11,6 +11,7 @@ Weights are random, for speed does not depend on them; logits are spread so that
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench draft", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--formats", nargs="+", choices=_DTYPES, default=list(_DTYPES))
-    parser.add_argument("--kernels", choices=get_args(DraftAttentionBackend), default="auto")
+    parser.add_argument("--kernels", nargs="+", choices=get_args(DraftAttentionBackend), default=["plain", "auto"])
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="sessions x nodes of each")
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 2048], help="committed tokens a session")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
@@ -76,13 +77,14 @@ def main(argv: Sequence[str]) -> None:
     report = Report(args.name, f"The draft on a {platform}: rounds of growth against their memory floor")
     threads = len(os.sched_getaffinity(0))
     for name in args.models:
-        for dtype in args.formats:
+        for dtype, kernels in itertools.product(args.formats, args.kernels):
             sessions = max(int(shape.split("x")[0]) for shape in args.shapes)
-            subject = Subject(MODELS[name](), dtype, args.kernels, sessions, max(args.contexts) + ROOM)
-            for context, temperature, shape in _cases(args):
+            subject = Subject(MODELS[name](), dtype, kernels, sessions, max(args.contexts) + ROOM)
+            for context, temperature, shape in _cases(args, kernels):
                 measure(report, name, subject, shape, context, temperature, args.steps, threads)
             del subject
     report.notes += [
+        "plain: XLA's own operations; cpu: the compiled kernels",
         "step: a whole round of the engine; device: the compiled program; host: the rest. Medians",
         "floor: weights, keys and values that a round reads, at the bandwidth of the device (on a CPU, of all threads "
         "together), GB/s",
@@ -93,11 +95,13 @@ def main(argv: Sequence[str]) -> None:
     report.write()
 
 
-def _cases(args: argparse.Namespace) -> Iterator[tuple[int, float, Shape]]:
+def _cases(args: argparse.Namespace, kernels: str) -> Iterator[tuple[int, float, Shape]]:
     for context in args.contexts:
         for temperature in args.temperatures:
             if temperature and context != args.contexts[0]:
                 continue  # noise costs the same at any context
+            if kernels == "plain" and (temperature or context != args.contexts[0]):
+                continue  # what the others are compared with
             for shape in args.shapes:
                 sessions, rows = map(int, shape.split("x"))
                 yield context, temperature, Shape(sessions, rows, rows)
@@ -166,7 +170,7 @@ class Subject:
     def __init__(self, model: Model, dtype: str, kernels: DraftAttentionBackend, sessions: int, tokens: int) -> None:
         config = model.config
         self.dtype = dtype
-        backend = choose(kernels, jax.devices()[0], config, _DTYPES[dtype], PAGE)
+        self.backend = backend = choose(kernels, jax.devices()[0], config, _DTYPES[dtype], PAGE)
         config = with_cache_for(config, backend)
         params = params_of(model, _DTYPES[dtype])
         if backend == "cpu":
@@ -243,7 +247,7 @@ def measure(
     device = ran - float(np.median(nothing))
     floor = (subject.weight_bytes + shape.sessions * context * int(subject.token_bytes)) / bandwidth
     report.add(
-        model=name, format=subject.dtype, temperature=temperature, context=context,
+        model=name, kernels=subject.backend, format=subject.dtype, temperature=temperature, context=context,
         shape=f"{shape.sessions}x{shape.rows}", **{"step ms": 1e3 * step, "host ms": 1e3 * (step - device)},
         **{"device ms": 1e3 * device, "floor ms": 1e3 * floor, "device / floor": device / floor},
         **{"GB/s": bandwidth / 1e9},
@@ -311,6 +315,7 @@ def plot(report: Report, folder: Path = RESULTS) -> None:
 
     context = min(row["context"] for row in report.rows)
     rows = [row for row in report.rows if row["context"] == context and not row["temperature"]]
+    rows = [row for row in rows if row["kernels"] != "plain"]
     models = list(dict.fromkeys((row["model"], row["format"]) for row in rows))
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
     for model in models:

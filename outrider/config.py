@@ -149,7 +149,7 @@ class DraftOptions:
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
     """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target."""
     draft_dtype: DType = "auto"
-    """Number format of the draft model; auto is bfloat16 on accelerators and float32 on the CPU."""
+    """Number format of the draft model; auto is bfloat16, but float32 on CPUs that lack the compiled kernels."""
     speculative_draft_model_quantization: str | None = None
     """Narrower weights than the draft's number format: int8 or fp8, a scale for each output; unquant for none. By
     default none, but with `serve` what --quantization says (int8 for int4)."""

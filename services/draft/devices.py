@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
+from services.draft.kernels.cpu import library
 from services.draft.trunk import SCRATCH_SLOTS
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -46,11 +47,18 @@ def choose_devices(device: str, count: int) -> list[jax.Device]:
     return list(chosen)
 
 
-def dtype_of(name: str, device: jax.Device) -> tuple[Any, str]:
-    """Number format of the computation, and its name; "auto" is the device's own choice."""
+def dtype_of(config: DraftConfig, device: jax.Device) -> tuple[Any, str]:
+    """Number format of the computation, and its name; "auto" is what the device is fastest in."""
+    name = config.draft_dtype
     if name == "auto":
-        name = "float32" if device.platform == "cpu" else "bfloat16"
+        slow = device.platform == "cpu" and not (_may_be_compiled(config) and library.available())
+        name = "float32" if slow else "bfloat16"
     return _DTYPES[name], name
+
+
+def _may_be_compiled(config: DraftConfig) -> bool:
+    """On CPUs only the compiled kernels compute in bfloat16; XLA's own operations widen each number first."""
+    return config.draft_attention_backend in ("auto", "cpu") and config.draft_tp_size == 1
 
 
 def bytes_a_device(tree: Any) -> int:

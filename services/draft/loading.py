@@ -63,7 +63,7 @@ def load_model_drafter(
     _keep_programs()
     folder = checkpoint.resolve(_path(config), torch_files=True)
     draft, vocabulary = _read(folder, config)
-    facts = _describe(folder, vocabulary, config, draft.config, dtype_of(config.draft_dtype, devices[0])[1])
+    facts = _describe(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
     if config.speculative_token_map is not None:
         draft = _mapped(draft, config.speculative_token_map, config.speculative_algorithm)
     runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children)
@@ -132,7 +132,7 @@ def _check_steps(config: DraftConfig, draft: Draft) -> None:
 def _runner(
     draft: Draft, vocabulary: Path, config: DraftConfig, devices: list[jax.Device], children: int
 ) -> tuple[ModelRunner, PrefixCache]:
-    dtype, _ = dtype_of(config.draft_dtype, devices[0])
+    dtype, _ = dtype_of(config, devices[0])
     page_size = config.draft_page_size
     backend = _backend(draft.config, config, devices, dtype)
     model, params, spread = _placed(draft, dtype, config.speculative_draft_model_quantization, devices)

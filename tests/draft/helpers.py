@@ -29,7 +29,7 @@ def request(
 
 
 def standalone(folder: Path, **flags) -> DraftEngine:
-    options = {"max_running_requests": 4, "draft_max_total_tokens": 2048} | flags
+    options = {"max_running_requests": 4, "draft_max_total_tokens": 2048, "draft_dtype": "float32"} | flags
     config = DraftConfig(speculative_algorithm="STANDALONE", speculative_draft_model_path=str(folder), **options)
     return build(config)[0]
 
@@ -38,7 +38,7 @@ def fed(algorithm: str, folder: Path, target: Path, **flags) -> DraftEngine:
     """An engine around a head that the target feeds, in float32."""
     options = {
         "max_running_requests": 4, "draft_max_total_tokens": 2048, "speculative_draft_model_path": str(folder),
-        "model_path": str(target), "draft_feature_dtype": "float32",
+        "model_path": str(target), "draft_feature_dtype": "float32", "draft_dtype": "float32",
     }  # fmt: skip
     return build(DraftConfig(speculative_algorithm=algorithm, **(options | flags)))[0]
 

@@ -87,8 +87,9 @@ def is_narrow(matrix):
 
 def config(folder, **flags):
     return DraftConfig(
-        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(folder), max_running_requests=2, **flags
-    )
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(folder), max_running_requests=2,
+        draft_dtype="float32", **flags,
+    )  # fmt: skip
 
 
 def test_formats_and_devices_that_do_not_fit(tmp_path):

@@ -40,7 +40,7 @@ def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None
     if tree := options.pop("tree", ()):
         flags = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
         options |= dict(zip(flags, tree, strict=True))
-    defaults = {"max_running": 8, "draft_max_total_tokens": 8192}
+    defaults = {"max_running": 8, "draft_max_total_tokens": 8192, "draft_dtype": "float32"}
     config = DraftConfig(
         speculative_algorithm=algorithm,
         speculative_draft_model_path=str(folder) if folder else None,
