@@ -96,7 +96,10 @@ def measure(
 def add_rows(
     report: Report, name: str, temperature: float, result: Result, prompts: Sequence[Prompt], plain: Result | None
 ) -> None:
-    """Two rows of a report: accept lengths and acceptance rates, over all prompts and by category."""
+    """Two rows of a report: accept lengths and acceptance rates, over all prompts and by category.
+
+    plain: what plain decoding brought; None if only the report's rows know it, without its texts
+    """
     flat = [answer for answers in result.answers for answer in answers]
     by_category: dict[str, list[Answer]] = {}
     for prompt, answers in zip(prompts, result.answers, strict=True):
@@ -104,14 +107,13 @@ def add_rows(
     measures = {"all": speculation(flat)} | {c: speculation(a) for c, a in by_category.items()}
     facts: dict[str, Any] = {"drafter": name, "temperature": temperature}
     speed = new_tokens(flat) / result.seconds
-    reference = plain if plain is not None else result
-    plain_flat = [answer for answers in reference.answers for answer in answers]
-    same = sum(text_of(a) == text_of(b) for a, b in zip(flat, plain_flat, strict=True))
-    speeds = {
-        "tokens_per_s": speed,
-        "over_plain": speed / (new_tokens(plain_flat) / reference.seconds),
-        "same_text": f"{same}/{len(flat)}",
-    }
+    same = "-"
+    if plain is not None:
+        pairs = zip(flat, [answer for answers in plain.answers for answer in answers], strict=True)
+        same = f"{sum(text_of(a) == text_of(b) for a, b in pairs)}/{len(flat)}"
+    of_plain = [row for row in report.rows if row["drafter"] == _PLAIN and row["temperature"] == temperature]
+    base = of_plain[0]["tokens_per_s"] if of_plain else speed
+    speeds = {"tokens_per_s": speed, "over_plain": speed / base, "same_text": same}
     for measure_, extra in (("accept_length", speeds), ("acceptance_rate", {})):
         report.add(**facts, measure=measure_, **extra, **{c: m[measure_] for c, m in measures.items()})
 
@@ -145,13 +147,12 @@ def main(argv: list[str]) -> None:
     known = {row["drafter"] for row in report.rows}
     plain: dict[float, Result] = {}
     for name, flags in drafters.items():
-        if name in known and name != _PLAIN:
+        if name in known:
             continue
         for temperature, result in measure(model, flags, prompts, args, name).items():
-            plain.setdefault(temperature, result)
-            if name in known:
-                continue
-            add_rows(report, name, temperature, result, prompts, plain[temperature])
+            if name == _PLAIN:
+                plain[temperature] = result
+            add_rows(report, name, temperature, result, prompts, plain.get(temperature))
         _plot(report)
         report.write()
 
@@ -170,7 +171,7 @@ def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> l
         f"{args.turns or 'all'} turns, answers of at most {args.max_tokens} tokens that end where the model ends them, "
         f"{args.concurrency} at a time",
         "accept_length: tokens a step, bonus included; acceptance_rate: accepted over verified draft tokens",
-        "over_plain: tokens per second over those of plain decoding in the same run; same_text: answers equal to its",
+        "over_plain: tokens per second over those of plain decoding; same_text: answers equal to its, if in the same run",
         "self: the target's own weights as its draft; as dear as the target, which soon asks for no hints of it",
         "always: every step waits for its hints and verifies them all; says what a drafter knows, not what it brings",
         "chain: 5 steps, 1 child a node, 6 rows; tree: 4 steps, 4 children, 16 rows",
