@@ -171,7 +171,7 @@ def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> l
         f"{args.turns or 'all'} turns, answers of at most {args.max_tokens} tokens that end where the model ends them, "
         f"{args.concurrency} at a time",
         "accept_length: tokens a step, bonus included; acceptance_rate: accepted over verified draft tokens",
-        "over_plain: tokens per second over those of plain decoding; same_text: answers equal to its, if in the same run",
+        "over_plain: tokens per second over those of plain decoding; same_text: answers equal, if in the same run",
         "self: the target's own weights as its draft; as dear as the target, which soon asks for no hints of it",
         "always: every step waits for its hints and verifies them all; says what a drafter knows, not what it brings",
         "chain: 5 steps, 1 child a node, 6 rows; tree: 4 steps, 4 children, 16 rows",
