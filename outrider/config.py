@@ -120,7 +120,7 @@ class TargetOptions(KernelOptions):
     speculative_accept_threshold_acc: float = 1.0
     """Accept draft tokens of probability p with probability p / threshold; below 1 this changes sampled text."""
     speculative_always: bool = False
-    """Let every step wait for the drafter's answer and verify all of it, whatever that costs: to measure a drafter."""
+    """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
     -1 computes every prompt in one piece."""

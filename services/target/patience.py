@@ -41,7 +41,7 @@ class Way(Enum):
 
 HINTED = (Way.WAIT, Way.GO)
 ALWAYS = (Way.WAIT,)
-AS_LONG_AS_IT_TAKES = 2.0  # seconds; of a drafter that is to be measured, not of one that is to help
+AS_LONG_AS_IT_TAKES = 10.0  # seconds, in which a long prompt is read; of a drafter that is to be measured, not of one that is to help
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Patience:
         drafted = self._drafted.intersection(wanted)
         if self._has_drafter and count and usual and self._judges(bool(drafted)):
             self._measure(count, tokens / count, seconds)
-        awaited = drafted if self._longest is None or not self._has_drafter else set(wanted)
+        awaited = drafted if self._longest is None else set(wanted)
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
             self._deadline = now + (self._longest or min(self._computing, _LONGEST))

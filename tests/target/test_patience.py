@@ -148,3 +148,11 @@ def test_a_drafter_that_is_measured_is_waited_for_whatever_it_costs():
     patience.end([1, 2], 2, 2)
     patience.answered(1, fresh=True)
     assert patience.remaining == 2.0  # for the other one's first answer
+
+
+def test_the_first_answer_of_all_is_waited_for_too():
+    clock = Clock()
+    patience = Patience(ALWAYS, clock, longest=2.0)
+    patience.begin()
+    patience.end([1], 1, 1, usual=False)
+    assert patience.remaining == 2.0
