@@ -41,7 +41,7 @@ class Way(Enum):
 
 HINTED = (Way.WAIT, Way.GO)
 ALWAYS = (Way.WAIT,)
-AS_LONG_AS_IT_TAKES = 10.0  # seconds, in which a long prompt is read; of a drafter that is to be measured, not of one that is to help
+AS_LONG_AS_IT_TAKES = 10.0  # seconds, in which a long prompt is read; for drafters that are measured, not to help
 
 
 @dataclass
