@@ -170,7 +170,7 @@ def test_gateway_killed_comes_back(system, plain_texts):
 def refused(*flags):
     ports = ["--port", free_port(), "--grpc-port", free_port(), "--max-running-requests", 4]
     command = map(str, [sys.executable, "-m", "outrider", "serve", *ports, *flags])
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     return result.stdout + result.stderr
