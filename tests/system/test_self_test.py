@@ -24,10 +24,10 @@ def base(tmp_path_factory):
     return base
 
 
-@pytest.fixture(scope="module")
-def target(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sockets")
-    service = target_service(base / "target", f"unix:{folder}/target", speculative_num_draft_tokens=8).start()
+@pytest.fixture
+def target(base, tmp_path):
+    """Each pair has a new one, which has not found yet that hints do not pay."""
+    service = target_service(base / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()
     yield service
     service.stop()
 
