@@ -318,7 +318,7 @@ class TrainConfig(ProcessConfig):
     unroll: int = 6
     """Tokens ahead that the head learns to look, from its own states behind the first."""
     unroll_decay: float = 0.8
-    """Weight of each further token, relative to the one before it."""
+    """Part of the tokens from which the head looks a further one ahead, of those from which it looked so far."""
     draft_vocab_size: int = 8192
     """Tokens that the head can propose: the most frequent ones of the answers."""
     intermediate_size: int | None = None

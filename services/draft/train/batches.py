@@ -1,9 +1,11 @@
-"""Packs of records: the arrays that a step of the training sees, all of one shape, so that one program is compiled.
+"""Packs of records: the arrays that a step of the training sees, of few shapes, so that few programs are compiled.
 
 A pack is a row of `length` places that holds several records, one behind the other. Place i of a record holds the
 target's states at its token i and is paired with token i + 1, as rows of a fed head are. Places from which the token
-after next is to be foretold are *learnt rows*; a pack has room for `learnt` of them, and only these pay for queries and
-logits.
+after next is to be foretold are *learnt rows*; a pack has room for `learnt` of them, in random order, and only these
+pay for queries and logits. A record with more of them brings a random part.
+
+Attention costs a pack's length, so long records have packs of their own, twice as long, and again.
 
 Which records share a pack depends on the seed, the epoch and the records' lengths alone, so that a run that goes on
 sees what it would have seen.
@@ -11,7 +13,6 @@ sees what it would have seen.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,8 +24,10 @@ from numpy.typing import NDArray
 from outrider.errors import ConfigError
 from services.draft.train.store import Reader
 
-_OPEN = 16  # packs that are filled at a time
-_ROUND = 64
+_OPEN = 64  # packs that are filled at a time
+_LEAST_LENGTH = 512
+_ROUND = 16
+_FILL = 0.95
 
 
 class Batch(NamedTuple):
@@ -46,53 +49,68 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackShape:
-    """Sizes of a pack. ahead: tokens that a row looks ahead."""
+    """Sizes of a batch: packs, places and learnt rows of a pack, tokens that a row looks ahead."""
 
+    packs: int
     length: int
     learnt: int
     ahead: int
 
 
-def learnt_rows(entries: NDArray[Any], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each record the first learnt row and the number of them, [n] each; a record is cut behind `length` places.
+def learnt_rows(entries: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each record the first learnt row and the number of them, [n] each.
 
     The token behind the prompt never needs a draft: it comes with the prompt. The last place's state tells what follows
     it, but no row is known that would foretell that.
     """
-    places = np.minimum(entries["rows"].astype(np.int64), length)
     first = np.maximum(entries["first"].astype(np.int64) - 1, 0)
-    return first, np.maximum(places - 1 - first, 0)
+    return first, np.maximum(entries["rows"].astype(np.int64) - 1 - first, 0)
 
 
-def pack_shape(entries: NDArray[Any], length: int, ahead: int) -> PackShape:
-    """Sizes that fit the records. length: places of a pack. Raises ConfigError if there is nothing to learn."""
-    _, counts = learnt_rows(entries, length)
-    if not len(counts) or counts.max() == 0:
+def shapes_of(entries: NDArray[Any], rows: int, ahead: int) -> list[tuple[PackShape, NDArray[np.int64]]]:
+    """Shapes that fit the records, and the indices of those that each is for. rows: learnt rows of a batch, about.
+
+    Raises ConfigError if there is nothing to learn.
+    """
+    _, counts = learnt_rows(entries)
+    if not counts.any():
         raise ConfigError("no answer was written that could be learnt from; is --max-new-tokens too small?")
-    share = counts.sum() / np.minimum(entries["rows"], length).sum()
-    learnt = max(math.ceil(1.05 * share * length), int(counts.max()))
-    return PackShape(length, min(-(-learnt // _ROUND) * _ROUND, length), ahead)
+    shapes: list[tuple[PackShape, NDArray[np.int64]]] = []
+    left, length = np.flatnonzero(counts), _LEAST_LENGTH
+    longest = int(entries["rows"][left].max())
+    if longest < _LEAST_LENGTH:
+        length = -(-longest // _ROUND) * _ROUND
+    while len(left):
+        fits = entries["rows"][left] <= length
+        here, left = left[fits], left[~fits]
+        if len(here):
+            # With a little less room than the average needs, hardly any of it stays empty; some places do instead.
+            share = counts[here].sum() / entries["rows"][here].sum()
+            learnt = min(-(-int(_FILL * share * length) // _ROUND) * _ROUND, length)
+            shapes.append((PackShape(max(1, round(rows / learnt)), length, learnt, ahead), here))
+        length *= 2
+    return shapes
 
 
 def plan(
-    entries: NDArray[Any], indices: Sequence[int], shape: PackShape, order: np.random.Generator
+    entries: NDArray[Any], indices: NDArray[np.int64], shape: PackShape, order: np.random.Generator
 ) -> list[list[int]]:
     """Which records share a pack, in random order: each one goes into the fullest open pack that has room for it."""
-    _, counts = learnt_rows(entries, shape.length)
-    places = np.minimum(entries["rows"].astype(np.int64), shape.length)
+    counts = np.minimum(learnt_rows(entries)[1], shape.learnt)
     packs: list[list[int]] = []
     open_packs: list[tuple[list[int], int, int]] = []
-    for index in order.permutation(np.asarray(indices, np.int64)).tolist():
-        size, learnt = int(places[index]), int(counts[index])
-        if not learnt:
-            continue
-        fitting = [i for i, (_, used, rows) in enumerate(open_packs)
-                   if used + size <= shape.length and rows + learnt <= shape.learnt]  # fmt: skip
+    for index in order.permutation(indices).tolist():
+        size, learnt = int(entries["rows"][index]), int(counts[index])
+        fitting = [
+            i
+            for i, (_, used, rows) in enumerate(open_packs)
+            if used + size <= shape.length and rows + learnt <= shape.learnt
+        ]
         if not fitting and len(open_packs) == _OPEN:
-            fullest = max(range(_OPEN), key=lambda i: open_packs[i][1])
+            fullest = max(range(_OPEN), key=lambda i: open_packs[i][2])
             packs.append(open_packs.pop(fullest)[0])
         if fitting:
-            best = max(fitting, key=lambda i: open_packs[i][1])
+            best = max(fitting, key=lambda i: open_packs[i][2])
             pack, used, rows = open_packs[best]
             open_packs[best] = ([*pack, index], used + size, rows + learnt)
         else:
@@ -101,10 +119,9 @@ def plan(
     return [packs[i] for i in order.permutation(len(packs))]
 
 
-def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape) -> Batch:
-    """The arrays of some packs."""
-    count, width = len(packs), reader.row_bytes // 2
-    places = shape.length
+def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, order: np.random.Generator) -> Batch:
+    """The arrays of some packs; those that are missing are empty."""
+    count, width, places = shape.packs, reader.row_bytes // 2, shape.length
 
     def ints(columns: int) -> NDArray[np.int32]:
         return np.zeros((count, columns), np.int32)
@@ -113,45 +130,56 @@ def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape) -> B
         np.zeros((count, places, width), ml_dtypes.bfloat16), ints(places + shape.ahead + 1), ints(places),
         ints(places), ints(shape.learnt), ints(shape.learnt), np.zeros((count, shape.learnt), bool),
     )  # fmt: skip
-    firsts, counts = learnt_rows(reader.entries, shape.length)
     for b, pack in enumerate(packs):
-        place = row = 0
+        place, chosen = 0, []
         for number, index in enumerate(pack, start=1):
-            rows, tokens = reader.rows(index)[:places], reader.tokens(index)
-            size, learnt, first = len(rows), int(counts[index]), int(firsts[index])
+            entry, rows = reader.entries[index], reader.rows(index)
+            size, first = len(rows), max(int(entry["first"]) - 1, 0)
             here = slice(place, place + size)
             batch.states[b, here] = np.ascontiguousarray(rows).view(ml_dtypes.bfloat16)
-            batch.tokens[b, here] = tokens[1 : size + 1]
+            batch.tokens[b, here] = reader.tokens(index)[1 : size + 1]
             batch.positions[b, here] = np.arange(size)
             batch.segments[b, here] = number
-            own = first + np.arange(learnt)
-            batch.rows[b, row : row + learnt] = place + own
-            batch.reach[b, row : row + learnt] = size - 1 - own
-            batch.sampled[b, row : row + learnt] = reader.entries["temperature"][index] > 0
-            place, row = place + size, row + learnt
+            own = np.arange(first, size - 1)
+            if len(own) > shape.learnt:
+                own = order.choice(own, shape.learnt, replace=False)
+            chosen.append(np.stack([place + own, size - 1 - own, np.full(len(own), entry["temperature"] > 0)]))
+            place += size
+        mixed = np.concatenate(chosen, axis=1)
+        mixed = mixed[:, order.permutation(mixed.shape[1])]
+        for array, row in zip((batch.rows, batch.reach, batch.sampled), mixed, strict=True):
+            array[b, : len(row)] = row
     return batch
 
 
 class Batches:
-    """Batches without end, epoch after epoch. packs: of a batch."""
+    """Batches without end, epoch after epoch. epoch: of them; learnt: rows of an epoch."""
 
-    def __init__(self, reader: Reader, indices: Sequence[int], shape: PackShape, packs: int, seed: int) -> None:
-        self._reader, self._indices, self._shape, self._packs, self._seed = reader, indices, shape, packs, seed
-        self.epoch_batches = len(self._epoch(0))
-        self.learnt = int(learnt_rows(reader.entries[np.asarray(indices)], shape.length)[1].sum())
+    def __init__(self, reader: Reader, indices: Sequence[int], rows: int, ahead: int, seed: int) -> None:
+        """rows, ahead: as of `shapes_of`. Raises ConfigError if there is nothing to learn."""
+        self._reader, self._seed = reader, seed
+        chosen = np.asarray(indices, np.int64)
+        self.shapes = [(shape, chosen[own]) for shape, own in shapes_of(reader.entries[chosen], rows, ahead)]
+        plans = self._epoch(0)
+        self.epoch = len(plans)
+        counts = learnt_rows(reader.entries)[1]
+        self.learnt = sum(int(np.minimum(counts[own], shape.learnt).sum()) for shape, own in self.shapes)
 
-    def _epoch(self, number: int) -> list[list[list[int]]]:
-        packs = plan(self._reader.entries, self._indices, self._shape, np.random.default_rng([self._seed, number]))
-        packs += packs[: -len(packs) % self._packs]  # the last batch is full, too
-        packs = (packs * self._packs)[: max(len(packs), self._packs)]
-        return [packs[i : i + self._packs] for i in range(0, len(packs) - self._packs + 1, self._packs)]
+    def _epoch(self, number: int) -> list[tuple[PackShape, list[list[int]]]]:
+        order = np.random.default_rng([self._seed, number])
+        groups: list[tuple[PackShape, list[list[int]]]] = []
+        for shape, own in self.shapes:
+            packs = plan(self._reader.entries, own, shape, order)
+            groups += [(shape, packs[i : i + shape.packs]) for i in range(0, len(packs), shape.packs)]
+        return [groups[i] for i in order.permutation(len(groups))]
 
     def since(self, batch: int) -> Iterator[Batch]:
         """Batches from number `batch` on."""
-        epoch, start = divmod(batch, self.epoch_batches)
+        epoch, start = divmod(batch, self.epoch)
         while True:
             groups = self._epoch(epoch)
-            # Epochs differ a little in the number of their packs; all count as the first.
-            for i in range(start, self.epoch_batches):
-                yield build(self._reader, groups[i % len(groups)], self._shape)
+            # Epochs may differ a little in the number of their packs; all count as the first.
+            for i in range(start, self.epoch):
+                shape, packs = groups[i % len(groups)]
+                yield build(self._reader, packs, shape, np.random.default_rng([self._seed, epoch, i]))
             epoch, start = epoch + 1, 0

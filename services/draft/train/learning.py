@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from services.draft.model.formats.target import read_target
 from services.draft.train import report
 from services.draft.train.algorithms.base import Algorithm, Shape
 from services.draft.train.algorithms.eagle3 import Eagle3
-from services.draft.train.batches import Batch, Batches, PackShape, build, pack_shape, plan
+from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Schedule, Trainer
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 ALGORITHMS: dict[str, type[Eagle3]] = {"EAGLE3": Eagle3}
 _BATCH_ROWS = 2048  # learnt rows of a batch, about: a bound of memory
 _SCALE_RECORDS = 64
-_SEEN_PACKS = 8  # held-out packs that are looked at on the way
+_SEEN = 4  # held-out batches that are looked at on the way
 _LOOKS = 20  # at them, over the whole training
 _POINTS = 400  # of the curve
 
@@ -68,21 +69,22 @@ class Learning:
         learnt = reader.choose(held_out=False)
         self._choose_vocabulary(reader, learnt)
         objective = self._objective()
-        shape = pack_shape(reader.entries[learnt], self.config.max_length, self.config.unroll)
-        packs = max(1, min(_BATCH_ROWS, self.config.batch_tokens) // shape.learnt)
-        batches = Batches(reader, learnt, shape, packs, self.config.seed)
+        rows = min(_BATCH_ROWS, self.config.batch_tokens)
+        batches = Batches(reader, learnt, rows, self.config.unroll, self.config.seed)
         schedule = self._schedule(batches)
         params = self.algorithm.first_params(self.target, self._ids, self._scales(reader, learnt), self.config.seed)
         trainer = Trainer(objective, schedule, self._shared(), params)
         facts = {"settings": settings, "records": len(reader), "steps": schedule.steps}
         self._go_on(trainer, folder, facts)
         log.info(
-            "%d answers, %d learnt tokens; packs of %d places and %d learnt rows, %d batches of %d packs a step; "
-            "%d steps, %.1f M parameters", len(learnt), batches.learnt, shape.length, shape.learnt, schedule.batches,
-            packs, schedule.steps, sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6,
+            "%d answers, %d learnt tokens; batches of %s; %d steps of %d batches, %.1f M parameters",
+            len(learnt), batches.learnt,
+            " or ".join(f"{shape.packs} x {shape.learnt} rows in {shape.length} places" for shape, _ in batches.shapes),
+            schedule.steps, schedule.batches, sum(leaf.size for leaf in jax.tree.leaves(params)) / 1e6,
         )  # fmt: skip
-        self._take_steps(trainer, schedule, batches, _Look(objective, self._shared(), self._seen(reader, shape, packs)),
-                         folder, facts)  # fmt: skip
+        self._take_steps(
+            trainer, schedule, batches, _Look(objective, self._shared(), self._seen(reader)), folder, facts
+        )
         self._params = trainer.state.params
         self._facts |= {"learnt_tokens": batches.learnt, "answers": len(learnt), "steps": schedule.steps}
 
@@ -101,9 +103,9 @@ class Learning:
 
     def _schedule(self, batches: Batches) -> Schedule:
         config = self.config
-        rows = batches.learnt / batches.epoch_batches
+        rows = batches.learnt / batches.epoch
         together = max(1, round(config.batch_tokens / rows))
-        steps = config.steps or max(1, round(config.epochs * batches.epoch_batches / together))
+        steps = config.steps or max(1, round(config.epochs * batches.epoch / together))
         return Schedule(steps, config.learning_rate, config.warmup, config.weight_decay, together)
 
     def _scales(self, reader: Reader, learnt: list[int]) -> NDArray[np.float32]:
@@ -138,13 +140,12 @@ class Learning:
         self.curve = Curve(**saved["curve"])
         log.info("going on after step %d", trainer.step)
 
-    def _seen(self, reader: Reader, shape: PackShape, packs: int) -> list[Batch]:
+    def _seen(self, reader: Reader) -> list[Batch]:
         """Held-out batches that are looked at on the way."""
-        if not self._held_out:
+        if not learnt_rows(reader.entries[self._held_out])[1].any():
             return []
-        groups = plan(reader.entries, self._held_out, shape, np.random.default_rng(0))[:_SEEN_PACKS]
-        whole = [groups[i : i + packs] for i in range(0, len(groups), packs)]
-        return [build(reader, (group * packs)[:packs], shape) for group in whole]
+        batches = Batches(reader, self._held_out, _BATCH_ROWS, self.config.unroll, seed=0)
+        return list(itertools.islice(batches.since(0), min(_SEEN, batches.epoch)))
 
     def _take_steps(
         self, trainer: Trainer, schedule: Schedule, batches: Batches, look: _Look, folder: Path, facts: dict[str, Any]

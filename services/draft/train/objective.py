@@ -1,12 +1,17 @@
 """What is to become small: how far the head's distributions are from the target's, over all tokens ahead.
 
 A row counts for a token ahead if the target's distribution there is known, and if the text up to and with the foretold
-token is in the head's vocabulary: what it cannot propose, it need not foretell, and it never gets behind it. Each token
-further ahead counts less by a factor. The target's distribution is that of temperature 1 over the head's vocabulary.
+token is in the head's vocabulary: what it cannot propose, it need not foretell, and it never gets behind it. The
+target's distribution is that of temperature 1 over the head's vocabulary.
+
+Each token further ahead counts less by a factor (EAGLE-3: 0.8). Instead of weighing rows by it, that part of them looks
+so far: packs hold their rows in random order, so the first ones are a fair sample, and the others cost nothing.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +24,7 @@ from services.draft.model.mixed import Mixed, narrow_dot
 from services.draft.train.algorithms.base import Algorithm
 from services.draft.train.batches import Batch
 from services.draft.train.loss import cross_entropy
-from services.draft.train.unroll import take, unroll
+from services.draft.train.unroll import Ahead, take, unroll
 
 
 class Shared(NamedTuple):
@@ -51,7 +56,8 @@ class Foretold(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """The objective of an algorithm. ahead: tokens; decay: weight of each further one; narrow: bfloat16 products.
+    """The objective of an algorithm. ahead: tokens; decay: part of the rows that look at each further one; narrow:
+    bfloat16 products.
 
     softcap: of the target's logits
     """
@@ -67,22 +73,26 @@ class Objective:
         params = wrapped(params) if self.narrow else params
         p = self._target(shared, batch)
         losses, counts = [], []
+        rows = batch.rows.shape[1]
         counted = jnp.ones(batch.rows.shape, bool)
-        for k, said in enumerate(self._unrolled(params, shared, batch)):
-            counted = counted & (k < batch.reach) & (self._foretold(shared, batch, said.place) >= 0)
+        each = [math.ceil(rows * self.decay**k) for k in range(self.ahead)]
+        for k, said in enumerate(self._unrolled(params, shared, batch, each)):
+            inside = self._foretold(shared, batch, said.place) >= 0
+            counted = counted[:, : each[k]] & (k < batch.reach[:, : each[k]]) & inside
             weights = counted.reshape(-1).astype(jnp.float32)
-            rows = said.state.reshape(len(weights), -1)
+            states = said.state.reshape(len(weights), -1)
             beside = take(p, said.place).reshape(len(weights), -1)
-            losses.append(cross_entropy(rows, params["head"], beside, weights))
+            losses.append(cross_entropy(states, params["head"], beside, weights))
             counts.append(weights.sum())
         tally = Tally(jnp.stack(losses), jnp.stack(counts))
-        return jnp.sum(tally.losses * self.decay ** jnp.arange(self.ahead)), tally
+        return tally.losses.sum(), tally
 
     def foretell(self, params: Params, shared: Shared, batch: Batch) -> Foretold:
         """How the head does, as greedy drafting would see it."""
         params = wrapped(params) if self.narrow else params
         known, places = [], []
-        for k, said in enumerate(self._unrolled(params, shared, batch)):
+        each = [batch.rows.shape[1]] * self.ahead
+        for k, said in enumerate(self._unrolled(params, shared, batch, each)):
             token = self._foretold(shared, batch, said.place)
             logits = head_logits(params, said.state, 2**31 - 1)
             own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
@@ -91,10 +101,10 @@ class Objective:
             places.append(jnp.where(token >= 0, better, logits.shape[-1]))
         return Foretold(jnp.stack(known), jnp.stack(places))
 
-    def _unrolled(self, params: Params, shared: Shared, batch: Batch) -> Any:
+    def _unrolled(self, params: Params, shared: Shared, batch: Batch, each: Sequence[int]) -> Iterator[Ahead]:
         width = shared.head.shape[0]
         feature = self.algorithm.feature(params, batch.states[..., :-width].astype(jnp.float32))
-        return unroll(self.algorithm.model, params, shared.embed, feature, batch, self.ahead)
+        return unroll(self.algorithm.model, params, shared.embed, feature, batch, each)
 
     def _foretold(self, shared: Shared, batch: Batch, place: jax.Array) -> jax.Array:
         """The head's entry of the token that stands behind the rows, [B, R]; -1 if it has none."""
