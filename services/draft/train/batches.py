@@ -25,9 +25,9 @@ from outrider.errors import ConfigError
 from services.draft.train.store import Reader
 
 _OPEN = 64  # packs that are filled at a time
-_LEAST_LENGTH = 512
+_LEAST_LENGTH = 768
 _ROUND = 16
-_FILL = 0.95
+_FILL = 0.9
 
 
 class Batch(NamedTuple):
@@ -72,23 +72,22 @@ def shapes_of(entries: NDArray[Any], rows: int, ahead: int) -> list[tuple[PackSh
 
     Raises ConfigError if there is nothing to learn.
     """
-    _, counts = learnt_rows(entries)
+    counts = learnt_rows(entries)[1]
     if not counts.any():
         raise ConfigError("no answer was written that could be learnt from; is --max-new-tokens too small?")
     shapes: list[tuple[PackShape, NDArray[np.int64]]] = []
-    left, length = np.flatnonzero(counts), _LEAST_LENGTH
-    longest = int(entries["rows"][left].max())
-    if longest < _LEAST_LENGTH:
-        length = -(-longest // _ROUND) * _ROUND
+    left, most = np.flatnonzero(counts), _LEAST_LENGTH
+    longest = -(-int(entries["rows"].max()) // _ROUND) * _ROUND
     while len(left):
+        length = min(most, longest)
         fits = entries["rows"][left] <= length
         here, left = left[fits], left[~fits]
         if len(here):
-            # With a little less room than the average needs, hardly any of it stays empty; some places do instead.
+            # With a little less room than the average needs hardly any of it stays empty; some places do instead.
             share = counts[here].sum() / entries["rows"][here].sum()
             learnt = min(-(-int(_FILL * share * length) // _ROUND) * _ROUND, length)
             shapes.append((PackShape(max(1, round(rows / learnt)), length, learnt, ahead), here))
-        length *= 2
+        most *= 2
     return shapes
 
 

@@ -28,6 +28,7 @@ from services.draft.model.narrow import product
 from services.draft.train.algorithms.base import Algorithm, Shape
 
 _STATES = 3
+_NOISE, _SOFTER = 0.3, 0.3  # of the first fusion; of the target's head
 _CONTEXT = 8192  # tokens that the head claims to follow, if the target does
 
 
@@ -104,7 +105,9 @@ class Eagle3(Algorithm):
     # --- parameters ---
 
     def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
-        """Norm and head are the target's own; the fusion brings its states to one scale; the rest is random."""
+        """The highest state nearly as it is, at a common scale with the others; norm and head are the target's own, the
+        head's less sure of itself; the rest is random. So the first guesses are poor, but have the target's shape.
+        """
         rng = np.random.default_rng(seed)
 
         def matrix(inputs: int, outputs: int, scale: float = 1.0) -> jax.Array:
@@ -112,11 +115,13 @@ class Eagle3(Algorithm):
 
         hidden = self._hidden
         head = np.asarray(target.embedding_and_head(_plain, embedding=False)["head"])[:, ids]
-        fusion = np.asarray(matrix(_STATES * hidden, hidden)) / np.repeat(scales[:_STATES], hidden)[:, None]
+        fusion = _NOISE * np.asarray(matrix(_STATES * hidden, hidden))
+        fusion[-hidden:] += np.eye(hidden)
+        fusion /= np.repeat(scales[:_STATES], hidden)[:, None]
         return {
             "fc": jnp.asarray(fusion, jnp.float32),
             "norm": jnp.asarray(read_norm(target).astype(np.float32)),
-            "head": jnp.asarray(head, jnp.float32),
+            "head": jnp.asarray(_SOFTER * head, jnp.float32),
             "layers": [self._first_layer(layer, matrix) for layer in self.model.layers],
         }
 

@@ -1,0 +1,183 @@
+"""What the target is asked, in which order, and how answers are kept on disk."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from outrider.errors import ConfigError
+from services.draft.train.batches import Batches, learnt_rows
+from services.draft.train.prompts import is_held_out, jobs, read_conversations
+from services.draft.train.store import Store
+from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
+from tests.train.helpers import HIDDEN, random_record, store_of
+
+# --- prompts ---
+
+
+def write(folder, *lines):
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return str(file)
+
+
+def test_all_kinds_of_prompts(tmp_path):
+    file = write(
+        tmp_path, {"prompt": "a", "category": "x"}, {"text": "b"}, {"turns": ["c", "d"]}, "",
+        {"messages": [{"role": "system", "content": "e"}, {"role": "user", "content": "f"},
+                      {"role": "assistant", "content": "not learnt"}]}, {"prompt": "a"},
+    )  # fmt: skip
+    prompt, text, turns, messages = read_conversations([file])
+    assert (prompt.turns, text.text, turns.turns) == (("a",), "b", ("c", "d"))
+    assert (messages.messages, messages.turns) == ((("system", "e"),), ("f",))
+    assert len({prompt.name, text.name, turns.name, messages.name}) == 4
+    assert [c.name for c in read_conversations([file], limit=2)] == [prompt.name, text.name]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("{", "no valid JSON"), ("[]", "an object with one of"), ({"question": "a"}, "one of prompt, text"),
+        ({"prompt": "a", "text": "b"}, "one of"), ({"prompt": ""}, "must be a text"), ({"turns": []}, "not empty"),
+        ({"turns": ["a", 1]}, "turns must be texts"), ({"messages": [{"role": "user"}]}, "a role and a content"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "an answer can follow"),
+    ],
+)  # fmt: skip
+def test_wrong_prompts_are_refused_by_line(tmp_path, line, what):
+    with pytest.raises(ConfigError, match=f"line 2.*{what}"):
+        read_conversations([write(tmp_path, {"prompt": "fine"}, line)])
+
+
+def test_files_that_are_missing_or_empty_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        read_conversations([str(tmp_path / "nowhere")])
+    with pytest.raises(ConfigError, match="has no prompts"):
+        read_conversations([write(tmp_path)])
+
+
+def test_jobs_alternate_temperatures_and_repeat_nothing(tmp_path):
+    asked = read_conversations([write(tmp_path, *({"prompt": f"p{i}"} for i in range(6)))])
+    first = list(itertools.islice(jobs(asked, 2, (0.0, 1.0), seed=3), 40))
+    assert [job.key for job in first] == [job.key for job in itertools.islice(jobs(asked, 2, (0.0, 1.0), 3), 40)]
+    assert len({job.key for job in first}) == 40
+    by_name: dict = {}
+    for job in first[:16]:
+        by_name.setdefault(job.conversation.name, []).append(job.temperature)
+    named = [by_name[c.name] for c in asked]
+    assert all(sorted(temperatures) == [0.0, 1.0] for temperatures in named)
+    greedy = [job.conversation.name for job in first if job.temperature == 0 and not job.conversation.free]
+    assert sorted(greedy) == sorted(c.name for c in asked)
+    assert sum(job.conversation.free for job in first[:16]) == 4
+    # Those that the target begins are never the same; if all else is greedy, there is an end.
+    assert len({job.conversation.name for job in first if job.conversation.free}) > 4
+    assert len(list(jobs(asked, None, (0.0,), 0))) == 6
+
+
+def test_a_part_of_conversations_is_held_out_whatever_else_there_is():
+    names = [f"{i:016x}" for i in range(4000)]
+    held = [is_held_out(name, 0.05) for name in names]
+    assert 140 < sum(held) < 260
+    assert not any(is_held_out(name, 0.0) for name in names)
+
+
+# --- store ---
+
+
+def same(found, record):
+    np.testing.assert_array_equal(found.tokens, record.tokens)
+    np.testing.assert_array_equal(found.rows, record.rows)
+    assert (found.prompt, found.first, found.temperature, found.seed, found.held_out) == (
+        record.prompt, record.first, record.temperature, record.seed, record.held_out,
+    )  # fmt: skip
+
+
+def some_records(count=5):
+    rng = np.random.default_rng(0)
+    return [
+        random_record(rng, 8 + i, prompt=4, first=3, temperature=i % 2, seed=2**63 + i, held_out=i == 2)
+        for i in range(count)
+    ]
+
+
+def test_records_come_back(tmp_path):
+    records = some_records()
+    store_of(tmp_path / "store", records[:3])
+    store = Store(tmp_path / "store", {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    for job, record in enumerate(records[3:], start=3):
+        store.add(job, [record])
+    assert (len(store), store.jobs) == (5, set(range(5)))
+    assert store.token_count == sum(len(r.tokens) - 3 for r in records)
+    reader = store.read()
+    for i, record in enumerate(records):
+        same(reader.record(i), record)
+    assert (reader.choose(held_out=True), reader.choose(held_out=False)) == ([2], [0, 1, 3, 4])
+
+
+def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
+    records = some_records()
+    store = store_of(tmp_path, records[:3])
+    whole = {name: (tmp_path / name).read_bytes() for name in ("tokens.bin", "rows-0000.bin", "records.bin")}
+    store.add(3, [records[3]])
+    for name, content in whole.items():  # all but the last bytes of the entry came to the disk
+        grown = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(grown[:-5] if name == "records.bin" else grown + b"more")
+        assert len(grown) > len(content)
+    store = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    assert len(store) == 3
+    assert {name: (tmp_path / name).read_bytes() for name in whole} == whole
+    store.add(4, [records[4]])
+    same(store.read().record(3), records[4])
+
+
+def test_answers_to_something_else_are_not_mixed(tmp_path):
+    store_of(tmp_path, some_records(1))
+    with pytest.raises(ConfigError, match=r"layers was \[2, 4, 5\], not \[1, 4, 5\].*--answers"):
+        Store(tmp_path, {"layers": [1, 4, 5]}, 8 * HIDDEN)
+
+
+# --- vocabulary and batches ---
+
+
+def test_the_vocabulary_are_the_most_frequent_tokens():
+    texts = [np.array([5, 5, 7, 1]), np.array([7, 5, 9])]
+    ids = frequent_tokens(texts, 12, 3)
+    assert ids.tolist() == [1, 5, 7]  # of those that occur once, the lowest
+    assert coverage(texts, ids, 12) == pytest.approx(6 / 7)
+    assert draft_ids(ids, 12).tolist() == [-1, 0, -1, -1, -1, 1, -1, 2, -1, -1, -1, -1]
+    with pytest.raises(ConfigError, match="--draft-vocab-size"):
+        frequent_tokens(texts, 12, 13)
+
+
+def test_batches_hold_every_row_once_an_epoch_and_go_on_where_they_were(tmp_path):
+    rng = np.random.default_rng(1)
+    lengths = [*rng.integers(12, 90, 60).tolist(), 900, 1300]
+    prompts = [6] * 60 + [700, 1100]
+    records = [random_record(rng, n, prompts[i], temperature=i % 2, held_out=i == 0) for i, n in enumerate(lengths)]
+    reader = store_of(tmp_path, records).read()
+    learnt = reader.choose(held_out=False)
+    batches = Batches(reader, learnt, rows=300, ahead=3, seed=4)
+    assert [shape.length for shape, _ in batches.shapes] == [768, 1312]
+    epoch = list(itertools.islice(batches.since(0), batches.epoch))
+    counts = learnt_rows(reader.entries)[1]
+    assert batches.learnt == counts[learnt].sum() == sum(int((batch.reach > 0).sum()) for batch in epoch)
+    seen = []
+    for batch in epoch:
+        for b in range(len(batch.rows)):
+            for row, reach, sampled in zip(batch.rows[b], batch.reach[b], batch.sampled[b], strict=True):
+                if reach:
+                    ahead = batch.tokens[b, row : row + reach + 1]
+                    seen.append((*ahead[:2].tolist(), int(batch.positions[b, row]), int(reach), bool(sampled)))
+    expected = []
+    for i in learnt:
+        record = records[i]
+        tokens, size = record.tokens.tolist(), len(record.rows)
+        for row in range(record.first - 1, size - 1):
+            sampled = record.temperature > 0
+            expected.append((tokens[row + 1], tokens[row + 2], row, size - 1 - row, sampled))
+    assert sorted(seen) == sorted(expected)
+    again = itertools.islice(batches.since(batches.epoch + 1), 2)
+    straight = itertools.islice(batches.since(0), batches.epoch + 1, batches.epoch + 3)
+    for one, other in zip(again, straight, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_array_equal(a.astype(np.float32), b.astype(np.float32))

@@ -1,0 +1,284 @@
+"""The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from outrider.config import DraftConfig, TrainConfig, to_argv
+from outrider.errors import ConfigError
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from services.draft.app import build
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.model.formats.target import read_target
+from services.draft.train import app
+from services.draft.train.algorithms.base import Shape
+from services.draft.train.algorithms.eagle3 import Eagle3
+from services.draft.train.batches import Batches
+from services.draft.train.evaluate import CHAIN, TREE, replay
+from services.draft.train.objective import Objective
+from services.draft.train.optimize import Schedule, Trainer
+from services.draft.train.store import Record
+from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
+from tests.gateway.services import Gateway
+from tests.system.services import draft_service, target_service
+from tests.tiny import VOCAB, write_tokenizer
+from tests.train.helpers import head_of, random_record, shared_of, store_of, target_of
+
+FLAGS = {
+    "tokens": 2500, "max_new_tokens": 40, "max_length": 160, "max_running_requests": 16, "draft_vocab_size": 64,
+    "intermediate_size": 64, "steps": 40, "batch_tokens": 600, "learning_rate": 5e-3, "unroll": 4, "held_out": 0.2,
+    "evaluate": 6,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target whose text can be foretold, and prompts."""
+    base = tmp_path_factory.mktemp("models")
+    write_tokenizer(write_cyclic_target(base / "target", intermediate_size=4000))
+    lines = [{"prompt": f"p{i}"} for i in range(30)] + [{"turns": ["a", "b"]}, {"text": "so so"}]
+    (base / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return base
+
+
+@pytest.fixture(scope="module")
+def trained(models):
+    """A training with a target of ours, all in one process. Returns its folder."""
+    service = target_service(models / "target", f"unix:{models}/writer", max_running_requests=16).start()
+    config = TrainConfig(
+        model_path=str(models / "target"), data=(str(models / "prompts.jsonl"),), free_prompts=4,
+        output=str(models / "draft"), target=service.address, **FLAGS,
+    )  # fmt: skip
+    try:
+        assert app.train(config) == 0
+    finally:
+        service.stop()
+    return models / "draft"
+
+
+def test_a_head_learns_what_its_target_says(trained):
+    report = json.loads((trained / "training.json").read_text())
+    for temperature in (0, 1):
+        for kind in ("chain", "tree"):
+            assert report["evaluation"][kind][f"temperature {temperature}"]["accept_length"] > 3
+    losses = report["curve"]["losses"]
+    assert np.mean(losses[-1]) < 0.2 * np.mean(losses[0])
+    assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not (trained / "checkpoint").exists()
+    answers = trained.with_name("draft.answers")
+    assert json.loads((answers / "about.json").read_text())["layers"] == [2, 4, 5]
+
+
+def test_the_output_folder_is_not_written_twice(models, trained):
+    config = TrainConfig(model_path=str(models / "target"), output=str(trained), **FLAGS)
+    with pytest.raises(ConfigError, match="holds a model already"):
+        app.train(config)
+
+
+def test_what_was_trained_is_served(models, trained, tmp_path):
+    """Accepted draft tokens, and the text that there is without a draft."""
+    target = target_service(models / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()
+
+    def ask(*drafts):
+        folder = tmp_path / f"gateway-{len(drafts)}"
+        folder.mkdir()
+        gateway = Gateway(folder, [target.address], list(drafts)).wait()
+        texts = [
+            gateway.complete(prompt, max_tokens=60, temperature=t, seed=5)["choices"][0]["text"]
+            for prompt in ("hello", "b b b") for t in (0, 1)
+        ]  # fmt: skip
+        accepted = gateway.metric("outrider_accepted_draft_tokens_total")
+        gateway.stop()
+        return texts, accepted
+
+    plain, none = ask()
+    config = DraftConfig(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(trained), max_running_requests=4,
+        model_path=str(models / "target"), draft_max_total_tokens=4096,
+    )  # fmt: skip
+    made = build(config)[0].drafter
+    made.warm_up()
+    prefix = PrefixCache(PageAllocator(made.prefix.allocator.total_pages, 16))
+    drafter = FeatureDrafter("EAGLE3", made.runner, prefix, 4, 64, made.features, made.fusion)
+    draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+    texts, accepted = ask(draft.address)
+    draft.stop()
+    target.stop()
+    assert none == 0
+    assert accepted > 60
+    assert texts == plain
+
+
+# --- export ---
+
+
+def test_the_published_folder(tmp_path):
+    import safetensors.numpy
+
+    from services.draft.model.formats.eagle3 import read_eagle3
+    from services.draft.model.tensors import Tensors
+
+    target = target_of(tmp_path / "target")
+    algorithm, ids, params = head_of(target, layers=2)
+    algorithm.publish(params, ids, tmp_path / "head")
+    assert json.loads((tmp_path / "head" / "config.json").read_text()) == {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512,
+        "attention_bias": False, "mlp_bias": False, "bias": False, "tie_word_embeddings": False, "vocab_size": VOCAB,
+        "draft_vocab_size": 64, "target_hidden_size": 48, "num_aux_hidden_states": 3,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "norm_before_residual": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    layer = {
+        "self_attn.q_proj": (64, 96), "self_attn.k_proj": (32, 96), "self_attn.v_proj": (32, 96),
+        "self_attn.o_proj": (48, 64), "mlp.gate_proj": (64, 48), "mlp.up_proj": (64, 48), "mlp.down_proj": (48, 64),
+        "hidden_norm": (48,), "post_attention_layernorm": (48,),
+    }  # fmt: skip
+    expected = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
+    expected |= {
+        f"layers.1.{name}.weight": (shape[0], 48) if "q_p" in name or "k_p" in name or "v_p" in name else shape
+        for name, shape in layer.items()
+    }
+    expected |= {
+        "midlayer.input_layernorm.weight": (48,), "fc.weight": (48, 144), "norm.weight": (48,),
+        "lm_head.weight": (64, 48), "d2t": (64,), "t2d": (VOCAB,),
+    }  # fmt: skip
+    with Tensors(tmp_path / "head") as tensors:
+        assert {name: tensors.shape(name) for name in tensors.names} == expected
+        offsets = tensors.read("d2t", integers=True)
+        members = tensors.read("t2d", integers=True)
+        assert {tensors.read(name).dtype.name for name in expected if name not in ("d2t", "t2d")} == {"bfloat16"}
+    assert (offsets.dtype, members.dtype) == (np.int64, np.bool_)
+    np.testing.assert_array_equal(offsets + np.arange(64), ids)
+    np.testing.assert_array_equal(np.flatnonzero(members), ids)
+    draft = read_eagle3(tmp_path / "head", target)
+    assert draft.features.layers == (2, 4, 5) == algorithm.states.layers
+    assert safetensors.numpy is not None
+
+
+# --- learning ---
+
+
+def trainer_of(target, folder, records, steps=12):
+    algorithm, ids, params = head_of(target)
+    shared = shared_of(target, ids)
+    batches = Batches(store_of(folder, records).read(), range(len(records)), rows=32, ahead=2, seed=3)
+    schedule = Schedule(steps, rate=1e-3, warmup=0.2, decay=0.1, batches=2)
+    return Trainer(Objective(algorithm, 2, 0.8, narrow=True), schedule, shared, params), batches
+
+
+def test_a_run_that_goes_on_takes_the_very_same_steps(tmp_path):
+    target = target_of(tmp_path / "target")
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, int(n), 4) for n in rng.integers(10, 40, 20)]
+    straight, batches = trainer_of(target, tmp_path / "a", records)
+    stream = batches.since(0)
+    for _ in range(12):
+        straight.take_step(stream)
+    first, batches = trainer_of(target, tmp_path / "a2", records)
+    stream = batches.since(0)
+    for _ in range(5):
+        first.take_step(stream)
+    first.save(tmp_path / "checkpoint", {"note": "x"})
+    second, batches = trainer_of(target, tmp_path / "a3", records)
+    assert second.load(tmp_path / "checkpoint")["note"] == "x"
+    assert second.step == 5
+    stream = batches.since(second.batches_taken)
+    for _ in range(7):
+        second.take_step(stream)
+    for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(second.state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_checkpoint_of_another_head_is_refused(tmp_path):
+    target = target_of(tmp_path / "target")
+    records = [random_record(np.random.default_rng(0), 20, 4)]
+    trainer, _ = trainer_of(target, tmp_path / "a", records)
+    trainer.save(tmp_path / "checkpoint", {})
+    algorithm, ids, params = head_of(target, vocab=48)
+    other = Trainer(
+        Objective(algorithm, 2, 0.8, narrow=True), Schedule(5, 1e-3, 0.1, 0.1, 1), shared_of(target, ids), params
+    )
+    with pytest.raises(ConfigError, match="another head"):
+        other.load(tmp_path / "checkpoint")
+
+
+# --- evaluation ---
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory):
+    """A target, a head that knows it, and an answer of it with states."""
+    base = tmp_path_factory.mktemp("perfect")
+    target = write_cyclic_target(base / "target")
+    write_perfect_eagle3(base / "head", target)
+    tokens = np.array([60, *cycle_text(60, 60)], np.uint32)
+    embed = np.asarray(read_target(target).embedding_and_head(lambda a: a)["embed"])
+    import ml_dtypes
+
+    states = np.tile(embed[tokens[:-1]], (1, 4)).astype(ml_dtypes.bfloat16)
+    return target, base / "head", tokens, states.view(np.uint8)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_a_head_that_knows_is_told_so(perfect, shape):
+    target, head, tokens, rows = perfect
+    records = [Record(tokens, rows, 5, 5, temperature, 7) for temperature in (0.0, 1.0)]
+    scores = replay("EAGLE3", head, target, records, shape)
+    for score in scores.values():
+        assert score.tokens == len(tokens) - 6
+        assert score.accept_length == pytest.approx((len(tokens) - 6) / score.steps)
+        assert score.steps == -(-(len(tokens) - 6) // 6)
+
+
+def test_a_text_that_no_head_can_know_is_accepted_never(perfect):
+    target, head, tokens, rows = perfect
+    wrong = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(VOCAB), CYCLE))[: len(tokens)]
+    scores = replay("EAGLE3", head, target, [Record(wrong.astype(np.uint32), rows, 5, 5, 0.0, 7)], CHAIN)
+    assert scores[0.0].accept_length < 1.2
+
+
+def test_a_draft_of_another_model_is_refused(perfect, tmp_path):
+    target, head, tokens, rows = perfect
+    other = write_cyclic_target(tmp_path / "other", vocab=360)
+    with pytest.raises(ConfigError, match="another target"):
+        replay("EAGLE3", head, other, [Record(tokens, rows, 5, 5, 0.0, 7)], CHAIN)
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"tokens": 0}, "--tokens"), ({"unroll": 0}, "--unroll"), ({"held_out": 0.7}, "--held-out"),
+        ({"learning_rate": 0.0}, "--learning-rate"), ({"temperature": (-1.0,)}, "--temperature"),
+        ({"max_new_tokens": 2000}, "--max-length"), ({"data": ("/nowhere",)}, "no such file"),
+        ({"aux_layers": (5, 2, 1)}, "--aux-layers"), ({"aux_layers": (1, 2, 8)}, "--aux-layers"),
+        ({"answers": "SET"}, "asked for differently"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_refused(models, trained, tmp_path, flags, what):
+    if flags.get("answers") == "SET":
+        flags = {"answers": str(trained.with_name("draft.answers")), "max_new_tokens": 50}
+    flags = FLAGS | {"model_path": str(models / "target"), "output": str(tmp_path / "out")} | flags
+    with pytest.raises(ConfigError, match=what):
+        app.train(TrainConfig(**flags))
+
+
+def test_flags_become_a_configuration_and_back():
+    import tyro
+
+    config = TrainConfig(data=("a", "b"), temperature=(0.0, 0.7), aux_layers=(1, 2, 3), tokens=5)
+    assert tyro.cli(TrainConfig, args=to_argv(config)) == config
+
+
+def test_shapes_of_a_head(tmp_path):
+    target = target_of(tmp_path)
+    assert Eagle3(target, Shape()).model.layers[0].mlp.width == 96
+    assert len(list(itertools.islice(Eagle3(target, Shape(layers=3)).model.layers, 5))) == 3
