@@ -129,10 +129,11 @@ class Eagle3(Algorithm):
         assert isinstance(layer.attention, Attention)
         assert isinstance(layer.mlp, Mlp)
         a, hidden = layer.attention, self._hidden
+        qkv = matrix(a.width, (a.heads + 2 * a.kv_heads) * a.head_dim)
         params = {
             "attention_norm": jnp.ones(hidden, jnp.float32),
             "mlp_norm": jnp.ones(hidden, jnp.float32),
-            "qkv": matrix(a.width, (a.heads + 2 * a.kv_heads) * a.head_dim),
+            "qkv": _see_themselves(np.array(qkv), a, matrix(hidden, a.kv_heads * a.head_dim)) if layer.beside else qkv,
             "output": matrix(a.heads * a.head_dim, hidden, 0.5),
             "gate_up": matrix(hidden, 2 * layer.mlp.width),
             "down": matrix(layer.mlp.width, hidden, 0.5),
@@ -162,6 +163,21 @@ class Eagle3(Algorithm):
         safetensors.numpy.save_file(arrays, part, {"format": "pt"})
         (folder / "config.json").write_text(json.dumps(self.config, indent=1) + "\n")
         part.replace(folder / "model.safetensors")
+
+
+def _see_themselves(qkv: NDArray[np.float32], a: Attention, keys: jax.Array) -> jax.Array:
+    """Let a query head of each group begin with the key of its group, which is of the token's embedding alone.
+
+    So rows first see themselves and equal tokens nearby: only through attention does a row's token reach its output.
+    qkv: [2H, heads + 2 key heads], changed; keys: [H, key heads]
+    """
+    group, dim, hidden = a.heads // a.kv_heads, a.head_dim, len(keys)
+    for head in range(0, a.kv_heads, 1 if group > 1 else 2):
+        own = np.asarray(keys[:, head * dim : (head + 1) * dim])
+        for column in (head * group * dim, (a.heads + head) * dim):
+            qkv[:hidden, column : column + dim] = own
+            qkv[hidden:, column : column + dim] = 0
+    return jnp.asarray(qkv)
 
 
 def _layer_tensors(layer: Layer, params: Mapping[str, Any]) -> dict[str, Any]:
