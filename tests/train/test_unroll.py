@@ -120,7 +120,7 @@ def test_slopes_are_those_of_the_loss(tmp_path, target, narrow):
     exact = jax.jit(Objective(algorithm, AHEAD, 0.8, narrow=False))
     rng = np.random.default_rng(0)
     way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32) * 0.02, params)
-    step = 0.05
+    step = 0.01
 
     def at(t):
         return float(exact(jax.tree.map(lambda x, w: x + t * w, params, way), shared, batch)[0])
