@@ -118,6 +118,29 @@ def fp8(block: int | None) -> Quantizer:
     return quantize
 
 
+GPTQ = {"quant_method": "gptq", "group_size": GROUP, "checkpoint_format": "gptq"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {}}}}
+PUBLISHED: dict[str, tuple[Quantizer, dict[str, Any]]] = {
+    "gptq, 2 bits": (gptq(2, symmetric=False), GPTQ | {"bits": 2}),
+    "gptq, 3 bits": (gptq(3, symmetric=False), GPTQ | {"bits": 3}),
+    "gptq, 4 bits": (gptq(4, symmetric=True), GPTQ | {"bits": 4}),
+    "gptq, by activation": (gptq(4, symmetric=False, shuffled=True), GPTQ | {"bits": 4}),
+    "gptq, version 2": (
+        gptq(8, symmetric=False, v2=True), GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+    ),
+    "awq": (awq, AWQ),
+    "packed": (pack_quantized(4, symmetric=True), COMPRESSED),
+    "packed, zero points": (pack_quantized(4, symmetric=False), COMPRESSED),
+    "int8": (int_quantized, COMPRESSED),
+    "float8, a scale a row": (float_quantized, COMPRESSED),
+    "float8, one scale": (fp8(None), FP8),
+    "float8, blocks": (fp8(20), FP8 | {"weight_block_size": [20, 20]}),
+    "float8, blocks that are not said": (fp8(128), FP8),
+}  # fmt: skip
+
+
 def write_quantized(folder: Path, plain: Path, quantize: Quantizer, config: dict[str, Any]) -> None:
     """Quantize the projections of the checkpoint in `folder`; write what it then stands for into the folder `plain`."""
     file = folder / "model.safetensors"

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from outrider.checkpoint import load_json, weight_files
+from outrider.dequantize import BESIDE, INSTEAD, dequantize, plain_shape
 from outrider.errors import ConfigError
-from services.draft.model import packed
 from services.draft.model.float8 import read_float8
 from services.draft.model.torch_files import load_torch_file
 
@@ -84,7 +84,7 @@ class Tensors:
         if parts and "weight" not in parts:
             shapes = {part: self.shape(known) for part, known in parts.items()}
             whole = parts.get("weight_shape")
-            return packed.plain_shape(shapes, self.read(whole, integers=True) if whole else None, self._settings)
+            return plain_shape(shapes, self.read(whole, integers=True) if whole else None, self._settings)
         file, inner, _ = self._place(name)
         return tuple(file[inner].shape if isinstance(file, Mapping) else file.get_slice(inner).get_shape())
 
@@ -103,7 +103,7 @@ class Tensors:
             self.check_shape(name, shape)
         if name in self._parts:
             parts = {part: self._stored(known) for part, known in self._parts[name].items()}
-            return packed.plain(name, parts, self._settings)
+            return dequantize(name, parts, self._settings)
         file, inner, _ = self._place(name)
         tensor: NDArray[Any] = file[inner] if isinstance(file, Mapping) else _tensor(file, inner)
         accepted = {"int64", "int32", "bool"} if integers else set(_FLOATS)
@@ -139,12 +139,12 @@ def _parts_of_weights(names: Iterable[str]) -> dict[str, dict[str, str]]:
     parts: dict[str, dict[str, str]] = {}
     for name in names:
         layer, _, part = name.rpartition(".")
-        if part in (*packed.INSTEAD, *packed.BESIDE, "weight"):
+        if part in (*INSTEAD, *BESIDE, "weight"):
             parts.setdefault(f"{layer}.weight", {})[part] = name
     return {
         weight: found
         for weight, found in parts.items()
-        if found.keys() & set(packed.INSTEAD) or ("weight" in found and len(found) > 1)
+        if found.keys() & set(INSTEAD) or ("weight" in found and len(found) > 1)
     }
 
 

@@ -1,7 +1,7 @@
 """Checkpoints that are published quantized: kept so where a device and its packages can, else unpacked as they load.
 
 `transformers` has a quantizer for each format; most need a GPU and a package of their own. Where these are not there,
-our own quantizer takes the place of it: it gives every stored group of tensors to a function of `unpacking`, layer by
+our own quantizer takes the place of it: it makes every stored group of tensors plain (`outrider.dequantize`), layer by
 layer (and expert by expert) as the files are read, so that the model is the plain one, in the computation's format.
 """
 
@@ -10,19 +10,20 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from numpy.typing import NDArray
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from outrider.dequantize import check_layout, dequantize
 from outrider.errors import ConfigError
-from services.target.model import unpacking
 
 log = logging.getLogger(__name__)
 
@@ -34,24 +35,21 @@ _FP8_CAPABILITY = (8, 9)
 class _Format:
     """A published format that we unpack. names: a weight's tensors; packages: what CUDA needs to keep them packed."""
 
-    unpack: Callable[[Mapping[str, Any]], unpacking.Unpack]
     names: tuple[str, ...]
     packages: tuple[str, ...]
 
 
 _FORMATS = {
-    "fp8": _Format(unpacking.fp8, ("weight", "weight_scale_inv", "activation_scale"), ("kernels",)),
-    "gptq": _Format(unpacking.gptq, ("qweight", "qzeros", "scales", "g_idx"), ("optimum", "gptqmodel")),
-    "awq": _Format(unpacking.awq, ("qweight", "qzeros", "scales"), ("gptqmodel",)),
+    "fp8": _Format(("weight", "weight_scale_inv", "activation_scale"), ("kernels",)),
+    "gptq": _Format(("qweight", "qzeros", "scales", "g_idx"), ("optimum", "gptqmodel")),
+    "awq": _Format(("qweight", "qzeros", "scales"), ("gptqmodel",)),
     "compressed-tensors": _Format(
-        unpacking.compressed_tensors,
         ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale",
          "input_zero_point"),
         ("compressed_tensors",),
     ),
 }  # fmt: skip
 _NEEDS_PACKAGE = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
-_PACKED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
 _INSTEAD = "choose a checkpoint that is not quantized, or one of fp8, GPTQ, AWQ, compressed-tensors or MXFP4"
 
 
@@ -77,7 +75,11 @@ def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
         raise ConfigError(f"weights quantized by {method} are not supported; {_INSTEAD}")
     if _kept(method, device):
         return {"device_map": {"": device}}
-    _check_layout(method, stored)
+    stored["quant_method"] = method
+    try:
+        check_layout(stored)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_INSTEAD}") from None
     if device.type == "cuda":
         wanted = " ".join(_FORMATS[method].packages)
         log.warning("%s weights are unpacked, which takes more memory; to keep them packed, install %s", method, wanted)
@@ -117,23 +119,14 @@ def _check_package(method: str, device: torch.device) -> None:
         raise ConfigError(f"weights quantized by {method} need a package; `pip install {package}`, or {_INSTEAD}")
 
 
-def _check_layout(method: str, stored: Mapping[str, Any]) -> None:
-    """Raise ConfigError for variants of a format that its function does not know."""
-    if method == "awq" and str(stored.get("version", "gemm")).lower() != "gemm":
-        raise ConfigError(f"AWQ weights of version {stored['version']} are not supported, but GEMM is; {_INSTEAD}")
-    if method == "gptq" and str(stored.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
-        raise ConfigError(f"GPTQ weights in the format {stored['checkpoint_format']} are not supported; {_INSTEAD}")
-    if method == "compressed-tensors":
-        groups = (stored.get("config_groups") or {}).values()
-        layouts = {str(group.get("format") or stored.get("format")) for group in groups}
-        strange = sorted(layouts - set(_PACKED))
-        if strange or (stored.get("sparsity_config") or {}).get("format", "dense") != "dense":
-            name = ", ".join(strange) or "a sparse layout"
-            raise ConfigError(f"compressed-tensors weights as {name} are not supported; {_INSTEAD}")
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor for NumPy, which has neither bfloat16 nor numbers of 8 bits with a fraction."""
+    known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32)
+    return (tensor if known else tensor.float()).numpy()
 
 
 class _Unpack(ConversionOps):
-    """Gives each weight's stored tensors to the function of their format. Runs before what merges experts."""
+    """Makes each weight plain. Runs before what merges experts."""
 
     def __init__(self, quantizer: _Unpacker) -> None:
         self.hf_quantizer = quantizer  # so named, `transformers` hands the stored tensors over uncast
@@ -150,7 +143,7 @@ class _Unpack(ConversionOps):
         weights: dict[str, Any] = {}
         for layer, parts in layers.items():
             whole = [
-                self.hf_quantizer.unpack(dict(zip(parts, tensors, strict=True)), dtype)
+                self.hf_quantizer.unpack(full_layer_name, dict(zip(parts, tensors, strict=True)), dtype)
                 for tensors in zip(*parts.values(), strict=True)
             ]
             weights[f"{layer}.weight" if layer else full_layer_name] = whole if layer else whole[0]
@@ -173,21 +166,21 @@ class _Unpacker(HfQuantizer):
 
     def __init__(self, quantization_config: _UnpackConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        stored = quantization_config.stored
-        self._format = _FORMATS[_method(stored)]
-        self._unpack = self._format.unpack(stored)
+        self._stored = quantization_config.stored
         self._failed = False
-        self.serialized_names = {"weight": list(dict.fromkeys(("weight", *self._format.names)))}
+        names = _FORMATS[self._stored["quant_method"]].names
+        self.serialized_names = {"weight": list(dict.fromkeys(("weight", *names)))}
 
-    def unpack(self, parts: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-        """The weight of one layer; layers that are not quantized have theirs as it is."""
-        if set(parts) == {"weight"}:
-            return parts["weight"].to(dtype)
+    def unpack(self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The weight of one layer; layers that are not quantized have theirs as it is. name: for messages."""
+        if set(tensors) == {"weight"}:
+            return tensors["weight"].to(dtype)
         try:
-            return self._unpack(parts).to(dtype)
+            arrays = {part: _array(tensor) for part, tensor in tensors.items()}
+            return torch.from_numpy(dequantize(name, arrays, self._stored)).to(dtype)
         except Exception as error:
             if not self._failed:  # `transformers` gathers failures without their text, and goes on
-                log.error("tensors %s are not laid out as their format says: %s", ", ".join(sorted(parts)), error)
+                log.error("%s", error)
             self._failed = True
             raise
 

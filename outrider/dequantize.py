@@ -1,0 +1,246 @@
+"""From the tensors of published quantized formats to plain weights.
+
+Each format stores a linear layer's weight W [out, in] as several tensors, named behind the layer's name. In all of them
+W = (stored value - zero point) * scale, with a scale for every group of neighbouring inputs, every row, every block, or
+for all; they differ in how integers are packed.
+
+    fp8                 weight float8 [out, in]; weight_scale_inv [row blocks, column blocks] or one number
+    gptq                qweight int32, packed along in; qzeros packed along out; scales [groups, out]; g_idx [in]
+    awq                 qweight int32 [in, .], packed along out in its own order; qzeros alike; scales [groups, out]
+    compressed-tensors  weight_packed int32 [out, .], weight_shape; or weight int8 or float8; weight_scale
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.errors import ConfigError
+
+Array = NDArray[Any]
+Settings = Mapping[str, Any]  # quantization_config of a checkpoint
+
+# What stands behind a layer's name: tensors in the place of its weight, and those beside one.
+INSTEAD = ("qweight", "weight_packed")
+BESIDE = ("weight_scale_inv", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "qzeros", "scales",
+          "g_idx", "input_scale", "weight_observer", "input_global_scale")  # fmt: skip
+
+_WORD = 32  # bits
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns of eight that a word holds, from its lowest bits on
+_BLOCK = (128, 128)  # of fp8 checkpoints that do not say
+_CHUNK = 1 << 19  # numbers that are computed at once: they and what they are made of stay in a core's cache
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+
+
+def check_layout(settings: Settings) -> None:
+    """Raise ConfigError for those variants of a format that `dequantize` does not know."""
+    method = settings.get("quant_method")
+    if method == "awq" and str(settings.get("version", "gemm")).lower() != "gemm":
+        raise ConfigError(f"AWQ weights of version {settings['version']} are not supported, but GEMM is")
+    if method == "awq" and _bits(settings) != 4:
+        raise ConfigError(f"AWQ weights of {_bits(settings)} bits are not supported, but those of 4 are")
+    if method == "gptq" and str(settings.get("checkpoint_format", "gptq")) not in ("gptq", "gptq_v2"):
+        raise ConfigError(f"GPTQ weights in the format {settings['checkpoint_format']} are not supported")
+    if method == "compressed-tensors":
+        groups = (settings.get("config_groups") or {}).values()
+        layouts = {str(group.get("format") or settings.get("format") or "dense") for group in groups}
+        strange = sorted(layouts - set(_COMPRESSED))
+        if strange or (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+            name = ", ".join(strange) or "a sparse layout"
+            raise ConfigError(f"compressed-tensors weights as {name} are not supported")
+
+
+def plain_shape(
+    shapes: Mapping[str, tuple[int, ...]], weight_shape: Array | None, settings: Settings
+) -> tuple[int, ...]:
+    """The shape of a weight by those of its tensors, without reading them. weight_shape: the tensor of that name.
+
+    Raises ConfigError for layouts that are not supported.
+    """
+    check_layout(settings)
+    if weight_shape is not None:
+        return tuple(int(size) for size in weight_shape)
+    rows, columns = shapes["qweight"]
+    if settings.get("quant_method") == "awq":
+        return columns * _WORD // _bits(settings), rows
+    return columns, shapes["g_idx"][0] if "g_idx" in shapes else rows * _WORD // _bits(settings)
+
+
+def dequantize(name: str, tensors: Mapping[str, Array], settings: Settings) -> NDArray[np.float32]:
+    """The weight [out, in] of a layer, computed on all cores that this process may use.
+
+    name: for messages. tensors: by what stands behind the layer's name. Raises ConfigError for tensors that are not
+    laid out as their format says, and for layouts that are not supported.
+    """
+    check_layout(settings)
+    try:
+        if "qweight" in tensors:
+            read = _awq if settings.get("quant_method") == "awq" else _gptq
+        else:
+            read = _packed if "weight_packed" in tensors else _scaled
+        return _computed(read(tensors, settings))
+    except (KeyError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise ConfigError(f"the quantized tensors of {name} are not laid out as their format says: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Quantized:
+    """A weight before it is computed. scales, zeros: float32 [1, out or blocks of out; 1, in or blocks of in]."""
+
+    shape: tuple[int, int]
+    values: Callable[[slice], Array]  # the stored values [., in] of some rows, from a multiple of _WORD on
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.float32] | None
+    block: tuple[int | None, int | None]  # rows and columns that share a scale, where that is said
+    order: Array | None = None  # the column of `scales` of each input, where groups are not of neighbours
+
+
+def _gptq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+    """checkpoint_format: gptq stores zero points less one, gptq_v2 as they are."""
+    bits, packed, scales = _bits(settings), tensors["qweight"], tensors["scales"]
+    order, outs = tensors.get("g_idx"), packed.shape[1]
+    ins = len(packed) * _WORD // bits if order is None else len(order)
+    if order is not None and np.array_equal(order, np.arange(ins) * len(scales) // ins):
+        order = None
+    less = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    zeros = (_unpack(tensors["qzeros"], bits, outs).astype(np.int32) + less) & ((1 << bits) - 1)
+
+    def values(rows: slice) -> Array:
+        return _unpack(packed[:, rows].T, bits, ins)
+
+    return _Quantized((outs, ins), values, _table(scales.T), _table(zeros.T), (1, None), order)
+
+
+def _awq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+    bits, packed, scales = _bits(settings), tensors["qweight"], tensors["scales"]
+    ins, outs = len(packed), packed.shape[1] * _WORD // bits
+    zeros = _unpack(tensors["qzeros"], bits, outs, _AWQ_ORDER)
+
+    def values(rows: slice) -> Array:
+        words = packed[:, rows.start * bits // _WORD : -(-rows.stop * bits // _WORD)]
+        return _unpack(words, bits, rows.stop - rows.start, _AWQ_ORDER).T
+
+    return _Quantized((outs, ins), values, _table(scales.T), _table(zeros.T), (1, None))
+
+
+def _scaled(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+    """fp8, and compressed-tensors whose weight is not packed."""
+    weight, zeros = tensors["weight"], tensors.get("weight_zero_point")
+    scales, block = tensors.get("weight_scale_inv"), _block(settings)
+    if scales is None:
+        scales = tensors["weight_scale"]
+    elif block == (None, None):
+        block = _BLOCK
+    if scales.dtype == np.uint8:
+        scales = np.exp2(scales.astype(np.float32) - 127)  # exponents of two
+    outs, ins = weight.shape
+    zeros = None if zeros is None else _table(zeros)
+    return _Quantized((outs, ins), weight.__getitem__, _table(scales), zeros, block, _order(tensors))
+
+
+def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
+    """compressed-tensors whose weight is packed: signed integers above the middle of unsigned ones."""
+    packed, zeros = tensors["weight_packed"], tensors.get("weight_zero_point")
+    outs, ins = (int(size) for size in tensors["weight_shape"])
+    bits = packed.shape[1] * _WORD // ins
+    middle = np.full((1, 1), 1 << (bits - 1))
+    if zeros is None:
+        zeros = middle
+    elif zeros.dtype == np.int32:
+        zeros = _unpack(zeros.T, bits, outs).T
+    else:
+        zeros = zeros + middle
+
+    def values(rows: slice) -> Array:
+        return _unpack(packed[rows], bits, ins)
+
+    scales = _table(tensors["weight_scale"])
+    return _Quantized((outs, ins), values, scales, _table(zeros), _block(settings), _order(tensors))
+
+
+def _order(tensors: Mapping[str, Array]) -> Array | None:
+    order = tensors.get("weight_g_idx")
+    return None if order is None or order.min() < 0 else order  # -1 everywhere: groups of neighbours
+
+
+def _bits(settings: Settings) -> int:
+    return int(settings.get("bits") or settings.get("w_bit") or 4)
+
+
+def _block(settings: Settings) -> tuple[int | None, int | None]:
+    said = settings.get("weight_block_size")
+    for group in (settings.get("config_groups") or {}).values():
+        said = said or (group.get("weights") or {}).get("block_structure")
+    return (int(said[0]), int(said[1])) if said else (None, None)
+
+
+def _table(numbers: Array) -> NDArray[np.float32]:
+    """Scales or zero points as [blocks of out, blocks of in]."""
+    return numbers.reshape(numbers.shape if numbers.ndim == 2 else (-1, 1)).astype(np.float32)
+
+
+def _unpack(words: Array, bits: int, count: int, order: Sequence[int] | None = None) -> Array:
+    """Unsigned integers of some bits, packed densely from each word's lowest bit on.
+
+    words: [rows, n] int32. order: where those of one word belong, if not one after the other. Returns the first `count`
+    of each row, [rows, count] uint8 or uint32.
+    """
+    wide = math.lcm(bits, _WORD) // _WORD  # words after which integers begin with a word again
+    period = wide * _WORD // bits
+    missing = -words.shape[1] % wide
+    words = np.ascontiguousarray(np.pad(words, ((0, 0), (0, missing))) if missing else words).view(np.uint32)
+    values = np.empty((len(words), words.shape[1] // wide * period), np.uint8 if bits <= 8 else np.uint32)
+    for place, column in enumerate(order or range(period)):
+        word, shift = divmod(place * bits, _WORD)
+        number = words[:, word::wide] >> np.uint32(shift)
+        if shift + bits > _WORD:
+            number |= words[:, word + 1 :: wide] << np.uint32(_WORD - shift)
+        values[:, column::period] = number & np.uint32((1 << bits) - 1)
+    return values[:, :count]
+
+
+def _computed(weight: _Quantized) -> NDArray[np.float32]:
+    outs, ins = weight.shape
+    result = np.empty((outs, ins), np.float32)
+    step = max(1, _CHUNK // ins // _WORD) * _WORD
+
+    def compute(first: int) -> None:
+        rows = slice(first, min(first + step, outs))
+        chunk = result[rows]
+        chunk[:] = weight.values(rows)
+        for operation, table in ((np.subtract, weight.zeros), (np.multiply, weight.scales)):
+            if table is not None:
+                numbers = _spread(table, rows, weight)
+                groups = chunk.reshape(len(chunk), numbers.shape[1], -1)
+                operation(groups, numbers[:, :, None], out=groups)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(compute, range(0, outs, step)))
+    return result
+
+
+def _spread(table: NDArray[np.float32], rows: slice, weight: _Quantized) -> NDArray[np.float32]:
+    """The numbers of `table` for some rows of a weight: [rows, groups of as many neighbouring inputs each]."""
+    (outs, ins), blocks = weight.shape, table.shape[1]
+    table = table[np.arange(rows.start, rows.stop) // _length(outs, len(table), weight.block[0])]
+    if weight.order is not None and blocks > 1:
+        return table[:, weight.order]
+    length = _length(ins, blocks, weight.block[1])
+    return table if length * blocks == ins else table[:, np.arange(ins) // length]
+
+
+def _length(size: int, blocks: int, said: int | None) -> int:
+    """How many rows or columns share a number of a table. Raises ValueError for one that does not fit."""
+    if blocks in (1, size):
+        return size // blocks
+    length = said or size // blocks
+    if -(-size // length) != blocks:
+        raise ValueError(f"{blocks} scales for {size} weights, which are not blocks of {length}")
+    return length
