@@ -25,7 +25,7 @@ SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 Quantization = Literal["fp8", "int8", "int4"]
-TrainedAlgorithm = Literal["EAGLE3"]
+TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "default"
@@ -277,7 +277,7 @@ class TrainConfig(ProcessConfig):
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL
     """Hugging Face id, local folder, or GGUF file of the target; "default" is SmolLM2-135M-Instruct."""
     algorithm: TrainedAlgorithm = "EAGLE3"
-    """What is trained."""
+    """What is trained: a head of a kind (NEXTN: an MTP layer), or a small decoder."""
     output: str = "draft"
     """Folder that the draft is written into, in its published format, with a report of the training."""
     answers: str | None = None
@@ -316,15 +316,18 @@ class TrainConfig(ProcessConfig):
     weight_decay: float = 0.01
     """Decay of matrices (AdamW)."""
     unroll: int = 6
-    """Tokens ahead that the head learns to look, from its own states behind the first."""
+    """Tokens ahead that a head learns to look, from its own states behind the first."""
     unroll_decay: float = 0.8
     """Part of the tokens from which the head looks a further one ahead, of those from which it looked so far."""
     draft_vocab_size: int = 8192
-    """Tokens that the head can propose: the most frequent ones of the answers."""
+    """EAGLE3: tokens that the head can propose, the most frequent ones of the answers. EAGLE and NEXTN propose all, and
+    learn from these. STANDALONE learns all."""
     intermediate_size: int | None = None
-    """Width of the head's feed-forward part; by default the target's."""
-    num_layers: int = 1
-    """Decoder layers of the head."""
+    """Width of the draft's feed-forward part; by default the target's, of a STANDALONE one 8/3 of its own width."""
+    num_layers: int | None = None
+    """Decoder layers of the draft; by default 1, of a STANDALONE one 4."""
+    hidden_size: int | None = None
+    """STANDALONE: width of the decoder; by default 256, or the target's if that is less."""
     aux_layers: tuple[int, ...] | None = None
     """Three layers of the target whose outputs the head is fed with, counted from 0; by default 1, L/2-1 and L-4."""
     held_out: float = 0.02

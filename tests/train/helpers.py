@@ -8,8 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from services.draft.model.formats.target import read_target
-from services.draft.train.algorithms.base import Shape
-from services.draft.train.algorithms.eagle3 import Eagle3
+from services.draft.train.algorithms import Shape, algorithm_of
 from services.draft.train.objective import Shared
 from services.draft.train.store import Record, Store
 from services.draft.train.vocabulary import draft_ids
@@ -23,11 +22,14 @@ def target_of(folder, **options):
     return read_target(write_model(folder, num_hidden_layers=LAYERS, tie_word_embeddings=False, **options))
 
 
-def head_of(target, vocab=64, **shape):
+def head_of(target, vocab=64, name="EAGLE3", **shape):
     """An algorithm, ids of its head and first parameters, all numbers such as bfloat16 has."""
-    algorithm = Eagle3(target, Shape(vocab=vocab, inner=shape.pop("inner", 64), **shape))
+    algorithm = algorithm_of(name, target, Shape(vocab=vocab, inner=shape.pop("inner", 64), **shape))
     ids = np.sort(np.random.default_rng(3).choice(VOCAB, vocab, replace=False))
-    params = algorithm.first_params(target, ids, np.array([1, 2, 3, 1], np.float32), seed=5)
+    if algorithm.whole_vocabulary:
+        ids = np.arange(VOCAB)
+    scales = np.array([1, 2, 3, 1], np.float32)[-len(algorithm.states.layers) - 1 :]
+    params = algorithm.first_params(target, ids, scales, seed=5)
     return algorithm, ids, jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
 
 
@@ -37,16 +39,16 @@ def shared_of(target, ids):
     return Shared(embed, tensors["head"][:, ids], jnp.asarray(draft_ids(ids, VOCAB)))
 
 
-def random_record(rng, length, prompt, *, ids=None, **options):
-    """ids: of the tokens; by default any."""
+def random_record(rng, length, prompt, *, ids=None, states=4, **options):
+    """ids: of the tokens; by default any. states: of each token."""
     tokens = rng.choice(np.arange(VOCAB) if ids is None else ids, length).astype(np.uint32)
-    states = rng.standard_normal((length - 1, 4 * HIDDEN)).astype(ml_dtypes.bfloat16)
+    states = rng.standard_normal((length - 1, states * HIDDEN)).astype(ml_dtypes.bfloat16)
     facts = {"prompt": prompt, "first": prompt, "temperature": 0.0, "seed": 1} | options
     return Record(tokens, states.view(np.uint8), **facts)
 
 
 def store_of(folder, records):
-    store = Store(folder, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    store = Store(folder, {"layers": [2, 4, 5]}, records[0].rows.shape[1])
     for job, record in enumerate(records):
         store.add(job, [record])
     return store

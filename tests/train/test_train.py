@@ -1,9 +1,9 @@
 """The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
 
-import itertools
 import json
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,13 +15,13 @@ from services.draft.app import build
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.formats.target import read_target
 from services.draft.train import app
-from services.draft.train.algorithms.base import Shape
-from services.draft.train.algorithms.eagle3 import Eagle3
+from services.draft.train.algorithms import Shape, algorithm_of
 from services.draft.train.batches import Batches
 from services.draft.train.evaluate import CHAIN, TREE, replay
-from services.draft.train.objective import Objective
+from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Schedule, Trainer
 from services.draft.train.store import Record
+from services.draft.train.vocabulary import draft_ids
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.gateway.services import Gateway
 from tests.system.services import draft_service, target_service
@@ -146,7 +146,9 @@ def test_the_published_folder(tmp_path):
     }  # fmt: skip
     expected = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
     expected |= {
-        f"layers.1.{name}.weight": (shape[0], 48) if "q_p" in name or "k_p" in name or "v_p" in name else shape
+        f"layers.1.{name}.weight".replace("hidden_norm", "input_layernorm"): (shape[0], 48)
+        if "q_p" in name or "k_p" in name or "v_p" in name
+        else shape
         for name, shape in layer.items()
     }
     expected |= {
@@ -213,7 +215,36 @@ def test_a_checkpoint_of_another_head_is_refused(tmp_path):
         other.load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE"])
+def test_other_drafts_learn_and_are_replayed(perfect, tmp_path, name):
+    """What is published foretells the cycle that the target writes."""
+    folder = perfect[0]
+    target, ids = read_target(folder), np.arange(VOCAB)
+    algorithm = algorithm_of(name, target, Shape(inner=64, hidden=32 if name == "STANDALONE" else None, vocab=VOCAB))
+    fed, records = algorithm.model.head.fed, []
+    for start in range(0, 32, 4):
+        tokens = np.array([40 + start, *cycle_text(40 + start, 60)], np.uint32)
+        records.append(Record(tokens, states_of_cycle(folder, tokens), 5, 5, 0.0, 7))
+    batches = Batches(store_of(tmp_path / "answers", records).read(), range(8), 512, 3 if fed else 1, 1, fed)
+    tensors = target.embedding_and_head(np.asarray)
+    shared = Shared(tensors["embed"], tensors["head"], draft_ids(ids, VOCAB))
+    objective = Objective(algorithm, 3 if fed else 1, 1.0, narrow=False)
+    params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
+    trainer, stream = Trainer(objective, Schedule(60, 1e-2, 0.1, 0.0, 1), shared, params), batches.since(0)
+    for _ in range(60):
+        trainer.take_step(stream)
+    algorithm.publish(trainer.state.params, ids, tmp_path / "draft")
+    scores = replay(name, tmp_path / "draft", folder, records[:2], CHAIN)
+    assert scores[0.0].accept_length > 4
+
+
 # --- evaluation ---
+
+
+def states_of_cycle(target, tokens):
+    """What the cyclic target says at all tokens but the last: its state is the embedding."""
+    embed = np.asarray(read_target(target).embedding_and_head(lambda a: a)["embed"])
+    return embed[tokens[:-1]].astype(ml_dtypes.bfloat16).view(np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -223,11 +254,12 @@ def perfect(tmp_path_factory):
     target = write_cyclic_target(base / "target")
     write_perfect_eagle3(base / "head", target)
     tokens = np.array([60, *cycle_text(60, 60)], np.uint32)
-    embed = np.asarray(read_target(target).embedding_and_head(lambda a: a)["embed"])
-    import ml_dtypes
-
-    states = np.tile(embed[tokens[:-1]], (1, 4)).astype(ml_dtypes.bfloat16)
-    return target, base / "head", tokens, states.view(np.uint8)
+    return (
+        target,
+        base / "head",
+        tokens,
+        np.tile(states_of_cycle(target, tokens).view(np.uint16), (1, 4)).view(np.uint8),
+    )
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
@@ -285,5 +317,11 @@ def test_flags_become_a_configuration_and_back():
 
 def test_shapes_of_a_head(tmp_path):
     target = target_of(tmp_path)
-    assert Eagle3(target, Shape()).model.layers[0].mlp.width == 96
-    assert len(list(itertools.islice(Eagle3(target, Shape(layers=3)).model.layers, 5))) == 3
+    assert algorithm_of("EAGLE3", target, Shape()).model.layers[0].mlp.width == 96
+    assert len(algorithm_of("EAGLE3", target, Shape(layers=3)).model.layers) == 3
+    assert len(algorithm_of("STANDALONE", target, Shape()).model.layers) == 4
+    assert algorithm_of("STANDALONE", target, Shape(hidden=32)).model.hidden_size == 32
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        algorithm_of("STANDALONE", target, Shape(hidden=100))
+    with pytest.raises(ConfigError, match="single one"):
+        algorithm_of("NEXTN", target, Shape(layers=2))

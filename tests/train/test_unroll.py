@@ -1,4 +1,6 @@
-"""The head in training against the head as it is served: row for row, on true features and on its own."""
+"""The draft in training against the draft as it is served: row for row, on true features and on its own."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,10 @@ import pytest
 
 from outrider.speculation.tree import ROOT
 from services.draft.model.decoder import head as head_logits
+from services.draft.model.formats.decoders import read_decoder
+from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
+from services.draft.model.formats.mtp import read_mtp
 from services.draft.train.batches import PackShape, build
 from services.draft.train.objective import Objective
 from services.draft.train.unroll import unroll
@@ -16,6 +21,7 @@ from tests.draft.stepping import Stepper
 from tests.train.helpers import head_of, random_record, shared_of, store_of, target_of
 
 AHEAD = 4
+READERS = {"EAGLE": read_eagle, "EAGLE3": read_eagle3, "NEXTN": read_mtp}
 
 
 @pytest.fixture(scope="module")
@@ -23,30 +29,38 @@ def target(tmp_path_factory):
     return target_of(tmp_path_factory.mktemp("target"))
 
 
-def pack_of(folder, lengths=(14, 18), ids=None):
+def pack_of(folder, lengths=(14, 18), ids=None, states=4, fed=True):
     rng = np.random.default_rng(2)
-    records = [random_record(rng, length, prompt=5, ids=ids) for length in lengths]
+    records = [random_record(rng, length, prompt=5, ids=ids, states=states) for length in lengths]
     reader = store_of(folder, records).read()
-    return records, build(reader, [list(range(len(records)))], PackShape(1, 40, 32, AHEAD), np.random.default_rng(7))
+    shape = PackShape(1, 40, 32, AHEAD, fed)
+    return records, build(reader, [list(range(len(records)))], shape, np.random.default_rng(7))
 
 
-@pytest.mark.parametrize("shape", [{}, {"layers": 2}])
-def test_rows_are_those_of_the_draft_service(tmp_path, target, shape):
-    algorithm, ids, params = head_of(target, **shape)
+def states_of(batch):
+    return jnp.asarray(batch.states.astype(np.float32))
+
+
+@pytest.mark.parametrize(("name", "layers"), [("EAGLE3", 1), ("EAGLE3", 2), ("EAGLE", 1), ("EAGLE", 2), ("NEXTN", 1)])
+def test_rows_are_those_of_the_draft_service(tmp_path, target, name, layers):
+    algorithm, ids, params = head_of(target, name=name, layers=layers)
     algorithm.publish(params, ids, tmp_path / "head")
-    draft = read_eagle3(tmp_path / "head", target)
-    assert draft.config == algorithm.model
+    draft = READERS[name](tmp_path / "head", target)
+    assert replace(draft.config, architecture="") == replace(algorithm.model, architecture="")
+    assert draft.features.final == (name != "EAGLE3")
     served = draft.load(jnp.float32)
-    records, batch = pack_of(tmp_path / "answers")
+    records, batch = pack_of(tmp_path / "answers", states=len(algorithm.states.layers) + 1)
 
-    states = jnp.asarray(batch.states[..., :-48].astype(np.float32))
     shared = shared_of(target, ids)
-    said = list(unroll(algorithm.model, params, shared.embed, algorithm.feature(params, states), batch, [32] * AHEAD))
-    trained = np.stack([head_logits(params, ahead.state, 2**31 - 1)[0] for ahead in said])
+    said = list(
+        unroll(algorithm.model, params, shared.embed, algorithm.feature(params, states_of(batch)), batch, [32] * AHEAD)
+    )
+    head = {"head": params["head"] if name == "EAGLE3" else served["head"]}
+    trained = np.stack([head_logits(head, ahead.state, 2**31 - 1)[0] for ahead in said])
 
     places, compared = np.asarray(batch.rows[0]), 0
     for number, record in enumerate(records, start=1):
-        feature = record.rows.view(ml_dtypes.bfloat16)[:, :-48].astype(np.float32) @ np.asarray(params["fc"])
+        feature = algorithm.feature(params, jnp.asarray(record.rows.view(ml_dtypes.bfloat16).astype(np.float32)))
         tokens = record.tokens.tolist()
         start = int(np.flatnonzero(batch.segments[0] == number)[0])
         for i in range(32):
@@ -55,7 +69,7 @@ def test_rows_are_those_of_the_draft_service(tmp_path, target, shape):
                 continue
             # The draft service at the point where token row + 1 is the last committed one.
             model = Stepper(draft.config, served, tokens[: row + 2])
-            logits = [model.run(40, feed=row + 1, features=feature[: row + 1])[row]]
+            logits = [model.run(40, feed=row + 1, features=np.asarray(feature[: row + 1]))[row]]
             node = ROOT
             for k in range(1, min(AHEAD, int(batch.reach[0, i]))):
                 model.session.add(node, [tokens[row + 1 + k]], [-1], [-0.1])
@@ -64,6 +78,29 @@ def test_rows_are_those_of_the_draft_service(tmp_path, target, shape):
             np.testing.assert_allclose(trained[: len(logits), i], logits, rtol=2e-4, atol=2e-4)
             compared += len(logits)
     assert compared >= 20
+
+
+def test_rows_of_a_small_decoder_are_those_of_the_draft_service(tmp_path, target):
+    algorithm, ids, params = head_of(target, name="STANDALONE", layers=2, hidden=32)
+    algorithm.publish(params, ids, tmp_path / "draft")
+    draft = read_decoder(tmp_path / "draft")
+    assert draft.config == algorithm.model
+    assert (tmp_path / "draft" / "tokenizer.json").is_file() == (target.folder / "tokenizer.json").is_file()
+    records, batch = pack_of(tmp_path / "answers", states=1, fed=False)
+    (said,) = unroll(algorithm.model, params, params["embed"], None, batch, [32])
+    trained = np.asarray(said.state[0] @ params["embed"].T)
+    served, compared = draft.load(jnp.float32), 0
+    for number, record in enumerate(records, start=1):
+        start = int(np.flatnonzero(batch.segments[0] == number)[0])
+        tokens = record.tokens.tolist()
+        logits = Stepper(draft.config, served, tokens).run(40, feed=len(tokens))
+        for i in range(32):
+            row = int(batch.rows[0, i]) - start
+            if batch.reach[0, i] and batch.segments[0, batch.rows[0, i]] == number:
+                np.testing.assert_allclose(trained[i], logits[row], rtol=2e-4, atol=2e-4)
+                assert batch.tokens[0, said.place[0, i]] == tokens[row + 1]
+                compared += 1
+    assert compared == sum(len(record.tokens) - 1 - record.first for record in records)
 
 
 def test_what_counts(tmp_path, target):
@@ -91,8 +128,8 @@ def test_the_loss_is_cross_entropy(tmp_path, target):
     shared = shared_of(target, ids)
     records, batch = pack_of(tmp_path / "answers", ids=ids)
     total, tally = Objective(algorithm, AHEAD, 1.0, narrow=False)(params, shared, batch)
-    states = jnp.asarray(batch.states[..., :-48].astype(np.float32))
-    said = list(unroll(algorithm.model, params, shared.embed, algorithm.feature(params, states), batch, [32] * AHEAD))
+    feature = algorithm.feature(params, states_of(batch))
+    said = list(unroll(algorithm.model, params, shared.embed, feature, batch, [32] * AHEAD))
     head, expected = np.asarray(shared.head), np.zeros(AHEAD)
 
     def log_softmax(x):
@@ -109,15 +146,18 @@ def test_the_loss_is_cross_entropy(tmp_path, target):
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_slopes_are_those_of_the_loss(tmp_path, target, narrow):
+@pytest.mark.parametrize(
+    ("name", "narrow"), [("EAGLE3", False), ("EAGLE3", True), ("EAGLE", False), ("NEXTN", True), ("STANDALONE", True)]
+)
+def test_slopes_are_those_of_the_loss(tmp_path, target, name, narrow):
     """Against differences, along a random direction; in bfloat16 only roughly."""
-    algorithm, ids, params = head_of(target)
-    shared = shared_of(target, ids)
-    _, batch = pack_of(tmp_path / "answers", ids=ids)
-    objective = Objective(algorithm, AHEAD, 0.8, narrow)
+    algorithm, ids, params = head_of(target, name=name)
+    shared, fed = shared_of(target, ids), algorithm.model.head.fed
+    _, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1, fed=fed)
+    ahead = AHEAD if fed else 1
+    objective = Objective(algorithm, ahead, 0.8, narrow)
     slopes = jax.jit(jax.grad(lambda p: objective(p, shared, batch)[0]))(params)
-    exact = jax.jit(Objective(algorithm, AHEAD, 0.8, narrow=False))
+    exact = jax.jit(Objective(algorithm, ahead, 0.8, narrow=False))
     rng = np.random.default_rng(0)
     way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32) * 0.02, params)
     step = 0.01

@@ -79,10 +79,10 @@ def check(config: TrainConfig) -> None:
     """Refuse flags that do not fit. Raises ConfigError saying which."""
     for name in (
         "tokens", "max_new_tokens", "max_length", "max_running_requests", "batch_tokens", "unroll", "draft_vocab_size",
-        "num_layers", "max_bytes",
+        "max_bytes",
     ):  # fmt: skip
         _at_least(config, name, 1)
-    for name in ("data_limit", "steps", "intermediate_size"):
+    for name in ("data_limit", "steps", "intermediate_size", "num_layers", "hidden_size"):
         if getattr(config, name) is not None:
             _at_least(config, name, 1)
     for name in ("free_prompts", "seed", "evaluate"):

@@ -1,9 +1,10 @@
 """Packs of records: the arrays that a step of the training sees, of few shapes, so that few programs are compiled.
 
 A pack is a row of `length` places that holds several records, one behind the other. Place i of a record holds the
-target's states at its token i and is paired with token i + 1, as rows of a fed head are. Places from which the token
-after next is to be foretold are *learnt rows*; a pack has room for `learnt` of them, in random order, and only these
-pay for queries and logits. A record with more of them brings a random part.
+target's states at its token i. The row there is paired with token i + 1 in fed heads, and says the token after it; in
+other decoders it is paired with token i itself, and says the next one. Rows that have something to say are *learnt
+rows*; a pack has room for `learnt` of them, in random order, and only these pay for queries and logits. A record with
+more of them brings a random part.
 
 Attention costs a pack's length, so long records have packs of their own, twice as long, and again.
 
@@ -33,13 +34,15 @@ _FILL = 0.9
 class Batch(NamedTuple):
     """B packs of L places and R learnt rows; K tokens ahead.
 
-    states: [B, L, W] bfloat16; tokens: [B, L + K + 1] int32, of places, zeros behind the last; positions, segments:
+    states: [B, L, W] bfloat16; tokens: [B, L + K + 1] int32, those behind the places, zeros behind the last; inputs:
+    alike, those that rows are paired with; positions, segments:
     [B, L] int32, segments counted from 1, 0 where there is nothing; rows: [B, R] int32, places of learnt rows; reach:
     [B, R] int32, tokens ahead whose distribution is known, 0 for padding; sampled: [B, R] bool, not greedy
     """
 
     states: Any
     tokens: Any
+    inputs: Any
     positions: Any
     segments: Any
     rows: Any
@@ -49,12 +52,16 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackShape:
-    """Sizes of a batch: packs, places and learnt rows of a pack, tokens that a row looks ahead."""
+    """Sizes of a batch: packs, places and learnt rows of a pack, tokens that a row looks ahead.
+
+    fed: rows are those of a fed head
+    """
 
     packs: int
     length: int
     learnt: int
     ahead: int
+    fed: bool = True
 
 
 def learnt_rows(entries: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -67,7 +74,9 @@ def learnt_rows(entries: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.in
     return first, np.maximum(entries["rows"].astype(np.int64) - 1 - first, 0)
 
 
-def shapes_of(entries: NDArray[Any], rows: int, ahead: int) -> list[tuple[PackShape, NDArray[np.int64]]]:
+def shapes_of(
+    entries: NDArray[Any], rows: int, ahead: int, fed: bool = True
+) -> list[tuple[PackShape, NDArray[np.int64]]]:
     """Shapes that fit the records, and the indices of those that each is for. rows: learnt rows of a batch, about.
 
     Raises ConfigError if there is nothing to learn.
@@ -86,7 +95,7 @@ def shapes_of(entries: NDArray[Any], rows: int, ahead: int) -> list[tuple[PackSh
             # With a little less room than the average needs hardly any of it stays empty; some places do instead.
             share = counts[here].sum() / entries["rows"][here].sum()
             learnt = min(-(-int(_FILL * share * length) // _ROUND) * _ROUND, length)
-            shapes.append((PackShape(max(1, round(rows / learnt)), length, learnt, ahead), here))
+            shapes.append((PackShape(max(1, round(rows / learnt)), length, learnt, ahead, fed), here))
         most *= 2
     return shapes
 
@@ -126,8 +135,9 @@ def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, orde
         return np.zeros((count, columns), np.int32)
 
     batch = Batch(
-        np.zeros((count, places, width), ml_dtypes.bfloat16), ints(places + shape.ahead + 1), ints(places),
-        ints(places), ints(shape.learnt), ints(shape.learnt), np.zeros((count, shape.learnt), bool),
+        np.zeros((count, places, width), ml_dtypes.bfloat16), ints(places + shape.ahead + 1),
+        ints(places + shape.ahead + 1), ints(places), ints(places), ints(shape.learnt), ints(shape.learnt),
+        np.zeros((count, shape.learnt), bool),
     )  # fmt: skip
     for b, pack in enumerate(packs):
         place, chosen = 0, []
@@ -136,13 +146,17 @@ def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, orde
             size, first = len(rows), max(int(entry["first"]) - 1, 0)
             here = slice(place, place + size)
             batch.states[b, here] = np.ascontiguousarray(rows).view(ml_dtypes.bfloat16)
-            batch.tokens[b, here] = reader.tokens(index)[1 : size + 1]
+            tokens = reader.tokens(index)
+            batch.tokens[b, here] = tokens[1 : size + 1]
+            batch.inputs[b, here] = tokens[1 : size + 1] if shape.fed else tokens[:size]
             batch.positions[b, here] = np.arange(size)
             batch.segments[b, here] = number
             own = np.arange(first, size - 1)
             if len(own) > shape.learnt:
                 own = order.choice(own, shape.learnt, replace=False)
-            chosen.append(np.stack([place + own, size - 1 - own, np.full(len(own), entry["temperature"] > 0)]))
+            chosen.append(
+                np.stack([place + own + (not shape.fed), size - 1 - own, np.full(len(own), entry["temperature"] > 0)])
+            )
             place += size
         mixed = np.concatenate(chosen, axis=1)
         mixed = mixed[:, order.permutation(mixed.shape[1])]
@@ -154,11 +168,13 @@ def build(reader: Reader, packs: Sequence[Sequence[int]], shape: PackShape, orde
 class Batches:
     """Batches without end, epoch after epoch. epoch: of them; learnt: rows of an epoch."""
 
-    def __init__(self, reader: Reader, indices: Sequence[int], rows: int, ahead: int, seed: int) -> None:
-        """rows, ahead: as of `shapes_of`. Raises ConfigError if there is nothing to learn."""
+    def __init__(
+        self, reader: Reader, indices: Sequence[int], rows: int, ahead: int, seed: int, fed: bool = True
+    ) -> None:
+        """rows, ahead, fed: as of `shapes_of`. Raises ConfigError if there is nothing to learn."""
         self._reader, self._seed = reader, seed
         chosen = np.asarray(indices, np.int64)
-        self.shapes = [(shape, chosen[own]) for shape, own in shapes_of(reader.entries[chosen], rows, ahead)]
+        self.shapes = [(shape, chosen[own]) for shape, own in shapes_of(reader.entries[chosen], rows, ahead, fed)]
         plans = self._epoch(0)
         self.epoch = len(plans)
         counts = learnt_rows(reader.entries)[1]

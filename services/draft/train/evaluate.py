@@ -8,7 +8,7 @@ service reads it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.config import DraftConfig
+from outrider.config import FED_ALGORITHMS, DraftConfig
 from outrider.serving.features import FeatureBlock, FeatureFormat, decode
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason
@@ -31,6 +31,8 @@ CHAIN = TreeShape(steps=5, topk=1, rows=6)
 TREE = TreeShape(steps=5, topk=4, rows=16)
 _TOGETHER = 8  # answers that are replayed at a time
 _TOKENS = 16_384  # in the draft's cache
+
+_Feed = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
 
 @dataclass
@@ -78,9 +80,9 @@ def replay(
         max_running_requests=_TOGETHER, draft_max_total_tokens=_TOKENS, disable_radix_cache=True,
         speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
     )  # fmt: skip
-    engine, fusion = build(config)[0], _fusion(folder)
+    engine, feed = build(config)[0], _feed_of(algorithm, folder)
     scores: dict[float, Score] = {}
-    waiting = [_Replay(number, record, engine, fusion) for number, record in enumerate(records, start=1)]
+    waiting = [_Replay(number, record, engine, feed) for number, record in enumerate(records, start=1)]
     running: list[_Replay] = []
     while waiting or running:
         while waiting and len(running) < _TOGETHER:
@@ -106,8 +108,8 @@ def _grow(engine: DraftEngine, running: dict[int, _Replay]) -> None:
 class _Replay:
     """One answer under way."""
 
-    def __init__(self, number: int, record: Record, engine: DraftEngine, fusion: NDArray[np.float32] | None) -> None:
-        self.number, self.record, self._engine, self._fusion = number, record, engine, fusion
+    def __init__(self, number: int, record: Record, engine: DraftEngine, feed: _Feed | None) -> None:
+        self.number, self.record, self._engine, self._feed = number, record, engine, feed
         self._tokens = record.tokens.astype(np.uint32)
         self._length = record.prompt
         self._fed = 0
@@ -147,16 +149,19 @@ class _Replay:
         reason = FinishReason.STOP if self.over else FinishReason.RUNNING
         commit = Commit(self.number, base, tokens, self.tree.root_hash, accepted=accepted, finish_reason=reason)
         self._engine.receive([], [commit])
-        if not self.over:
-            states = decode(self.record.rows[self._fed : self._length - 1], FeatureFormat.BFLOAT16)
-            if self._fusion is not None:  # the last state, behind the others, is none of its
-                states = states[:, : self._fusion.shape[1]] @ self._fusion.T
+        if not self.over and self._feed is not None:
+            states = self._feed(decode(self.record.rows[self._fed : self._length - 1], FeatureFormat.BFLOAT16))
             rows = np.ascontiguousarray(states, np.float32).view(np.uint8)
             self._engine.receive_features([FeatureBlock(self.number, self._fed, rows)])
             self._fed = self._length - 1
 
 
-def _fusion(folder: Path) -> NDArray[np.float32] | None:
-    """The draft's fusion layer, which a target would apply, [H, n * Ht]; None if it has none."""
+def _feed_of(algorithm: str, folder: Path) -> _Feed | None:
+    """What a target would make of recorded states, [N, n * Ht], for a draft; None if it is not fed with any."""
+    if algorithm not in FED_ALGORITHMS:
+        return None
+    if algorithm != "EAGLE3":
+        return lambda states: states
     with Tensors(folder) as tensors:
-        return tensors.read("fc.weight").astype(np.float32) if "fc.weight" in tensors else None
+        fusion = tensors.read("fc.weight").astype(np.float32).T
+    return lambda states: states[:, : len(fusion)] @ fusion  # the last state, behind the others, is none of its

@@ -23,8 +23,7 @@ from outrider.serving.features import FeatureFormat, decode
 from services.draft.devices import choose_devices
 from services.draft.model.formats.target import read_target
 from services.draft.train import report
-from services.draft.train.algorithms.base import Algorithm, Shape
-from services.draft.train.algorithms.eagle3 import Eagle3
+from services.draft.train.algorithms import Algorithm, Shape, algorithm_of
 from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.objective import Objective, Shared
@@ -36,7 +35,6 @@ from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
 
 log = logging.getLogger(__name__)
 
-ALGORITHMS: dict[str, type[Eagle3]] = {"EAGLE3": Eagle3}
 _BATCH_ROWS = 2048  # learnt rows of a batch, about: a bound of memory
 _SCALE_RECORDS = 64
 _SEEN = 4  # held-out batches that are looked at on the way
@@ -54,8 +52,12 @@ class Learning:
         raw = load_json(target / "config.json")
         raw = raw.get("text_config") or raw
         self._softcap = raw.get("final_logit_softcapping")
-        shape = Shape(config.num_layers, config.intermediate_size, config.draft_vocab_size, config.aux_layers)
-        self.algorithm: Algorithm = ALGORITHMS[config.algorithm](self.target, shape)
+        shape = Shape(
+            config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size, config.aux_layers
+        )
+        self.algorithm: Algorithm = algorithm_of(config.algorithm, self.target, shape)
+        self._fed = self.algorithm.model.head.fed
+        self._ahead = config.unroll if self._fed else 1
         self.curve = Curve()
         self._ids = np.zeros(0, np.int64)
         self._facts: dict[str, Any] = {}
@@ -70,7 +72,7 @@ class Learning:
         self._choose_vocabulary(reader, learnt)
         objective = self._objective()
         rows = min(_BATCH_ROWS, self.config.batch_tokens)
-        batches = Batches(reader, learnt, rows, self.config.unroll, self.config.seed)
+        batches = Batches(reader, learnt, rows, self._ahead, self.config.seed, self._fed)
         schedule = self._schedule(batches)
         params = self.algorithm.first_params(self.target, self._ids, self._scales(reader, learnt), self.config.seed)
         trainer = Trainer(objective, schedule, self._shared(), params)
@@ -91,15 +93,16 @@ class Learning:
     def _choose_vocabulary(self, reader: Reader, learnt: list[int]) -> None:
         texts = list(reader.learnt(learnt))
         vocab = self.target.vocab_size
-        self._ids = frequent_tokens(texts, vocab, self.config.draft_vocab_size)
+        count = vocab if self.algorithm.whole_vocabulary else self.config.draft_vocab_size
+        self._ids = frequent_tokens(texts, vocab, count)
         inside = coverage(reader.learnt(self._held_out or learnt), self._ids, vocab)
         self._facts["vocabulary_coverage"] = inside
-        log.info("the head's %d tokens are %.2f %% of held-out answers", len(self._ids), 100 * inside)
+        log.info("the draft's %d tokens are %.2f %% of held-out answers", len(self._ids), 100 * inside)
 
     def _objective(self) -> Objective:
         config = self.config
         narrow = config.train_dtype != "float32"
-        return Objective(self.algorithm, config.unroll, config.unroll_decay, narrow, self._softcap)
+        return Objective(self.algorithm, self._ahead, config.unroll_decay, narrow, self._softcap)
 
     def _schedule(self, batches: Batches) -> Schedule:
         config = self.config
@@ -144,7 +147,7 @@ class Learning:
         """Held-out batches that are looked at on the way."""
         if not learnt_rows(reader.entries[self._held_out])[1].any():
             return []
-        batches = Batches(reader, self._held_out, _BATCH_ROWS, self.config.unroll, seed=0)
+        batches = Batches(reader, self._held_out, _BATCH_ROWS, self._ahead, 0, self._fed)
         return list(itertools.islice(batches.since(0), min(_SEEN, batches.epoch)))
 
     def _take_steps(

@@ -60,6 +60,8 @@ class Objective:
     bfloat16 products.
 
     softcap: of the target's logits
+
+    Where the algorithm has its states imitate the target's, a row's loss has their distance, too (smooth L1).
     """
 
     algorithm: Algorithm
@@ -71,7 +73,7 @@ class Objective:
     def __call__(self, params: Params, shared: Shared, batch: Batch) -> tuple[jax.Array, Tally]:
         """The weighted sum over all rows, float32, and what it is made of."""
         params = wrapped(params) if self.narrow else params
-        p = self._target(shared, batch)
+        head, p = self._head(params, shared), self._target(shared, batch)
         losses, counts = [], []
         rows = batch.rows.shape[1]
         counted = jnp.ones(batch.rows.shape, bool)
@@ -82,7 +84,11 @@ class Objective:
             weights = counted.reshape(-1).astype(jnp.float32)
             states = said.state.reshape(len(weights), -1)
             beside = take(p, said.place).reshape(len(weights), -1)
-            losses.append(cross_entropy(states, params["head"], beside, weights))
+            loss = cross_entropy(states, head, beside, weights)
+            if self.algorithm.imitation:
+                model = take(self._final(shared, batch), said.place).reshape(states.shape)
+                loss += self.algorithm.imitation * jnp.sum(weights * _smooth_distance(states - model))
+            losses.append(loss)
             counts.append(weights.sum())
         tally = Tally(jnp.stack(losses), jnp.stack(counts))
         return tally.losses.sum(), tally
@@ -90,11 +96,12 @@ class Objective:
     def foretell(self, params: Params, shared: Shared, batch: Batch) -> Foretold:
         """How the head does, as greedy drafting would see it."""
         params = wrapped(params) if self.narrow else params
+        head = {"head": self._head(params, shared)}
         known, places = [], []
         each = [batch.rows.shape[1]] * self.ahead
         for k, said in enumerate(self._unrolled(params, shared, batch, each)):
             token = self._foretold(shared, batch, said.place)
-            logits = head_logits(params, said.state, 2**31 - 1)
+            logits = head_logits(head, said.state, 2**31 - 1)
             own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)
             better = jnp.sum(logits > own, axis=-1)
             known.append(k < batch.reach)
@@ -102,9 +109,21 @@ class Objective:
         return Foretold(jnp.stack(known), jnp.stack(places))
 
     def _unrolled(self, params: Params, shared: Shared, batch: Batch, each: Sequence[int]) -> Iterator[Ahead]:
-        width = shared.head.shape[0]
-        feature = self.algorithm.feature(params, batch.states[..., :-width].astype(jnp.float32))
-        return unroll(self.algorithm.model, params, shared.embed, feature, batch, each)
+        feature = self.algorithm.feature(params, batch.states.astype(jnp.float32))
+        return unroll(self.algorithm.model, params, params.get("embed", shared.embed), feature, batch, each)
+
+    def _head(self, params: Params, shared: Shared) -> Any:
+        """The matrix of the logits; it may be the target's."""
+        own = self.algorithm.head(params)
+        own = shared.head if own is None else own
+        if self.narrow:
+            return own if isinstance(own, Mixed) else Mixed(own)
+        return own.astype(jnp.float32)
+
+    def _final(self, shared: Shared, batch: Batch) -> jax.Array:
+        """The target's last states, [B, L, Ht]."""
+        final: jax.Array = batch.states[..., -shared.head.shape[0] :]
+        return final
 
     def _foretold(self, shared: Shared, batch: Batch, place: jax.Array) -> jax.Array:
         """The head's entry of the token that stands behind the rows, [B, R]; -1 if it has none."""
@@ -112,19 +131,27 @@ class Objective:
 
     def _target(self, shared: Shared, batch: Batch) -> jax.Array:
         """The target's distributions at all places, [B, L, V']."""
-        final = batch.states[..., -shared.head.shape[0] :]
         multiply = narrow_dot if self.narrow else _exact
-        logits = multiply(final, shared.head)
+        logits = multiply(self._final(shared, batch), shared.head)
         if self.softcap is not None:
             logits = self.softcap * jnp.tanh(logits / self.softcap)
         p = jax.nn.softmax(logits, axis=-1)
         return p.astype(jnp.bfloat16) if self.narrow else p
 
 
+def _smooth_distance(difference: jax.Array) -> jax.Array:
+    """Mean of smooth L1 (Huber) over the numbers of each row. difference: [N, H]."""
+    size = jnp.abs(difference)
+    return jnp.mean(jnp.where(size < 1, 0.5 * size**2, size - 0.5), axis=-1)
+
+
 def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32))
 
 
-def wrapped(params: Any) -> Any:
-    """The same parameters, matrices to be multiplied in bfloat16."""
-    return jax.tree.map(lambda array: Mixed(array) if array.ndim == 2 else array, params)
+def wrapped(params: Params) -> Params:
+    """The same parameters, matrices to be multiplied in bfloat16. An embedding is looked up, so it stays."""
+    return {
+        name: part if name == "embed" else jax.tree.map(lambda leaf: Mixed(leaf) if leaf.ndim == 2 else leaf, part)
+        for name, part in params.items()
+    }

@@ -1,4 +1,4 @@
-"""The head as it will be used: on the target's states first, then on its own, several tokens ahead.
+"""The draft as it will be used: on the target's states first, then on its own, several tokens ahead.
 
     trunk     every place of a pack: the target's states, keys and values for all later rows of its record
     ahead 0   learnt row r: the target's state r beside token r + 1, at position r, says token r + 2
@@ -7,6 +7,9 @@
 
 That is what the draft service does when it extends the trunk by true features, and grows a node, its child, and so on
 along the text ("training-time test", EAGLE-3). What its tokens are along the way is taken from the text.
+
+A decoder that is not fed with states has a row for every token itself: learnt row r says token r + 1, and nothing else
+would come of looking further ahead.
 
 Fewer rows may look further ahead than the first token: the first ones of each pack.
 
@@ -49,20 +52,22 @@ class Ahead(NamedTuple):
 
 
 def unroll(
-    model: ModelConfig, params: Params, embed: jax.Array, feature: jax.Array, batch: Batch, counts: Sequence[int]
+    model: ModelConfig, params: Params, embed: jax.Array, feature: jax.Array | None, batch: Batch, counts: Sequence[int]
 ) -> Iterator[Ahead]:
-    """The tokens ahead, one after the other. embed: [V, H]; feature: [B, L, H], what the target's states made.
+    """The tokens ahead, one after the other. embed: [V, H]; feature: [B, L, H], what the target's states made;
+    None if the model is not fed.
 
     counts: learnt rows of each pack that look so far ahead, in number the first ones; they do not rise
     """
     rows = batch.rows[:, : counts[0]]
     sees = _sees(batch, rows)
     handed, state, kept = _trunk(model, params, embed, feature, batch, rows, sees)
-    yield Ahead(state, rows + 1)
+    yield Ahead(state, rows + model.head.fed)
+    assert handed is not None or len(counts) == 1, "a fed head hands a state on"
     for ahead, count in enumerate(counts[1:], start=1):
         rows, sees, handed = rows[:, :count], sees[:, :count], handed[:, :count]
         place = rows + ahead
-        token = jnp.take_along_axis(batch.tokens, place, axis=1)
+        token = jnp.take_along_axis(batch.inputs, place, axis=1)
         position = jnp.take_along_axis(batch.positions, rows, axis=1) + ahead
         x, beside = model.head.join(params, Inputs(embed[token].astype(handed.dtype), position, handed))
         for i, (layer, own) in enumerate(zip(model.layers, params["layers"], strict=True)):
@@ -73,7 +78,6 @@ def unroll(
             seen = linear(attend(q, kept[i], sees, isinstance(own["qkv"], Mixed)), own, "output")
             x = layer_output(layer, own, residual, seen)
         state, own_state = model.head.finish(params, x)
-        assert own_state is not None, "a fed head hands a state on"
         handed = own_state
         yield Ahead(state, place + 1)
 
@@ -90,17 +94,17 @@ def _trunk(
     model: ModelConfig,
     params: Params,
     embed: jax.Array,
-    feature: jax.Array,
+    feature: jax.Array | None,
     batch: Batch,
     rows: jax.Array,
     sees: jax.Array,
-) -> tuple[jax.Array, jax.Array, list[Kept]]:
+) -> tuple[jax.Array | None, jax.Array, list[Kept]]:
     """What learnt rows hand on, their states, and the trunk's keys and values.
 
     All layers but the last are computed at every place; of the last one only learnt rows are needed.
     """
-    places = feature.shape[1]
-    embedding = embed[batch.tokens[:, :places]].astype(feature.dtype)
+    places = batch.segments.shape[1]
+    embedding = embed[batch.inputs[:, :places]].astype(jnp.float32)
     x, beside = model.head.join(params, Inputs(embedding, batch.positions, feature))
     kept: list[Kept] = []
     everywhere = jnp.broadcast_to(jnp.arange(places), batch.segments.shape)
@@ -114,7 +118,6 @@ def _trunk(
         seen = attend(q, kept[-1], sees if last else _sees(batch, everywhere), isinstance(own["qkv"], Mixed))
         x = layer_output(layer, own, residual, linear(seen, own, "output"))
     state, handed = model.head.finish(params, x)
-    assert handed is not None, "a fed head hands a state on"
     return handed, state, kept
 
 

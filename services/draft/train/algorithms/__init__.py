@@ -1,1 +1,15 @@
-"""What is trained: how a head is made, what it is fed with, and how it is published."""
+"""Algorithms whose drafts can be trained, by their names on the command line."""
+
+from services.draft.model.formats.target import Target
+from services.draft.train.algorithms.base import Algorithm, Shape
+from services.draft.train.algorithms.eagle import Eagle
+from services.draft.train.algorithms.eagle3 import Eagle3
+from services.draft.train.algorithms.mtp import Mtp
+from services.draft.train.algorithms.standalone import Standalone
+
+_ALGORITHMS = {"EAGLE": Eagle, "EAGLE3": Eagle3, "NEXTN": Mtp, "STANDALONE": Standalone}
+
+
+def algorithm_of(name: str, target: Target, shape: Shape) -> Algorithm:
+    """The algorithm for a target. Raises ConfigError for a shape that does not fit."""
+    return _ALGORITHMS[name](target, shape)
