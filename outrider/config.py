@@ -29,7 +29,6 @@ TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_MODEL = "default"
-MAX_NGRAM_CAPACITY = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class DraftOptions:
     """NGRAM: rank continuations by recency (BFS) or by frequency (PROB)."""
     speculative_ngram_branch_length: int = 18
     """NGRAM: length of the paths that are stored, in tokens."""
-    speculative_ngram_capacity: int = MAX_NGRAM_CAPACITY
+    speculative_ngram_capacity: int = 10_000_000
     """NGRAM: most nodes that are stored."""
     speculative_ngram_insert_prompts: bool = True
     """NGRAM: store prompts too, so that answers can copy from them; SGLang stores answers only."""
@@ -394,8 +393,6 @@ def to_argv(config: ProcessConfig) -> list[str]:
         flag = "--" + field.name.replace("_", "-")
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
-        elif value is False:
-            argv.append("--no-" + flag.removeprefix("--"))
         elif isinstance(value, Sequence) and not isinstance(value, str):
             argv += [flag, *map(str, value)]
         else:

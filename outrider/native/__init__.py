@@ -5,19 +5,25 @@ A library lands beside the virtual environment's own libraries, or in the cache 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from outrider import checkpoint
 
 _COMPILERS = ("g++", "clang++", "c++")
 _LONGEST = 300.0  # seconds
+
+Signatures = Mapping[str, tuple[type | None, tuple[type, ...]]]
+"""Result and arguments of C functions, by name."""
 
 
 class Unavailable(Exception):
@@ -28,16 +34,32 @@ class Unavailable(Exception):
 class Library:
     """A folder of C++ files that become one library.
 
-    name: of the library's file, without its key. includes: folders of headers that it shares with others
+    name: of the library's file, without its key. includes: folders of headers that it shares with others. check: raises
+    Unavailable where the machine could not run it
     """
 
     name: str
     folder: Path
     flags: tuple[str, ...]
     includes: tuple[Path, ...] = ()
+    check: Callable[[], None] | None = None
+
+    def loaded(self, prefix: str = "", signatures: Signatures = MappingProxyType({})) -> ctypes.CDLL:
+        """The library, compiled if it is not there. prefix: of its functions' names. Raises Unavailable."""
+        path = self.compiled()
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:  # such as one that another system has left in a shared folder
+            raise Unavailable(f"{path} cannot be loaded: {error}; delete it") from None
+        for name, (result, arguments) in signatures.items():
+            function = getattr(library, prefix + name)
+            function.restype, function.argtypes = result, arguments
+        return library
 
     def compiled(self) -> Path:
         """The compiled library, made if it is not there. Raises Unavailable."""
+        if self.check is not None:
+            self.check()
         name = f"{self.name}-{self._key()}.so"
         places = [Path(sys.prefix) / "lib" / "outrider", checkpoint.cache_folder() / "kernels"]
         for place in places:
@@ -78,3 +100,11 @@ class Library:
                 raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
             os.replace(made, path)
         return path
+
+
+def report(library: Library, what: str, instead: str) -> None:
+    """Compile a library, and print what came of it. instead: what serves where it cannot be had."""
+    try:
+        sys.stdout.write(f"{what}: compiled, {library.compiled()}\n")
+    except Unavailable as reason:
+        sys.stdout.write(f"{what}: not compiled; {reason}. {instead} serves instead, more slowly.\n")

@@ -162,7 +162,7 @@ def test_of_equals_the_first():
 
 def test_without_a_compiler_plain_jax_serves(monkeypatch, caplog):
     library.load.cache_clear()
-    monkeypatch.setattr(library.build, "library", _no_compiler)
+    monkeypatch.setattr(native.Library, "compiled", _no_compiler)
     assert chosen("auto") == "plain"
     assert "there is no C++ compiler" in caplog.text
     with pytest.raises(ConfigError, match="--draft-attention-backend cpu cannot be had: there is no C"):
@@ -179,5 +179,5 @@ def chosen(wanted, dtype=jnp.float32):
     return choose(wanted, jax.devices()[0], config, dtype, 16)
 
 
-def _no_compiler():
+def _no_compiler(library):
     raise native.Unavailable("there is no C++ compiler (g++ or clang++); install one")

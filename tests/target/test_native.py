@@ -146,7 +146,7 @@ def test_what_has_no_program_runs_module_by_module(tmp_path):
 
 def test_a_library_of_another_system_is_named(tmp_path, monkeypatch):
     (tmp_path / "kernels.so").write_bytes(b"made elsewhere")
-    monkeypatch.setattr(library.build, "library", lambda: tmp_path / "kernels.so")
+    monkeypatch.setattr(native.Library, "compiled", lambda _: tmp_path / "kernels.so")
     with pytest.raises(library.Unavailable, match=r"kernels\.so cannot be loaded"):
         library.load.__wrapped__()
 

@@ -85,10 +85,9 @@ def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
     if rows.features is None:
         return Inputs(embedding, rows.positions)
     assert pools.features is not None, "a fed head has a pool of features"
-    given = rows.features.given
     own = lookup(pools.features, rows.features.sources)
-    feature = jnp.where(given[..., None], rows.features.rows.astype(own.dtype), own)
-    return Inputs(embedding, rows.positions, feature, given)
+    feature = jnp.where(rows.features.given[..., None], rows.features.rows.astype(own.dtype), own)
+    return Inputs(embedding, rows.positions, feature)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

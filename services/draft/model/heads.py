@@ -29,15 +29,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 class Inputs(NamedTuple):
-    """What a head joins. positions: [S, Q]; feature: [S, Q, H] and true: [S, Q] are None for heads that are not fed.
+    """What a head joins. embedding: [S, Q, H], of the rows' tokens; positions: [S, Q].
 
-    embedding: [S, Q, H], of the rows' tokens; true: rows whose feature is the target's and not the draft's own
+    feature: [S, Q, H], the target's or the draft's own; None for heads that are not fed
     """
 
     embedding: jax.Array
     positions: jax.Array
     feature: jax.Array | None = None
-    true: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Eagle3Head(Head):
     fed = True
 
     def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
-        """The target's feature and the draft's own are alike here."""
+        """The feature, and the embedding beside it."""
         del params
         assert inputs.feature is not None
         return inputs.feature, inputs.embedding

@@ -46,7 +46,7 @@ def stacked_states(
     states: list[jax.Array] = []
     written: list[jax.Array] = []
     for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], pools.layers, strict=True)):
-        inputs = Inputs(embedding, rows.positions, lookup(kept, features.sources[..., i]), features.given)
+        inputs = Inputs(embedding, rows.positions, lookup(kept, features.sources[..., i]))
         x, _ = config.head.join(params["joins"][i], inputs)
         x, filled = decoder_layer(description, paging, layer, x, None, pool, plain, context, moves)
         states.append(config.head.finish(params["joins"][i], x)[0])

@@ -1,10 +1,12 @@
-"""The compiled n-grams, bound with ctypes. A node takes 32 bytes, and 8 to 16 in the table of children."""
+"""The compiled n-grams, bound with ctypes. A node takes 32 bytes, and 8 to 16 in the table of children.
+
+`python -m services.draft.ngrams.compiled` compiles them, once an environment and source.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 import weakref
 from ctypes import POINTER, c_double, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
@@ -33,7 +35,7 @@ class _Options(ctypes.Structure):
     )  # fmt: skip
 
 
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+_SIGNATURES: native.Signatures = {
     "new": (c_void_p, (c_uint32, POINTER(_Options))),
     "free": (None, (c_void_p,)),
     "clear": (None, (c_void_p,)),
@@ -50,15 +52,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library, compiled at the first call. Raises native.Unavailable."""
-    path = LIBRARY.compiled()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise native.Unavailable(f"{path} cannot be loaded: {error}; delete it") from None
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, "outrider_ngrams_" + name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return LIBRARY.loaded("outrider_ngrams_", _SIGNATURES)
 
 
 class CompiledNgrams(Ngrams):
@@ -140,13 +134,5 @@ def _packed(array: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return np.ascontiguousarray(array, np.uint32)
 
 
-def main() -> None:
-    """Compile, and say what came of it."""
-    try:
-        sys.stdout.write(f"the n-grams are compiled: {LIBRARY.compiled()}\n")
-    except native.Unavailable as reason:
-        sys.stdout.write(f"no compiled n-grams: {reason}. Plain ones serve instead, more slowly.\n")
-
-
 if __name__ == "__main__":
-    main()
+    native.report(LIBRARY, "n-grams", "plain Python")

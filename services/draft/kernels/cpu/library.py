@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 from collections.abc import Callable
@@ -10,9 +9,10 @@ from typing import Any
 
 import jax
 
+from outrider import native
 from services.draft.kernels.cpu import build
 
-Unavailable = build.Unavailable
+Unavailable = native.Unavailable
 
 # By the name under which XLA knows them, without the prefix.
 _KERNELS = ("product", "attention", "keep", "candidates")
@@ -22,11 +22,7 @@ _PREFIX = "outrider_draft_"
 @functools.cache
 def load() -> None:
     """Compile and register, at the first call. Raises Unavailable."""
-    path = build.library()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:  # such as one that another system has left in a shared folder
-        raise Unavailable(f"{path} cannot be loaded: {error}; delete it") from None
+    library = build.KERNELS.loaded()
     for name in _KERNELS:
         kernel = jax.ffi.pycapsule(getattr(library, _PREFIX + name))
         jax.ffi.register_ffi_target(_PREFIX + name, kernel, platform="cpu")

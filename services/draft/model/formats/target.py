@@ -77,13 +77,13 @@ def read_norm(target: Target) -> NDArray[Any]:
         return tensors.read(name, (target.hidden_size,))
 
 
-def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int | None = None) -> None:
-    """Raise ConfigError unless a head's numbers are the target's. hidden_size: None if it need not be the same."""
+def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int) -> None:
+    """Raise ConfigError unless a head's numbers are the target's."""
     wrong = [
         f"{name} {own}, not {theirs}"
         for name, own, theirs in (
             ("vocab_size", vocab_size, target.vocab_size),
-            ("hidden_size", hidden_size or target.hidden_size, target.hidden_size),
+            ("hidden_size", hidden_size, target.hidden_size),
         )
         if own != theirs
     ]

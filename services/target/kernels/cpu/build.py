@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from outrider import native
 from outrider.native import vectors
 
-KERNELS = native.Library("outrider-kernels", Path(__file__).parent / "csrc", vectors.FLAGS, (vectors.INCLUDE,))
-Unavailable = native.Unavailable
-
-
-def library() -> Path:
-    """The compiled library, made if it is not there. Raises Unavailable, also where the processor could not run it."""
-    vectors.check_processor()
-    return KERNELS.compiled()
-
+KERNELS = native.Library(
+    "outrider-kernels",
+    Path(__file__).parent / "csrc",
+    vectors.FLAGS,
+    (vectors.INCLUDE,),
+    vectors.check_processor,
+)
 
 if __name__ == "__main__":
-    try:
-        sys.stdout.write(f"the CPU kernels are compiled: {library()}\n")
-    except Unavailable as reason:
-        sys.stdout.write(f"no CPU kernels: {reason}. PyTorch's own operators serve instead, more slowly.\n")
+    native.report(KERNELS, "CPU kernels of the target", "PyTorch")

@@ -6,9 +6,10 @@ import ctypes
 import functools
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 
+from outrider import native
 from services.target.kernels.cpu import build
 
-Unavailable = build.Unavailable
+Unavailable = native.Unavailable
 
 
 class AttentionShape(ctypes.Structure):
@@ -69,7 +70,7 @@ class BatchView(ctypes.Structure):
 
 Clock = ctypes.CFUNCTYPE(c_double)
 _SHAPE, _BATCH = POINTER(AttentionShape), POINTER(BatchView)
-_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+_SIGNATURES: native.Signatures = {
     "weight_new": (c_void_p, (c_int32, c_int64, c_int64)),
     "weight_free": (None, (c_void_p,)),
     "weight_bytes": (c_int64, (c_void_p,)),
@@ -107,15 +108,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library, compiled at the first call. Raises Unavailable."""
-    path = build.library()
-    try:
-        library = ctypes.CDLL(str(path))
-    except OSError as error:  # such as one that another system has left in a shared folder
-        raise Unavailable(f"{path} cannot be loaded: {error}; delete it") from None
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, "outrider_" + name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return build.KERNELS.loaded("outrider_", _SIGNATURES)
 
 
 def available() -> bool:
