@@ -98,6 +98,8 @@ def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None
     ngram = build_ngram(config) if uses_ngram(config) else None
     if config.speculative_algorithm == "NGRAM":
         assert ngram is not None
+        if config.speculative_token_map is not None:
+            log.warning("--speculative-token-map is ignored: NGRAM has no head that it could shorten")
         drafter, ngram = ngram, None
     else:
         from services.draft.loading import load_model_drafter
@@ -128,9 +130,9 @@ def uses_ngram(config: DraftConfig) -> bool:
 
 def check(config: DraftConfig) -> None:
     """Refuse flags that do not fit together. Raises ConfigError saying which."""
-    if config.speculative_algorithm == "NONE":
-        raise ConfigError("--speculative-algorithm NONE needs no draft service; name NGRAM or STANDALONE")
     algorithm = config.speculative_algorithm
+    if algorithm == "NONE":
+        raise ConfigError("--speculative-algorithm NONE needs no draft service; name a drafter")
     own_model = algorithm in MODEL_ALGORITHMS and algorithm not in BUILT_IN_ALGORITHMS
     if own_model and config.speculative_draft_model_path is None:
         raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
@@ -139,8 +141,6 @@ def check(config: DraftConfig) -> None:
             f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, whose "
             "embedding and head it shares"
         )
-    if algorithm == "NGRAM" and config.speculative_token_map is not None:
-        log.warning("--speculative-token-map is ignored: NGRAM has no head that it could shorten")
     shape = tree_shape(config)
     if shape is not None:
         _check_shape(config, shape)
@@ -160,7 +160,7 @@ def check(config: DraftConfig) -> None:
         raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {part}")
     if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
-    if config.speculative_algorithm == "NGRAM" and config.speculative_ngram_beside:
+    if algorithm == "NGRAM" and config.speculative_ngram_beside:
         raise ConfigError(
             "--speculative-ngram-beside puts NGRAM beside another drafter; NGRAM alone needs no such flag"
         )

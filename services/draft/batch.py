@@ -34,15 +34,29 @@ class Shape(NamedTuple):
         return max(16, 4 * self.sessions)
 
 
+class FeatureInputs(NamedTuple):
+    """Inputs of models that are fed, int32 unless said otherwise. S sessions, Q rows.
+
+    rows:    [S, Q, W] float32, the target's features
+    given:   [S, Q], 1 for rows that have one
+    sources: [S, Q], slots of the rows whose own features the others take; for n stacked layers [S, Q, n], slots of the
+             target's features
+    layers:  [S, Q], of stacked layers the one that predicts from each row
+    """
+
+    rows: Any
+    given: Any
+    sources: Any
+    layers: Any = None
+
+
 class StepInputs(NamedTuple):
     """Inputs of the step program, int32 unless said otherwise. S sessions, Q rows, R rows with candidates, M moves.
 
     tokens, positions, slots, visible: [S, Q], visible in trunk tokens; head_rows: [S, R], rows that give candidates;
     pages: [S, P]; scratch_slots: [S, C]; scratch_bits: [S, Q, C / 32] uint32; moves: [2, M], source and target slots;
     temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32
-    features: for models that are fed [S, Q, W] float32, the target's, [S, Q], which rows have one, and [S, Q],
-    slots of the rows whose own features the others take; for n stacked layers instead [S, Q, n], slots of the target's
-    features, and [S, Q], the layer that predicts from each row
+    features: None for models that are not fed
 
     On the host all but the target's features are views of one array of words: a program takes long to be called with
     many.
@@ -62,11 +76,14 @@ class StepInputs(NamedTuple):
     min_p: Any
     top_k: Any
     keys: Any
-    features: tuple[Any, ...] | None = None
+    features: FeatureInputs | None = None
 
 
 class Layout(NamedTuple):
-    """Where the inputs of a shape stand among the words of a step. Arguments as of `empty_inputs`."""
+    """Where the inputs of a shape stand among the words of a step.
+
+    table_pages: width of the page tables. feature_width: 0 for models that are not fed. stacked: layers side by side.
+    """
 
     shape: Shape
     table_pages: int
@@ -104,7 +121,7 @@ class Layout(NamedTuple):
             parts.append(part if kind is np.int32 else view(part, kind))
             place += count
         own = len(StepInputs._fields) - 1
-        return StepInputs(*parts[:own], features=(rows, *parts[own:]) if self.feature_width else None)
+        return StepInputs(*parts[:own], features=FeatureInputs(rows, *parts[own:]) if self.feature_width else None)
 
     def words(self) -> int:
         """How many there are."""
@@ -125,30 +142,20 @@ class Job:
     features: NDArray[np.float32] | None = None
 
 
-def empty_inputs(shape: Shape, table_pages: int, feature_width: int = 0, stacked: int = 0) -> StepInputs:
-    """Inputs of padding alone.
-
-    table_pages: width of the page tables. feature_width: 0 for models that are not fed. stacked: layers side by side.
-    """
-    layout = Layout(shape, table_pages, feature_width, stacked)
+def empty_inputs(layout: Layout) -> StepInputs:
+    """Inputs of padding alone."""
+    shape = layout.shape
     words = np.zeros(layout.words(), np.int32)
-    rows = np.zeros((shape.sessions, shape.rows, feature_width), np.float32)
+    rows = np.zeros((shape.sessions, shape.rows, layout.feature_width), np.float32)
     inputs = layout.inputs(words, rows, lambda part, kind: part.view(kind))
     inputs.head_rows[:] = np.arange(shape.heads)
     inputs.top_p[:] = 1.0
     return inputs
 
 
-def build_inputs(
-    shape: Shape,
-    table_pages: int,
-    jobs: list[Job],
-    moves: list[tuple[int, int]],
-    feature_width: int = 0,
-    stacked: int = 0,
-) -> StepInputs:
+def build_inputs(layout: Layout, jobs: list[Job], moves: list[tuple[int, int]]) -> StepInputs:
     """Inputs of a step. Nodes that it expands get their scratch slots here."""
-    inputs = empty_inputs(shape, table_pages, feature_width, stacked)
+    inputs = empty_inputs(layout)
     if moves:
         inputs.moves[:, : len(moves)] = np.array(moves, dtype=np.int32).T
     for row, job in enumerate(jobs):
@@ -157,10 +164,10 @@ def build_inputs(
             _feed_trunk(inputs, row, job)
         else:
             _expand_nodes(inputs, row, job)
-            if inputs.features is not None and not stacked:
-                inputs.features[2][row, : len(job.nodes)] = _parents(inputs, row, job, dict(_swapped(moves)))
-        if stacked:
-            _point_at_features(inputs, row, job, stacked)
+            if inputs.features is not None and not layout.stacked:
+                inputs.features.sources[row, : len(job.nodes)] = _parents(inputs, row, job, moves)
+        if layout.stacked:
+            _point_at_features(inputs, row, job, layout.stacked)
     return inputs
 
 
@@ -172,16 +179,13 @@ def _point_at_features(inputs: StepInputs, row: int, job: Job, stacked: int) -> 
     wanted = inputs.positions[row, :count, None] - np.arange(stacked)
     slots = job.trunk.table.slots(0, known)
     there = (wanted >= 0) & (wanted < known)
-    inputs.features[2][row, :count] = np.where(there, slots[np.where(there, wanted, 0)], 0)
-    inputs.features[3][row, :count] = np.clip(inputs.positions[row, :count] - known + 1, 0, stacked - 1)
+    inputs.features.sources[row, :count] = np.where(there, slots[np.where(there, wanted, 0)], 0)
+    inputs.features.layers[row, :count] = np.clip(inputs.positions[row, :count] - known + 1, 0, stacked - 1)
 
 
-def _swapped(moves: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    return [(target, source) for source, target in moves]
-
-
-def _parents(inputs: StepInputs, row: int, job: Job, moved: dict[int, int]) -> list[int]:
-    """The slots of the rows above the nodes, as they are before the step's moves. moved: source slots by target."""
+def _parents(inputs: StepInputs, row: int, job: Job, moves: list[tuple[int, int]]) -> list[int]:
+    """The slots of the rows above the nodes, as they are before the step's moves."""
+    moved = {target: source for source, target in moves}
     last = job.session.length - job.trunk.shift
     root = int(job.trunk.table.slots(last - 1, last)[0])
     above = [job.session.tree.parent[node] for node in job.nodes]
@@ -213,8 +217,8 @@ def _feed_trunk(inputs: StepInputs, row: int, job: Job) -> None:
     inputs.keys[row, 0] = job.session.keys(np.array([stop + shift]))[0]
     if inputs.features is not None:
         assert job.features is not None, "rows of the trunk are fed with the target's features"
-        inputs.features[0][row, : job.feed] = job.features
-        inputs.features[1][row, : job.feed] = True
+        inputs.features.rows[row, : job.feed] = job.features
+        inputs.features.given[row, : job.feed] = True
 
 
 def _expand_nodes(inputs: StepInputs, row: int, job: Job) -> None:

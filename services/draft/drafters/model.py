@@ -201,8 +201,7 @@ class ModelDrafter(Drafter):
         if len(moves) > shape.moves:
             self.runner.move(moves)
             moves = []
-        runner = self.runner
-        inputs = build_inputs(shape, runner.table_pages, jobs, moves, runner.feature_width, runner.stacked)
+        inputs = build_inputs(self.runner.layout(shape), jobs, moves)
         ids, log_scores = self.runner.run(shape, inputs)
         self._step_tokens = sum(job.feed or len(job.nodes) for job in jobs)
         growths: list[Growth] = []

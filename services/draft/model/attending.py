@@ -15,8 +15,8 @@ from services.draft.kernels.attention import attention
 from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import move_and_write
 from services.draft.model.config import Attention, LatentAttention
-from services.draft.model.feed_forward import linear
 from services.draft.model.heads import rms_norm
+from services.draft.model.narrow import linear
 from services.draft.model.rope import Rope
 
 # The norms inside of latent attention have an epsilon of their own.

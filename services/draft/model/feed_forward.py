@@ -9,13 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from services.draft.model.config import Activation, Experts, Mlp
-from services.draft.model.narrow import product
-
-
-def linear(x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
-    """x @ layer[name], and its bias if there is one. x: [..., I]. Returns [..., O]."""
-    y = product(x, layer[name])
-    return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
+from services.draft.model.narrow import linear, product
 
 
 def feed_forward(description: Mlp | Experts, layer: dict[str, Any], x: jax.Array) -> jax.Array:

@@ -116,6 +116,12 @@ def product(x: jax.Array, matrix: Matrix, dtype: Any = None) -> jax.Array:
     return (y * matrix.scales).astype(dtype or x.dtype)
 
 
+def linear(x: jax.Array, layer: dict[str, Any], name: str) -> jax.Array:
+    """x @ layer[name], and its bias if there is one. x: [..., I]. Returns [..., O]."""
+    y = product(x, layer[name])
+    return y + layer[f"{name}_bias"] if f"{name}_bias" in layer else y
+
+
 def lookup(matrix: jax.Array | Joined, index: jax.Array) -> jax.Array:
     """Rows of a matrix [I, O], [..., O] for an index [...]."""
     return side_by_side(matrix.part[index]) if isinstance(matrix, Joined) else matrix[index]

@@ -83,8 +83,8 @@ def states(constants: Constants, params: Params, pools: Pools, inputs: StepInput
     context = Context(inputs.pages, inputs.visible, inputs.scratch_slots, mask)
     features = None
     if inputs.features is not None:
-        own, given, *places = inputs.features
-        features = Features(own, given.astype(bool), *places)
+        fed = inputs.features
+        features = Features(fed.rows, fed.given.astype(bool), fed.sources, fed.layers)
     rows = Rows(inputs.tokens, inputs.positions, inputs.slots, features)
     compute = stacked_states if constants.config.stacked else hidden_states
     return compute(params, constants.config, pools, rows, context, inputs.moves, constants.paging)

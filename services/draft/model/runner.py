@@ -81,7 +81,7 @@ class ModelRunner:
         self.move([(0, 0)])
         for done, shape in enumerate(shapes, start=1):
             tell(done, len(shapes))
-            padding = empty_inputs(shape, self.table_pages, self.feature_width, self.stacked)
+            padding = empty_inputs(self.layout(shape))
             self.run(shape, padding)
             self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
             self._even_out()
@@ -109,8 +109,8 @@ class ModelRunner:
         assert inputs.tokens.shape == shape[:2]
         self.compilations.doing = f"a step of {shape.sessions} x {shape.rows} rows"
         features = self._no_features(shape)
-        if inputs.features is not None and inputs.features[1].any():
-            features = inputs.features[0]
+        if inputs.features is not None and inputs.features.given.any():
+            features = inputs.features.rows
         words = inputs.tokens.base  # of which all inputs are views
         result, self._pools = self._step(
             self._constants, self.layout(shape), self._params, self._pools, words, features

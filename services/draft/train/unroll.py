@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from services.draft.model.attending import project
 from services.draft.model.config import Attention, Layer, ModelConfig
 from services.draft.model.decoder import layer_input, layer_output
-from services.draft.model.feed_forward import linear
 from services.draft.model.heads import Inputs, Params
 from services.draft.model.mixed import Mixed, narrow_matmul
+from services.draft.model.narrow import linear
 from services.draft.train.batches import Batch
 
 

@@ -47,10 +47,10 @@ _RENAMED = (
     ("shared_head.norm.", "norm."), ("pre_mlp_layernorm.", "post_attention_layernorm."),
     ("self_attn.attention_sink_bias", "self_attn.sinks"), ("mlp.shared_expert.", "mlp.shared_experts."),
 )  # fmt: skip
-_QWEN = {
-    "mtp.fc.": "mtp.0.eh_proj.", "mtp.norm.": "mtp.0.norm.",
-    "mtp.pre_fc_norm_embedding.": "mtp.0.enorm.", "mtp.pre_fc_norm_hidden.": "mtp.0.hnorm.",
-}  # fmt: skip
+_QWEN = (
+    ("mtp.fc.", "mtp.0.eh_proj."), ("mtp.norm.", "mtp.0.norm."),
+    ("mtp.pre_fc_norm_embedding.", "mtp.0.enorm."), ("mtp.pre_fc_norm_hidden.", "mtp.0.hnorm."),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ class Layout:
     """How a family publishes its MTP layers.
 
     layer:         a layer's names begin so, its number is the group; what follows is its own
+    join:          what follows of the join's weight
+    outside:       names of the only layer that begin otherwise, the join's first, and what stands for that
     feature_first: the join takes [feature; embedding]
     norm_offset:   what must be added to published weights of norms
     blind_start:   the embedding at position 0 counts as zeros
@@ -67,6 +69,8 @@ class Layout:
 
     name: str
     layer: str
+    join: str = "eh_proj.weight"
+    outside: tuple[tuple[str, str], ...] = ()
     feature_first: bool = False
     norm_offset: float = 0.0
     blind_start: bool = False
@@ -76,9 +80,9 @@ class Layout:
 
 _PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
 LAYOUTS = (
-    Layout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", feature_first=True, blind_start=True),
+    Layout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
     Layout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
-    Layout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", norm_offset=1.0),
+    Layout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
     Layout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
 )
 
@@ -86,13 +90,15 @@ LAYOUTS = (
 def find_layout(names: Iterable[str]) -> Layout | None:
     """The layout that a checkpoint's tensors are in, by the tensor of the join; None if it has no MTP layer."""
     found = set(names)
-    if any(name.startswith("mtp.fc.") for name in found):
-        return LAYOUTS[2]
-    for layout in (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3]):
-        join = re.compile(layout.layer + ("input_proj" if layout.feature_first else "eh_proj") + r"\.weight$")
-        if any(join.match(name) for name in found):
-            return layout
-    return None
+    return next((layout for layout in LAYOUTS if _joined_layers(layout, found)), None)
+
+
+def _joined_layers(layout: Layout, names: Iterable[str]) -> set[str]:
+    """The numbers of the layers that have a join."""
+    if layout.outside:
+        return {"0"} if f"{layout.outside[0][0]}weight" in names else set()
+    pattern = re.compile(layout.layer)
+    return {found[1] for name in names if (found := pattern.match(name)) and name[found.end() :] == layout.join}
 
 
 def holds_mtp(folder: Path) -> bool:
@@ -130,16 +136,12 @@ def read_mtp(
 def _renaming(layout: Layout, names: Iterable[str]) -> Callable[[str], str]:
     """From a name in the files to mtp.<i>.<name as of DeepSeek>; other names stay."""
     pattern = re.compile(layout.layer)
-    own = {found[1] for name in names if (found := pattern.match(name)) and name.endswith((_JOIN, "input_proj.weight"))}
-    if layout.norm_offset:
-        own = {"0"}
-    index = {number: i for i, number in enumerate(sorted(own, key=int))}
+    index = {number: i for i, number in enumerate(sorted(_joined_layers(layout, names), key=int))}
 
     def known_as(name: str) -> str:
-        if layout.norm_offset:
-            for old, new in _QWEN.items():
-                if name.startswith(old):
-                    return name.replace(old, new)
+        for old, new in layout.outside:
+            if name.startswith(old):
+                return name.replace(old, new)
         found = pattern.match(name)
         if found is None or found[1] not in index:
             return name
