@@ -201,6 +201,16 @@ class DraftOptions:
     """NGRAM: draft nodes that are kept for the corpus, of --speculative-num-draft-tokens less one."""
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     """NGRAM: most tokens of the corpus; a longer one is refused."""
+    online: bool = False
+    """EAGLE3: learn from the sessions that are served, in the background. Texts stay the same; hints become better."""
+    online_share: float = 0.2
+    """Most of the draft device's time that learning while serving may take, above 0 and at most 0.9."""
+    online_learning_rate: float = 1e-4
+    """Learning rate while serving."""
+    online_bytes: int = 512 << 20
+    """Memory for the target's hidden states that are learnt from while serving, in bytes; the latest are kept."""
+    online_output: str | None = None
+    """Folder that what was learnt while serving is kept in, in the draft's own format; the next start goes on there."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +358,8 @@ Config = TypeVar("Config", bound=ProcessConfig)
 # Drafters with a checkpoint of their own, and those of them that the target feeds.
 MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+# Those that can learn while they serve.
+ONLINE_ALGORITHMS = ("EAGLE3",)
 # Those that may come with the target's own checkpoint; EAGLE is another name of NEXTN there, as in SGLang.
 BUILT_IN_ALGORITHMS = ("EAGLE", "NEXTN")
 

@@ -119,6 +119,19 @@ class DrafterLoad:
 
 
 @dataclass(frozen=True)
+class OnlineLoad:
+    """What a draft has learnt while serving, since the start. Fields as in the wire's OnlineLoad."""
+
+    steps: int = 0
+    rows: int = 0
+    kept: int = 0
+    rejected: int = 0
+    accept_length_before: float = 0.0
+    accept_length_after: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class EngineLoad:
     """State of an engine after a step. Fields as in the wire's EngineLoad."""
 
@@ -134,6 +147,7 @@ class EngineLoad:
     drafters: tuple[DrafterLoad, ...] = ()
     hints_unwanted: bool = False
     compilations: int = 0
+    online: OnlineLoad | None = None
 
 
 @dataclass

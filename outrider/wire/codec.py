@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import DrafterLoad, EngineLoad, Message, SessionFailure, StepOutput
+from outrider.serving.messages import DrafterLoad, EngineLoad, Message, OnlineLoad, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, pack, split, unpack
 from outrider.wire.opens import open_to_pb, opens_from_pb
@@ -251,6 +251,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
             for d in load.drafters
         ],
         hints_unwanted=load.hints_unwanted,
+        online=common_pb2.OnlineLoad(**asdict(load.online)) if load.online is not None else None,
     )
 
 
@@ -269,6 +270,19 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted, d.chances) for d in message.drafters),
         message.hints_unwanted,
         message.compilations,
+        _online_from_pb(message.online) if message.HasField("online") else None,
+    )
+
+
+def _online_from_pb(message: common_pb2.OnlineLoad) -> OnlineLoad:
+    return OnlineLoad(
+        message.steps,
+        message.rows,
+        message.kept,
+        message.rejected,
+        message.accept_length_before,
+        message.accept_length_after,
+        message.seconds,
     )
 
 

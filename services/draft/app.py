@@ -31,6 +31,7 @@ from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
 from services.draft.ngrams.base import NgramOptions
 from services.draft.ngrams.corpus import files_of, read_corpus
+from services.draft.online.options import check_online
 from services.draft.service import DraftServicer
 from services.draft.trunk import SCRATCH_SLOTS
 
@@ -59,6 +60,7 @@ async def serve(config: DraftConfig) -> int:
     check(config)
     servicers: list[DraftServicer] = []
     servers: list[GrpcServer] = []
+    drafters: list[Drafter] = []
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
         servers.append(server)
@@ -71,9 +73,17 @@ async def serve(config: DraftConfig) -> int:
         for drafter in engine.drafters:
             drafter.warm_up(lambda part, parts: servers[0].tell(f"compiling {part}/{parts}"))
         servicers[0].serve(describe(engine, model), engine)
+        drafters.extend(engine.drafters)
+        for drafter in drafters:
+            drafter.start()
         return engine
 
-    return await serve_engine(build_engine, config.listen, propose_request_from_pb, propose_response_to_pb, register)
+    try:
+        coders = propose_request_from_pb, propose_response_to_pb
+        return await serve_engine(build_engine, config.listen, *coders, register)
+    finally:
+        for drafter in drafters:
+            drafter.stop()
 
 
 def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_pb2.GetDraftInfoResponse:
@@ -158,6 +168,7 @@ def check(config: DraftConfig) -> None:
     part = config.draft_mem_fraction_static
     if part is not None and not 0.0 < part <= 1.0:
         raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {part}")
+    check_online(config)
     if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
     if algorithm == "NGRAM" and config.speculative_ngram_beside:

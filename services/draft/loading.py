@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,11 @@ from services.draft.model.narrow import check_quantization, in_panels, narrow, n
 from services.draft.model.runner import ModelRunner
 from services.draft.model.spread import Spread, spread_over
 from services.draft.model.token_map import read_token_map, with_token_map
+from services.draft.online.options import options_of
+from services.draft.online.swap import Form
+
+if TYPE_CHECKING:
+    from services.draft.online.loading import Teaching
 
 log = logging.getLogger(__name__)
 
@@ -61,15 +66,17 @@ def load_model_drafter(
     check_quantization(config.speculative_draft_model_quantization)
     devices = choose_devices(config.draft_device, config.draft_tp_size)
     _keep_programs()
-    folder = checkpoint.resolve(_path(config), torch_files=True)
-    draft, vocabulary = _read(folder, config)
+    origin = checkpoint.resolve(_path(config), torch_files=True)
+    folder, draft, vocabulary, teaching = _read_to_teach(origin, config)
     facts = _describe(folder, vocabulary, config, draft.config, dtype_of(config, devices[0])[1])
     if config.speculative_token_map is not None:
         draft = _mapped(draft, config.speculative_token_map, config.speculative_algorithm)
-    runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children)
+    runner, prefix = _runner(draft, vocabulary, config, devices, shape.topk if shape else children, teaching)
     chunk = _CHUNK.get(devices[0].platform, _DEFAULT_CHUNK)
     drafter: ModelDrafter
-    if draft.features is None:
+    if teaching is not None:
+        drafter = _online(config, runner, prefix, chunk, teaching)
+    elif draft.features is None:
         drafter = StandaloneDrafter(runner, prefix, config.max_running_requests, chunk)
     else:
         features = draft.features.in_format(_FEATURES[config.draft_feature_dtype])
@@ -85,6 +92,34 @@ def load_model_drafter(
         allocator.total_pages, allocator.page_size,
     )  # fmt: skip
     return drafter, facts
+
+
+def _read_to_teach(origin: Path, config: DraftConfig) -> tuple[Path, Draft, Path, Teaching | None]:
+    """The folder that is served, what is read of it, whose tokenizer it uses, and how it learns, if it does."""
+    options = options_of(config)
+    if options is None:
+        return origin, *_read(origin, config), None
+    try:
+        from services.draft.online.loading import Teaching, folder_to_serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--online needs the package {error.name}, which comes with the extra train: pip install 'outrider[train]'"
+        ) from None
+    folder = folder_to_serve(origin, options.output)
+    draft, target = _read(folder, config)
+    return folder, draft, target, Teaching(options, folder, read_target(target), draft, checkpoint.fingerprint(origin))
+
+
+def _online(
+    config: DraftConfig, runner: ModelRunner, prefix: PrefixCache, chunk: int, teaching: Teaching
+) -> ModelDrafter:
+    from services.draft.online.drafter import OnlineDrafter
+
+    features = teaching.head.states.in_format(_FEATURES[config.draft_feature_dtype])
+    return OnlineDrafter(
+        config.speculative_algorithm, runner, prefix, config.max_running_requests, chunk, features,
+        teaching.learner(), teaching.ring, teaching.options.share,
+    )  # fmt: skip
 
 
 def _mapped(draft: Draft, token_map: str, algorithm: str) -> Draft:
@@ -130,7 +165,12 @@ def _check_steps(config: DraftConfig, draft: Draft) -> None:
 
 
 def _runner(
-    draft: Draft, vocabulary: Path, config: DraftConfig, devices: list[jax.Device], children: int
+    draft: Draft,
+    vocabulary: Path,
+    config: DraftConfig,
+    devices: list[jax.Device],
+    children: int,
+    teaching: Teaching | None,
 ) -> tuple[ModelRunner, PrefixCache]:
     dtype, _ = dtype_of(config, devices[0])
     page_size = config.draft_page_size
@@ -138,6 +178,10 @@ def _runner(
     model, params, spread = _placed(draft, dtype, config.speculative_draft_model_quantization, devices)
     if backend == "cpu":
         params = in_panels(params)
+    fusion, fusion_params = None, None
+    if teaching is not None:  # weights that can be made again, just so
+        form = Form(dtype, config.speculative_draft_model_quantization, panels=backend == "cpu")
+        fusion, (params, fusion_params) = teaching.head.fusion, teaching.serve(params, form)
     model = with_cache_for(model, backend)
     numbers = model.cache_numbers() if spread is None else spread.cache_numbers(model)
     token_bytes = numbers * jnp.dtype(dtype).itemsize
@@ -153,6 +197,8 @@ def _runner(
         children=min(children, model.vocab_size),
         vocab_limit=vocab_limit(vocabulary),
         spread=spread,
+        fusion=fusion,
+        fusion_params=fusion_params,
     )
     return runner, PrefixCache(PageAllocator(total_pages, page_size), enabled=not config.disable_radix_cache)
 

@@ -208,7 +208,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted", "compilations")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted", "compilations", "online")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class EngineLoad(_message.Message):
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
     HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
+    ONLINE_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
@@ -233,7 +234,26 @@ class EngineLoad(_message.Message):
     drafters: _containers.RepeatedCompositeFieldContainer[DrafterLoad]
     hints_unwanted: bool
     compilations: int
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ...) -> None: ...
+    online: OnlineLoad
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ..., online: _Optional[_Union[OnlineLoad, _Mapping]] = ...) -> None: ...
+
+class OnlineLoad(_message.Message):
+    __slots__ = ("steps", "rows", "kept", "rejected", "accept_length_before", "accept_length_after", "seconds")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LENGTH_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LENGTH_AFTER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    rows: int
+    kept: int
+    rejected: int
+    accept_length_before: float
+    accept_length_after: float
+    seconds: float
+    def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., kept: _Optional[int] = ..., rejected: _Optional[int] = ..., accept_length_before: _Optional[float] = ..., accept_length_after: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class DrafterLoad(_message.Message):
     __slots__ = ("name", "offered", "promised", "accepted", "chances")

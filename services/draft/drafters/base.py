@@ -100,6 +100,12 @@ class Drafter(ABC):
     def warm_up(self, tell: Progress = untold) -> None:
         """Get ready before the first session. tell: called with how far that is."""
 
+    def start(self) -> None:  # noqa: B027  (most drafters do nothing by themselves)
+        """Serving begins: threads of its own may start."""
+
+    def stop(self) -> None:  # noqa: B027
+        """Serving is over: threads of its own end."""
+
     def load(self) -> EngineLoad:
         """Pages and work of the last round."""
         return EngineLoad()

@@ -15,6 +15,9 @@ the target for all of them.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.errors import Unavailable
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureSpec, decode, row_bytes
@@ -90,6 +93,10 @@ class FeatureDrafter(ModelDrafter):
         if not work.pending:
             return super().job(work, rows)
         feed, held = min(work.pending, rows), work.session.features
-        features = decode(held.take(feed), self.features.format)
+        features = self.features_of(held.take(feed))
         work.session.set_urgent(len(held) > _MOST_HELD)
         return Job(work.session, work.trunk, feed=feed, features=features)
+
+    def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """What rows of the target are for the model. rows: [n, row bytes]. Returns [n, width]."""
+        return decode(rows, self.features.format)

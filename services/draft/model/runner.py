@@ -18,6 +18,7 @@ from services.draft.kv_cache import make_pools
 from services.draft.model import program
 from services.draft.model.compilations import Compilations
 from services.draft.model.config import ModelConfig
+from services.draft.model.fusion import Fusion, compiled_fusion
 from services.draft.model.heads import Params
 from services.draft.model.spread import Spread
 
@@ -46,17 +47,23 @@ class ModelRunner:
         children: int,
         vocab_limit: int,
         spread: Spread | None = None,
+        fusion: Fusion | None = None,
+        fusion_params: Params | None = None,
     ) -> None:
         """table_pages: pages of the longest session. children: candidates a row. vocab_limit: ids below are real.
 
         spread: where the parameters lie, if on several devices; config is then a device's part of the model
+        fusion, fusion_params: what makes features of the target's states, if the target does not do it itself
         """
         self.config = config
+        self._dtype = jnp.dtype(dtype)
         self.page_size = paging.page_size
         self.table_pages = table_pages
         self.compilations = Compilations()
         self._constants = program.Constants(config, paging, children, vocab_limit, spread)
         self._step = program.compiled_step(paging.backend)
+        self._fuse = compiled_fusion(paging.backend)
+        self._fusion, self._fusion_params = fusion, fusion_params or {}
         self._params = params
         make = make_pools if spread is None else spread.make_pools
         self._pools = make(config, total_pages, paging.page_size, dtype)
@@ -67,8 +74,14 @@ class ModelRunner:
 
     @property
     def feature_width(self) -> int:
-        """Numbers of a feature; 0 for models that are not fed."""
+        """Numbers that a row is fed with, a feature or the states that make one; 0 for models that are not fed."""
+        if self._fusion is not None:
+            return self._fusion.width
         return self.config.hidden_size if self.config.head.fed else 0
+
+    def install(self, params: Params, fusion_params: Params) -> None:
+        """Compute with other weights from now on. They must be such as those that there are."""
+        self._params, self._fusion_params = params, fusion_params
 
     @property
     def stacked(self) -> int:
@@ -82,6 +95,11 @@ class ModelRunner:
         for done, shape in enumerate(shapes, start=1):
             tell(done, len(shapes))
             padding = empty_inputs(self.layout(shape))
+            if self._fusion is not None:
+                assert padding.features is not None
+                padding.features.given[:] = 1
+                self.run(shape, padding)
+                padding.features.given[:] = 0
             self.run(shape, padding)
             self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
             self._even_out()
@@ -111,6 +129,8 @@ class ModelRunner:
         features = self._no_features(shape)
         if inputs.features is not None and inputs.features.given.any():
             features = inputs.features.rows
+            if self._fusion is not None:
+                features = self._fuse(self._fusion, self._dtype, self._fusion_params, features)
         words = inputs.tokens.base  # of which all inputs are views
         result, self._pools = self._step(
             self._constants, self.layout(shape), self._params, self._pools, words, features
@@ -125,7 +145,8 @@ class ModelRunner:
     def _no_features(self, shape: Shape) -> jax.Array:
         """Rows for steps in which none is the target's, on the device."""
         if shape not in self._zeros:
-            self._zeros[shape] = jnp.zeros((shape.sessions, shape.rows, self.feature_width), jnp.float32)
+            width = self.config.hidden_size if self.feature_width else 0
+            self._zeros[shape] = jnp.zeros((shape.sessions, shape.rows, width), jnp.float32)
         return self._zeros[shape]
 
     def move(self, moves: list[tuple[int, int]]) -> None:

@@ -41,14 +41,27 @@ class Schedule:
     decay: float
     batches: int
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """AdamW with clipped slopes."""
+    def rates(self) -> optax.Schedule:
+        """The learning rate by step."""
         rises = max(1, math.ceil(self.steps * self.warmup))
-        rate = optax.warmup_cosine_decay_schedule(
+        return optax.warmup_cosine_decay_schedule(
             self.rate / rises, self.rate, rises, max(self.steps, rises + 1), self.rate * _FLOOR
         )
-        adam = optax.adamw(rate, *_BETAS, weight_decay=self.decay, mask=lambda params: jax.tree.map(_is_matrix, params))
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW with clipped slopes."""
+        decayed = {"weight_decay": self.decay, "mask": lambda params: jax.tree.map(_is_matrix, params)}
+        adam = optax.adamw(self.rates(), *_BETAS, **decayed)
         return optax.chain(optax.clip_by_global_norm(_CLIP), adam)
+
+
+@dataclass(frozen=True)
+class Steady(Schedule):
+    """A training without an end: the rate rises over `steps`, and stays."""
+
+    def rates(self) -> optax.Schedule:
+        """The learning rate by step."""
+        return optax.linear_schedule(self.rate / self.steps, self.rate, self.steps)
 
 
 def _is_matrix(array: Any) -> bool:
@@ -103,6 +116,10 @@ class Trainer:
         self.step += 1
         counts = np.asarray(tally.counts)
         return Done(np.asarray(tally.losses) / np.maximum(counts, 1), int(counts[0]))
+
+    def restart(self, params: Params) -> None:
+        """Go on from other parameters, without momentum. They are the trainer's from now on."""
+        self.state = State(params, self._optimizer.init(params))
 
     # --- checkpoints ---
 

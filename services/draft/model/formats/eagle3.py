@@ -41,7 +41,7 @@ _Shapes = dict[str, tuple[int, ...]]
 def read_eagle3(folder: Path, target: Target) -> Draft:
     """An EAGLE-3 head. Raises ConfigError naming what does not fit."""
     raw = load_json(folder / "config.json")
-    with Tensors(folder, _plain) as tensors:
+    with Tensors(folder, plain_name) as tensors:
         try:
             reader = _Reader(folder, _flat(raw), tensors, target, speculators="transformer_layer_config" in raw)
             return reader.draft()
@@ -49,7 +49,8 @@ def read_eagle3(folder: Path, target: Target) -> Draft:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A published tensor's name as this reader knows it."""
     name = re.sub("^(model\\.)?(midlayer\\.)?", lambda found: "layers.0." if found[2] else "", name)
     for i, old in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
         name = name.replace(old, f"fc_norm.{i}")
@@ -83,7 +84,7 @@ class _Reader:
         ids = self._target_ids(config.vocab_size)
 
         def load(dtype: Any) -> Params:
-            with Tensors(self.folder, _plain) as tensors:
+            with Tensors(self.folder, plain_name) as tensors:
                 return self._load(tensors, config, shapes, ids, dtype)
 
         return Draft(config, load, self._features(), self._fusion(hidden))

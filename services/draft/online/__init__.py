@@ -1,0 +1,1 @@
+"""`outrider draft --online`: a draft that learns from the traffic that it serves."""

@@ -1,0 +1,104 @@
+"""An EAGLE-3 drafter that learns from the sessions that it serves.
+
+It asks the target for the states themselves, unfused, and for the last one as well: then what is learnt is what
+`outrider train` learns, and a new fusion needs no word to anybody. That is (n + 1) widths of the target a token on the
+wire instead of one of the draft.
+
+    rows of the target ──┬──► recording (ring.py) ──► learner, in a thread of its own
+                         └──► fused here ──► trunk         │
+    before a step: what was offered is installed ◄─────────┘
+
+At a swap keys and values of the old weights stay where sessions have them: they are hints of hints, and go with their
+sessions. Cached prefixes are forgotten, so that nobody begins with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureFormat, FeatureSpec, decode, row_bytes
+from outrider.serving.messages import EngineLoad
+from outrider.telemetry import Progress, untold
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.model.runner import ModelRunner
+from services.draft.online.background import Background
+from services.draft.online.learner import Learner
+from services.draft.online.ring import RecordedRows, Recording, Ring
+from services.draft.session import DraftSession
+
+
+class OnlineDrafter(FeatureDrafter):
+    """A fed drafter whose weights change. swaps: how often they did."""
+
+    def __init__(
+        self, name: str, runner: ModelRunner, prefix: PrefixCache, max_running: int, chunk: int, features: FeatureSpec,
+        learner: Learner, ring: Ring, share: float,
+    ) -> None:  # fmt: skip
+        """features: all states that are learnt from, the last one behind the others. share: of the time, to learn."""
+        super().__init__(name, runner, prefix, max_running, chunk, features)
+        self._row_bytes = row_bytes(ring.row_bytes // 2, features.format)
+        self.learner, self._ring = learner, ring
+        self._background = Background(learner.turn, share)
+        self._recordings: dict[int, Recording] = {}
+        self.swaps = 0
+
+    def warm_up(self, tell: Progress = untold) -> None:
+        """Learn once for nothing, so that nothing is compiled later; then as any drafter."""
+        self.learner.warm_up()
+        super().warm_up(tell)
+
+    def start(self) -> None:
+        """Begin to learn."""
+        self._background.start()
+
+    def stop(self) -> None:
+        """Learn no more."""
+        self._background.stop()
+
+    # --- sessions ---
+
+    def open(self, session: DraftSession) -> None:
+        """As any drafter; and record what comes."""
+        super().open(session)
+        recording = self._ring.begin(session.sampling.temperature, session.prompt_length)
+        self._recordings[session.id] = recording
+
+        def hear(first: int, rows: NDArray[np.uint8]) -> None:
+            if rows.shape[1] == self._row_bytes:  # others end the session soon
+                recording.add(first, _narrow(rows, self.features.format), session.tokens)
+
+        session.features = RecordedRows(session.features, hear)
+
+    def close(self, session: DraftSession) -> None:
+        """As any drafter; the recording is over."""
+        self._recordings.pop(session.id).finish(session.tokens)
+        super().close(session)
+
+    def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """All states but the last, which is there to be learnt from."""
+        return decode(rows, self.features.format)[:, : self.runner.feature_width]
+
+    # --- swaps ---
+
+    def work(self) -> None:
+        """Take over new weights, if there are any."""
+        if (served := self.learner.offer.take()) is not None:
+            self.runner.install(*served)
+            self.prefix.flush()
+            self.swaps += 1
+
+    def load(self) -> EngineLoad:
+        """As any drafter; and what was learnt."""
+        return replace(super().load(), online=self.learner.load())
+
+
+def _narrow(rows: NDArray[np.uint8], layout: FeatureFormat) -> NDArray[np.uint8]:
+    """Rows in bfloat16."""
+    if layout is FeatureFormat.BFLOAT16:
+        return rows
+    return decode(rows, layout).astype(ml_dtypes.bfloat16).view(np.uint8)

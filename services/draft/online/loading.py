@@ -1,0 +1,83 @@
+"""Puts together what a head needs to learn while it is served."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from outrider import checkpoint
+from outrider.checkpoint import load_json
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureFormat, row_bytes
+from services.draft.model.formats.base import Draft
+from services.draft.model.formats.target import Target
+from services.draft.model.heads import Params
+from services.draft.online.heads import LEARNT, ServedHead
+from services.draft.online.learner import ORIGIN, Learner, keeper
+from services.draft.online.options import OnlineOptions
+from services.draft.online.ring import Ring
+from services.draft.online.swap import Form, Served
+from services.draft.train.objective import Shared
+from services.draft.train.vocabulary import draft_ids
+
+log = logging.getLogger(__name__)
+
+
+def folder_to_serve(folder: Path, output: str | None) -> Path:
+    """The draft's folder, or that of what was learnt from it already. Raises ConfigError if that is of another one."""
+    if output is None or not (kept := Path(output).expanduser() / "model.safetensors").exists():
+        return folder
+    origin = kept.with_name(ORIGIN)
+    if not origin.exists() or origin.read_text().strip() != checkpoint.fingerprint(folder):
+        raise ConfigError(f"--online-output {output} holds another draft; name an empty folder")
+    log.info("going on with what was learnt before, in %s", output)
+    return kept.parent
+
+
+class Teaching:
+    """A head that is to learn. Use: `serve` for the weights that a runner is made of, then `learner`."""
+
+    def __init__(self, options: OnlineOptions, folder: Path, target: Target, draft: Draft, origin: str) -> None:
+        """folder: of the draft that is read; origin: fingerprint of the one that it began with. Raises ConfigError."""
+        self.options, self.head, self._target = options, ServedHead(folder, target, draft), target
+        self._keep = keeper(self.head, Path(options.output).expanduser() if options.output else None, origin)
+        self._learnt = self.head.params()
+        width = len(self.head.states.layers) + 1
+        self.ring = Ring(
+            options.bytes, row_bytes(width * target.hidden_size, FeatureFormat.BFLOAT16), options.length,
+            options.context, options.held_out,
+        )  # fmt: skip
+
+    def serve(self, params: Params, form: Form) -> Served:
+        """What a runner is made of. params: all that there are, as the service has them."""
+        self._form = form
+        self._kept = {name: value for name, value in params.items() if name not in LEARNT}
+        return form.make(self._learnt, self._kept)
+
+    def learner(self, **options: Any) -> Learner:
+        """options: as of Learner."""
+        raw = load_json(self._target.folder / "config.json")
+        softcap = (raw.get("text_config") or raw).get("final_logit_softcapping")
+        return Learner(
+            self.head, self._learnt, self._shared(), self.ring, self.options,
+            lambda learnt: self._form.make(learnt, self._kept), self._keep, softcap=softcap, **options,
+        )  # fmt: skip
+
+    def _shared(self) -> Shared:
+        ids = self.head.target_ids(self._kept)
+        head = self._target.embedding_and_head(_plain, embedding=False)["head"]
+        return Shared(
+            self._kept["embed"],
+            jnp.asarray(np.ascontiguousarray(np.asarray(head)[:, ids]), jnp.bfloat16),
+            jnp.asarray(draft_ids(ids, self._target.vocab_size)),
+        )
+
+
+def _plain(array: Any) -> jax.Array:
+    """`Put` without a device."""
+    return array.astype(np.float32)  # type: ignore[no-any-return]
