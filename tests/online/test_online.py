@@ -1,0 +1,227 @@
+"""A draft that learns while it serves: its hints become better, and the text stays what it is."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from outrider.config import DraftConfig, ServeConfig
+from outrider.errors import ConfigError
+from outrider.supervisor.app import configure
+from outrider.supervisor.cores import CorePlan
+from services.draft.app import build
+from services.draft.online.background import Background
+from services.draft.online.learner import is_better
+from tests.invariance.engines import target_engine
+from tests.invariance.pair import Faults, Pair, request
+from tests.online.helpers import LearningPair, online_engine, some_requests, write_pair
+
+FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def target(models):
+    return target_engine(models[0], max_step_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def learnt(models, target, tmp_path_factory):
+    """An engine that has served and learnt, the folder that it keeps it in, and accepted draft tokens by run."""
+    folder = tmp_path_factory.mktemp("learnt") / "draft"
+    draft = online_engine(models[1], models[0], online_output=str(folder))
+    accepted = []
+    for number in range(7):
+        todo = some_requests(number)
+        # Weights change in the midst of sessions, also of such as have lost messages and are opened again.
+        run = LearningPair(target, lambda: draft, FAULTS if number % 2 else Faults(), growth=8, seed=number).run(todo)
+        assert run.tokens == Pair(target).run(todo).tokens
+        accepted.append(run.accepted)
+    return draft, folder, accepted
+
+
+def test_a_draft_learns_from_what_it_serves(learnt):
+    draft, _, accepted = learnt
+    load = draft.load().online
+    assert accepted[0] < 0.1 * 6 * 40
+    assert accepted[-1] > 0.7 * 6 * 40
+    assert draft.drafter.swaps == load.kept >= 1
+    assert load.steps >= 12 * load.kept
+    assert load.accept_length_after > 3
+    assert load.seconds > 0
+    assert draft.load().compilations == 0  # at swaps, too; every run looks as well
+
+
+def test_worse_weights_are_not_taken_over(learnt, target):
+    draft, _, _ = learnt
+    learner, before = draft.drafter.learner, draft.load().online
+    learner._rejected, swaps = 0, draft.drafter.swaps
+    rng = np.random.default_rng(0)
+
+    def spoil(array):
+        return np.asarray(array) + rng.standard_normal(array.shape).astype(np.float32)
+
+    for look in range(1, 4):
+        learner._trainer.restart(jax.tree.map(spoil, learner._serving))
+        learner._look()
+        assert learner.load().rejected == before.rejected + look
+        assert learner.load().accept_length_after < learner.load().accept_length_before
+    assert (learner.load().kept, learner.offer.take()) == (before.kept, None)
+    # After several in a row it goes on from what serves.
+    for a, b in zip(jax.tree.leaves(learner._trainer.state.params), jax.tree.leaves(learner._serving), strict=True):
+        np.testing.assert_array_equal(a, b)
+    todo = some_requests(50)
+    run = Pair(target, lambda: draft, growth=8).run(todo)
+    assert run.tokens == Pair(target).run(todo).tokens
+    assert run.accepted > 0.7 * 6 * 40
+    assert draft.drafter.swaps == swaps
+
+
+def test_learning_that_goes_astray_begins_anew(learnt, caplog):
+    draft, _, _ = learnt
+    learner = draft.drafter.learner
+    learner._trainer.restart(jax.tree.map(lambda array: np.asarray(array) * np.nan, learner._serving))
+    learner._options = learner._options.__class__(**{**learner._options.__dict__, "epochs": 1e9})
+    learner._looked = learner._load.steps
+    assert learner.turn() > 0
+    assert "astray" in caplog.text
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(learner._trainer.state.params))
+
+
+def test_a_swap_forgets_prefixes_and_spares_sessions(learnt, target):
+    draft, _, _ = learnt
+    drafter = draft.drafter
+    prompt = list(range(40, 80)) * 2
+    Pair(target, lambda: draft, growth=8).run([request(900, prompt, 0.0, 8)])
+    assert len(drafter.prefix) >= 5
+
+    class Swapping(Pair):
+        """Weights that say other things come in the midst of a session."""
+
+        def _round(self, now):
+            super()._round(now)
+            if now == 4:
+                assert drafter.trunks
+                served = drafter.learner._make(jax.tree.map(lambda array: -np.asarray(array), drafter.learner._serving))
+                drafter.learner.offer.make(served)
+            if now == 6:
+                assert drafter.prefix.epoch == epoch + 1
+                drafter.learner.offer.make(drafter.learner._make(drafter.learner._serving))
+
+    epoch = drafter.prefix.epoch
+    todo = [request(901, prompt, 0.0, 60), request(902, prompt, 1.0, 60)]
+    run = Swapping(target, lambda: draft, growth=8).run(todo)
+    assert run.tokens == Pair(target).run(todo).tokens
+    assert run.reopened == 0
+    assert drafter.prefix.epoch == epoch + 2
+    draft.check()
+
+
+def test_what_was_learnt_is_kept_and_gone_on_from(models, learnt, target, tmp_path):
+    _, folder, _ = learnt
+    assert json.loads((folder / "config.json").read_text()) == json.loads((models[1] / "config.json").read_text())
+    flags = {"online_output": str(folder), "max_running_requests": 1, "draft_dtype": "float32"}
+    config = DraftConfig(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(models[1]), model_path=str(models[0]),
+        online=True, draft_max_total_tokens=2048, **flags,
+    )  # fmt: skip
+    again = build(config)[0]
+    todo = some_requests(60, count=1)
+    run = Pair(target, lambda: again, growth=8)
+    run.compiled = 10**6  # nothing is warmed up here
+    run._audit = lambda: None
+    assert run.run(todo).accepted > 0.7 * 40
+    with pytest.raises(ConfigError, match="holds another draft"):
+        build(DraftConfig(**{**config.__dict__, "speculative_draft_model_path": str(folder)}))
+
+
+# --- how much it may take ---
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.9])
+def test_learning_takes_its_share_and_no_more(share):
+    rng = np.random.default_rng(0)
+    now, working = 0.0, 0.0
+    starts = []
+
+    def turn():
+        nonlocal now, working
+        starts.append((now, working))
+        spent = float(rng.choice([0.0, 0.003, 0.2, 4.0]))
+        now, working = now + spent, working + spent
+        return spent
+
+    def rest(seconds):
+        nonlocal now
+        now += seconds
+        return len(starts) >= 300
+
+    Background(turn, share, rest).run()
+    assert len(starts) == 300
+    assert working > 0
+    # At no time has it taken more than its share, a turn under way left aside.
+    assert all(spent <= share * time + 1e-9 for time, spent in starts)
+    assert working / now <= share + 1e-9
+
+
+def test_a_learner_that_fails_ends_alone(caplog):
+    def turn():
+        raise RuntimeError("no memory")
+
+    background = Background(turn, 0.5)
+    background.start()
+    background.stop()
+    assert "learning has ended" in caplog.text
+
+
+def test_better_is_more_than_chance():
+    one = np.array([0, 1, 2, 3] * 10)
+    assert not is_better(one, one)
+    assert is_better(one, one + 1)
+    assert not is_better(one + 1, one)
+    luck = one.copy()
+    luck[:1] += 1
+    assert not is_better(one, luck)
+
+
+def test_rest_without_news(learnt):
+    """Nothing is learnt from the same rows for ever."""
+    draft, _, _ = learnt
+    learner = draft.drafter.learner
+    learner._options = learner._options.__class__(**{**learner._options.__dict__, "epochs": 0.5})
+    learner._looked = learner._load.steps
+    assert learner.turn() == 0.0
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "cannot teach NGRAM"),
+        ({"speculative_algorithm": "STANDALONE"}, "cannot teach STANDALONE"),
+        ({"draft_tp_size": 2}, "--draft-tp-size"), ({"draft_feature_dtype": "float8_e4m3"}, "--draft-feature-dtype"),
+        ({"online_share": 0.0}, "--online-share"), ({"online_share": 0.95}, "--online-share"),
+        ({"online_learning_rate": 0.0}, "--online-learning-rate"), ({"online_bytes": 1000}, "--online-bytes"),
+        ({"online": False, "online_output": "x"}, "needs --online"),
+    ],
+)  # fmt: skip
+def test_flags_that_cannot_work_are_refused(models, flags, what):
+    common = {"speculative_algorithm": "EAGLE3", "model_path": str(models[0]), "online": True}
+    with pytest.raises(ConfigError, match=what):
+        build(DraftConfig(**(common | {"speculative_draft_model_path": str(models[1])} | flags)))
+
+
+def test_serve_passes_the_flags_on(tmp_path):
+    from dataclasses import replace
+
+    config = ServeConfig()
+    config = replace(config, draft=replace(config.draft, online=True, online_share=0.1, online_output="kept"))
+    made = configure(config, CorePlan((0,), (0,), (0,)), tmp_path).draft
+    assert (made.online, made.online_share, made.online_output) == (True, 0.1, "kept")
