@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -84,6 +84,33 @@ class Tally(Collector):
         )
 
 
+@dataclass(eq=False)
+class Learning(Collector):
+    """What drafts have learnt while serving, by address."""
+
+    loads: dict[str, common_pb2.OnlineLoad] = field(default_factory=dict)
+
+    def collect(self) -> Iterator[Metric]:
+        """As Prometheus reads it; nothing where no draft learns."""
+        for name, text in (
+            ("steps", "Steps that drafts have learnt while serving."),
+            ("rows", "Rows that they learnt from, repetitions included."),
+            ("kept", "New weights of drafts that were better on held-back sessions and were taken over."),
+            ("rejected", "New weights of drafts that were not."),
+            ("seconds", "Time that drafts took to learn, in seconds."),
+        ):
+            counter = CounterMetricFamily(f"outrider_online_{name}", text, labels=("address",))
+            for address, load in self.loads.items():
+                counter.add_metric([address], getattr(load, name))
+            yield counter
+        for when in ("before", "after"):
+            text = f"Accept length of chains on held-back sessions at the last look, {when} what was learnt."
+            gauge = GaugeMetricFamily(f"outrider_online_accept_length_{when}", text, labels=("address",))
+            for address, load in self.loads.items():
+                gauge.add_metric([address], getattr(load, f"accept_length_{when}"))
+            yield gauge
+
+
 class Metrics:
     """All metrics, in a registry of their own."""
 
@@ -133,6 +160,8 @@ class Metrics:
         self._compilations = gauge(
             "draft_compilations", "Programs compiled while serving; none should be.", drafter[:1]
         )
+        self._learning = Learning()
+        registry.register(self._learning)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
     def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
@@ -148,6 +177,8 @@ class Metrics:
             self._plain.labels(address).set(load.hints_unwanted)
         if service == "draft":
             self._compilations.labels(address).set(load.compilations)
+            if load.HasField("online"):
+                self._learning.loads[address] = load.online
         for drafter in load.drafters:
             self._offered.labels(address, drafter.name).set(drafter.offered)
             self._promised.labels(address, drafter.name).set(drafter.promised)
