@@ -225,3 +225,18 @@ def test_serve_passes_the_flags_on(tmp_path):
     config = replace(config, draft=replace(config.draft, online=True, online_share=0.1, online_output="kept"))
     made = configure(config, CorePlan((0,), (0,), (0,)), tmp_path).draft
     assert (made.online, made.online_share, made.online_output) == (True, 0.1, "kept")
+
+
+def test_metrics_tell_what_was_learnt(learnt):
+    from gateway.metrics import Metrics
+    from outrider.wire.codec import load_to_pb
+
+    metrics, load = Metrics(), learnt[0].load()
+    assert "online" not in metrics.render().decode().replace("# HELP outrider_online", "").replace(
+        "# TYPE outrider_online", ""
+    )
+    metrics.load("draft", "here", load_to_pb(load))
+    text = metrics.render().decode()
+    assert f'outrider_online_steps_total{{address="here"}} {float(load.online.steps)}' in text
+    assert f'outrider_online_kept_total{{address="here"}} {float(load.online.kept)}' in text
+    assert 'outrider_online_accept_length_after{address="here"}' in text

@@ -47,7 +47,7 @@ class ServedHead(Algorithm):
         self._check()
         layers = draft.features.layers or (2, target.layers // 2, target.layers - 3)
         self.states = replace(draft.features, layers=layers, final=True, format=FeatureFormat.BFLOAT16)
-        self.model = draft.config
+        self.model, self.config = draft.config, load_json(folder / "config.json")
         self.fusion = Fusion(len(layers), len(layers) * target.hidden_size, draft.features.norm_epsilon)
 
     def _check(self) -> None:
@@ -82,6 +82,10 @@ class ServedHead(Algorithm):
         """The fusion of the first states; the last one is not among them."""
         return self.fusion(params["fusion"], states[..., : self.fusion.width])
 
+    def head(self, params: Params) -> Any:
+        """Its own."""
+        return params["head"]
+
     def target_ids(self, served: Params) -> NDArray[np.int64]:
         """The target's id of each entry of the head."""
         return np.asarray(served["ids"] if "ids" in served else np.arange(self.model.vocab_size)).astype(np.int64)
@@ -99,8 +103,7 @@ class ServedHead(Algorithm):
                     arrays[name] = np.ascontiguousarray(np.asarray(found).astype(ml_dtypes.bfloat16))
                 else:
                     arrays[name] = np.ascontiguousarray(_read(tensors, name))
-        config = load_json(self._folder / "config.json")
-        config.pop("quantization_config", None)
+        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.safetensors.part"
         safetensors.numpy.save_file(arrays, part, {"format": "pt"})
