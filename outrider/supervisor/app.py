@@ -16,7 +16,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +34,7 @@ from outrider.config import (
     format_cores,
     to_argv,
 )
+from outrider.drafts import DEFAULT_HEAD, with_drafter
 from outrider.errors import ConfigError, EngineFault
 from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.supervisor.cores import CorePlan, choose_cores
@@ -56,6 +57,7 @@ class Processes:
 def serve(config: ServeConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError and EngineFault for what cannot start."""
     setup_logging("serve", config.log_level)
+    config = replace(config, draft=with_drafter(config.draft, config.target.model_path))
     check_flags(config)
     cores = choose_cores(config)
     display = Display()
@@ -211,7 +213,9 @@ def _facts(processes: Processes) -> list[tuple[str, str]]:
     """What a user wants to know first."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
     drafter: str = draft.speculative_algorithm if draft else "none"
-    if draft is not None and draft.speculative_draft_model_path is not None:
+    if draft is not None and draft.speculative_draft_model_path == str(DEFAULT_HEAD):
+        drafter += ", the head that comes along"
+    elif draft is not None and draft.speculative_draft_model_path is not None:
         drafter += f" {checkpoint.display_name(draft.speculative_draft_model_path)}"
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
     return [

@@ -17,6 +17,7 @@ import tyro
 import outrider
 from outrider import checkpoint
 from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, plain_argv
+from outrider.drafts import with_drafter
 from outrider.errors import ConfigError
 from outrider.serving import process
 from outrider.serving.loop import EngineLoop
@@ -57,6 +58,7 @@ def _collect_rarely() -> None:
 
 async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
+    config = with_drafter(config, config.model_path)
     check(config)
     servicers: list[DraftServicer] = []
     servers: list[GrpcServer] = []
@@ -102,6 +104,7 @@ def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_p
 
 def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None]:
     """The engine of a configuration, not warmed up, and the facts of its model. Raises ConfigError."""
+    config = with_drafter(config, config.model_path)
     check(config)
     drafter: Drafter
     model = None

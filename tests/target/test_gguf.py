@@ -1,11 +1,13 @@
 """GGUF files become folders in the published format: the same model, once, with progress to see, never half of one."""
 
+import importlib.util
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -138,6 +140,30 @@ def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
     before = os.stat(folder / "model.safetensors").st_mtime_ns
     assert checkpoint.resolve(str(tiny_gguf)) == folder
     assert os.stat(folder / "model.safetensors").st_mtime_ns == before
+
+
+def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_path, monkeypatch):
+    """As in a draft's container: another copy of the file, of another date, in a cache that both see."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    copy = tmp_path / "elsewhere" / tiny_gguf.name
+    copy.parent.mkdir()
+    copy.write_bytes(tiny_gguf.read_bytes())
+    os.utime(copy, (1, 1))
+    found: list[object] = []
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(checkpoint, "_GLANCE", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+        patch.setattr(checkpoint, "_PATIENCE", 0.05)
+        with pytest.raises(ConfigError, match="needs PyTorch, and no target service has done it"):
+            checkpoint.resolve(str(copy))
+        patch.setattr(checkpoint, "_PATIENCE", 60.0)
+        waiter = threading.Thread(target=lambda: found.append(checkpoint.resolve(str(copy))))
+        waiter.start()
+        code = f"from outrider import checkpoint; print(checkpoint.resolve({str(tiny_gguf)!r}))"
+        folder = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        waiter.join(30)
+    assert list(map(str, found)) == [folder]
 
 
 def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):

@@ -1,0 +1,33 @@
+"""Drafts that come with Outrider, and which drafter serves a model if nobody says.
+
+The folder beside this file is an EAGLE-3 head of the default model, as `outrider train` wrote it; its report tells how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from outrider.config import DEFAULT_MODEL, DraftOptions
+from outrider.errors import ConfigError
+
+DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-instruct-eagle3")
+
+Options = TypeVar("Options", bound=DraftOptions)
+
+
+def with_drafter(options: Options, model_path: str | None) -> Options:
+    """The same options with a drafter in the place of AUTO, and the head that comes along where none is named.
+
+    model_path: of the target. Raises ConfigError for a draft that is named without its algorithm.
+    """
+    named = options.speculative_draft_model_path is not None
+    known = model_path == DEFAULT_MODEL and not named and DEFAULT_HEAD.is_dir()
+    if options.speculative_algorithm == "AUTO":
+        if named:
+            raise ConfigError("--speculative-draft-model-path needs --speculative-algorithm, which says what it is")
+        options = replace(options, speculative_algorithm="EAGLE3" if known else "NGRAM")
+    if options.speculative_algorithm == "EAGLE3" and known:
+        options = replace(options, speculative_draft_model_path=str(DEFAULT_HEAD))
+    return options
