@@ -24,8 +24,9 @@ from rich.progress import Progress
 from bench.report import RESULTS, Report
 from bench.serving import Answer, ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve
+from outrider.config import DEFAULT_MODEL
 
-_STANDALONE = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}")
+_HEAD = ("--speculative-algorithm", "EAGLE3")  # of the default model
 _CHAIN = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6")
 _TREE = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
 _ALWAYS = "--speculative-always"
@@ -33,11 +34,11 @@ _PLAIN = "none"
 DRAFTERS = {
     _PLAIN: ("--speculative-algorithm", "NONE"),
     "NGRAM": ("--speculative-algorithm", "NGRAM"),
-    "STANDALONE (self)": _STANDALONE,
-    "STANDALONE (self) beside NGRAM": (*_STANDALONE, "--speculative-ngram-beside"),
+    "EAGLE3": _HEAD,
+    "EAGLE3 beside NGRAM": (*_HEAD, "--speculative-ngram-beside"),
     "NGRAM, always": ("--speculative-algorithm", "NGRAM", _ALWAYS),
-    "STANDALONE (self), chain, always": (*_STANDALONE, *_CHAIN, _ALWAYS),
-    "STANDALONE (self), tree, always": (*_STANDALONE, *_TREE, _ALWAYS),
+    "EAGLE3, chain, always": (*_HEAD, *_CHAIN, _ALWAYS),
+    "EAGLE3, tree, always": (*_HEAD, *_TREE, _ALWAYS),
 }
 
 
@@ -134,12 +135,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the last run's rows; measure what they lack")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of all drafters, these; plain decoding always")
     args = parser.parse_args(argv)
-    drafters = DRAFTERS | dict(args.drafter)
+    usual = {
+        name: flags for name, flags in DRAFTERS.items() if args.model_path == DEFAULT_MODEL or _HEAD[1] not in name
+    }
+    drafters = usual | dict(args.drafter)
     if args.only is not None:
         if unknown := set(args.only) - drafters.keys():
             parser.error(f"--only: there is no drafter {', '.join(sorted(unknown))}; there are {', '.join(drafters)}")
         drafters = {name: flags for name, flags in drafters.items() if name == _PLAIN or name in args.only}
-    model, prompts = str(resolve(args.model_path)), read_prompts(args.prompts, args.limit)
+    model, prompts = args.model_path, read_prompts(args.prompts, args.limit)
     report = Report("accept", "How much drafters foretell: accept length by category")
     report.notes = _notes(args, model, prompts)
     if args.resume and (RESULTS / "accept.json").exists():
@@ -167,12 +171,12 @@ def _rows_of(file: Path, notes: Sequence[str]) -> list[dict[str, Any]]:
 def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> list[str]:
     part = "all" if args.limit is None else f"the first {args.limit} of each category"
     return [
-        f"{Path(model).name}, {args.dtype}; {len(prompts)} prompts of {args.prompts.name} ({part}), "
+        f"{resolve(model).name}, {args.dtype}; {len(prompts)} prompts of {args.prompts.name} ({part}), "
         f"{args.turns or 'all'} turns, answers of at most {args.max_tokens} tokens that end where the model ends them, "
         f"{args.concurrency} at a time",
         "accept_length: tokens a step, bonus included; acceptance_rate: accepted over verified draft tokens",
         "over_plain: tokens per second over those of plain decoding; same_text: answers equal, if in the same run",
-        "self: the target's own weights as its draft; as dear as the target, which soon asks for no hints of it",
+        "EAGLE3: the head that comes along for the default model",
         "always: every step waits for its hints and verifies them all; says what a drafter knows, not what it brings",
         "chain: 5 steps, 1 child a node, 6 rows; tree: 4 steps, 4 children, 16 rows",
     ]

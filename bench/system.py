@@ -21,6 +21,7 @@ from typing import Any
 from bench.report import RESULTS, Report
 from bench.serving import ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve, weight_files
+from outrider.config import DEFAULT_MODEL
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -28,12 +29,15 @@ WARM_UP = ["Say hello.", "Count to ten."]
 DRAFTERS = {
     "none": ["--speculative-algorithm", "NONE"],
     "NGRAM": ["--speculative-algorithm", "NGRAM"],
+    "EAGLE3": ["--speculative-algorithm", "EAGLE3"],
+    "EAGLE3 beside NGRAM": ["--speculative-algorithm", "EAGLE3", "--speculative-ngram-beside"],
     "STANDALONE (self)": ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"],
-    "STANDALONE (self), chain": [
-        *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}"),
-        *("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6"),
-    ],
 }
+
+
+def drafters_for(model: str) -> dict[str, list[str]]:
+    """Those of the drafters that a model has; a head comes along for the default one alone."""
+    return {name: flags for name, flags in DRAFTERS.items() if model == DEFAULT_MODEL or "EAGLE3" not in name}
 
 
 def prompts(count: int) -> list[str]:
@@ -82,25 +86,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args(argv)
-    model = str(resolve(args.model_path))
+    model, folder = args.model_path, resolve(args.model_path)
     texts = prompts(args.prompts)
     report = Report("system", "Whole system against transformers generate: new tokens per second")
     report.notes = [
-        f"{Path(model).name}; Outrider: {args.dtype}, transformers: {args.transformers_dtype}",
+        f"{folder.name}; Outrider: {args.dtype}, transformers: {args.transformers_dtype}",
         f"{len(texts)} prompts of bench/prompts.jsonl, at most {args.max_tokens} new tokens each",
         "ratio: tokens per second over those of `transformers` generate (one prompt at a time, all cores)",
         "same text: answers equal to those of the same system without a drafter, same seed",
         "self: the target's own weights as its draft; as dear as the target, it shows what coupling does",
-        "chain: one child a node, so that a rejected node is one that the target did not draw",
+        "EAGLE3: the head that comes along for the default model",
     ]
-    report.notes.append(floor(Path(model), args.dtype))
-    seconds, tokens = transformers_generate(model, args.transformers_dtype, texts, args.max_tokens)
+    report.notes.append(floor(folder, args.dtype))
+    seconds, tokens = transformers_generate(str(folder), args.transformers_dtype, texts, args.max_tokens)
     base = tokens / seconds
     report.add(system="transformers generate", temperature=0.0, concurrency=1, tokens_per_s=base, ratio=1.0)
     plain: dict[tuple[int, float], list[str]] = {}
     cells = list(itertools.product(args.temperature, args.concurrency))
     for temperature, concurrency in cells:
-        for name, flags in DRAFTERS.items():
+        for name, flags in drafters_for(model).items():
             # A fresh system for each cell: an n-gram drafter must not have seen the texts before.
             with served(model, flags, args.dtype) as url:
                 asyncio.run(ask(url, [[text] for text in WARM_UP], 2, {"temperature": 0, "max_tokens": 24}))
@@ -119,7 +123,7 @@ def main(argv: list[str]) -> None:
                 **speculation(answers),
                 same_text=f"{same}/{len(texts)}",
             )
-    seconds, tokens = transformers_generate(model, args.transformers_dtype, texts, args.max_tokens)
+    seconds, tokens = transformers_generate(str(folder), args.transformers_dtype, texts, args.max_tokens)
     report.add(system="transformers generate, again", temperature=0.0, concurrency=1, tokens_per_s=tokens / seconds,
                ratio=tokens / seconds / base)  # fmt: skip
     _plot(report)
