@@ -134,6 +134,26 @@ def _fold(output: jax.Array, maximum: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(share[..., None] > 0, output * share[..., None], 0.0).sum(axis=0)
 
 
+class _Program(NamedTuple):
+    """Where a program stands: its session, key head and share, and its lanes, [M] each. live: lanes that there are."""
+
+    session: jax.Array
+    head: jax.Array
+    split: jax.Array
+    live: jax.Array
+    row: jax.Array
+    q_head: jax.Array
+
+
+class _Trunk(NamedTuple):
+    """What a program reads of the trunk: blocks begin .. end. visible, since: of the lanes, [M]."""
+
+    visible: jax.Array
+    since: jax.Array | None
+    begin: jax.Array
+    end: jax.Array
+
+
 def _kernel(
     q_ref: Any,
     pool_ref: Any,
@@ -152,84 +172,24 @@ def _kernel(
     """One program. refs: the optional inputs of `names`, then the output, and for shares their maxima and totals."""
     optional = dict(zip(names, refs, strict=False))
     out_ref, *softmax_refs = refs[len(names) :]
-    _, rows, heads, dim = q_ref.shape
-    kv_heads, count = pool_ref.shape[2], slots_ref.shape[1]
-    group = heads // kv_heads
-    head, place, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    session = lax.div(place, blocks)
-    lane = lax.rem(place, blocks) * tile.lanes + jnp.arange(tile.lanes)  # [M]
-    live = lane < rows * group
-    row, q_head = lax.div(lane, group), head * group + lax.rem(lane, group)
-    widths = parts(dim)
-
-    def columns(start: int, width: int) -> tuple[jax.Array, Any]:
-        """The columns [1, width] of a part, and which of them are there; None for all."""
-        column = (start + jnp.arange(width))[None]
-        return column, None if start + width <= dim else column < dim
-
-    def load_part(ref: Any, index: tuple[Any, ...], there: jax.Array, part: tuple[int, int]) -> jax.Array:
-        column, inside = columns(*part)
-        mask = there[:, None] if inside is None else there[:, None] & inside
-        mask = jnp.broadcast_to(mask, (there.shape[0], part[1]))
-        return plgpu.load(ref.at[(*index, column)], mask=mask, other=0.0)
-
-    queries = [load_part(q_ref, (session, row[:, None], q_head[:, None]), live, part) for part in widths]
-    compute = jnp.promote_types(q_ref.dtype, pool_ref.dtype)
-    scale = dim**-0.5 * (1.0 if softcap else _LOG2E)
-
-    def take(running: Running, slot: jax.Array, mask: jax.Array, there: jax.Array) -> Running:
-        """Take keys in. slot, there: [N], there: which are read; mask: [M, N], what lanes see."""
-        keys = [load_part(pool_ref, (slot[:, None], 0, head), there, part).astype(compute) for part in widths]
-        scores = sum(
-            lax.dot_general(part.astype(compute), key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-            for part, key in zip(queries, keys, strict=True)
-        )
-        scores = scores * scale
-        if softcap:
-            scores = jnp.tanh(scores / softcap) * (softcap * _LOG2E)
-        scores = jnp.where(mask, scores, _NOTHING)
-        maximum = jnp.maximum(running.maximum, scores.max(axis=1))
-        p = jnp.where(mask, jnp.exp2(scores - maximum[:, None]), 0.0)
-        decay = jnp.exp2(running.maximum - maximum)
-        total = running.total * decay + p.sum(axis=1)
-        p = p.astype(compute)
-        output = []
-        for i, part in enumerate(widths):
-            values = keys[i]
-            if pool_ref.shape[1] > 1:
-                values = load_part(pool_ref, (slot[:, None], 1, head), there, part).astype(compute)
-            seen = lax.dot_general(p, values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            output.append(running.output[i] * decay[:, None] + seen)
-        return Running(maximum, total, tuple(output))
-
-    visible = plgpu.load(visible_ref.at[session, row], mask=live, other=0)
-    first = jnp.int32(0)
-    since = None
-    if "since" in optional:
-        since = plgpu.load(optional["since"].at[session, row], mask=live, other=2**30)
-        first = lax.div(jnp.minimum(since.min(), visible.max()), tile.keys)
-    last = lax.div(visible.max() + tile.keys - 1, tile.keys)
-    share = lax.div(last - first + splits - 1, splits)
-    begin = first + split * share
-    end = jnp.minimum(begin + share, last)
-
-    running = Running(
-        jnp.full(tile.lanes, _NOTHING, jnp.float32),
-        jnp.zeros(tile.lanes, jnp.float32),
-        tuple(jnp.zeros((tile.lanes, width), jnp.float32) for _, width in widths),
-    )
+    program = _place(q_ref.shape, pool_ref.shape[2], tile.lanes, blocks)
+    session, _, split, live, row, q_head = program
+    queries = [
+        _load_part(q_ref, (session, row[:, None], q_head[:, None]), live, part) for part in parts(q_ref.shape[-1])
+    ]
+    take = partial(_take, queries, pool_ref, program.head, softcap)
+    trunk = _trunk(program, visible_ref, optional.get("since"), tile, splits)
+    count = slots_ref.shape[1]
 
     def block(i: jax.Array, running: Running) -> Running:
         position = i * tile.keys + jnp.arange(tile.keys)
-        there = position < visible.max()
-        mask = position[None] < visible[:, None]
-        if since is not None:
-            there &= position >= since.min()
-            mask &= position[None] >= since[:, None]
+        there = position < trunk.visible.max()
+        mask = position[None] < trunk.visible[:, None]
+        if trunk.since is not None:
+            there &= position >= trunk.since.min()
+            mask &= position[None] >= trunk.since[:, None]
         page = plgpu.load(pages_ref.at[session, lax.div(position, page_size)], mask=there, other=0)
         return take(running, page * page_size + lax.rem(position, page_size), mask, there)
-
-    running = lax.fori_loop(begin, end, block, running)
 
     def scratch(i: jax.Array, running: Running) -> Running:
         place = i * tile.keys + jnp.arange(tile.keys)
@@ -240,39 +200,122 @@ def _kernel(
         slot = plgpu.load(slots_ref.at[session, place], mask=known, other=0)
         return take(running, slot, mask, there)
 
+    running = lax.fori_loop(trunk.begin, trunk.end, block, _nothing(tile.lanes, q_ref.shape[-1]))
     scratch_blocks = lax.select(split == 0, jnp.int32(pl.cdiv(count, tile.keys)), jnp.int32(0))
     running = lax.fori_loop(jnp.int32(0), scratch_blocks, scratch, running)
-    _store(running, optional, out_ref, softmax_refs, (split, session, row, q_head), live, columns, widths)
-
-
-def _store(
-    running: Running,
-    optional: dict[str, Any],
-    out_ref: Any,
-    softmax_refs: list[Any],
-    index: tuple[Any, ...],
-    live: jax.Array,
-    columns: Any,
-    widths: list[tuple[int, int]],
-) -> None:
-    """Write what the lanes saw, normed by their totals. index: [split, session, row, head]."""
-    split, session, row, q_head = index
-    maximum, total, output = running
     if "sinks" in optional:
-        # One more key without a value, which the first share sees.
-        sink = plgpu.load(optional["sinks"].at[q_head], mask=live, other=0.0).astype(jnp.float32) * _LOG2E
-        sink = jnp.where(split == 0, sink, _NOTHING)
-        higher = jnp.maximum(maximum, sink)
-        decay = jnp.exp2(maximum - higher)
-        extra = jnp.where(split == 0, jnp.exp2(sink - higher), 0.0)
-        maximum, total = higher, total * decay + extra
-        output = tuple(part * decay[:, None] for part in output)
+        running = _with_sink(running, plgpu.load(optional["sinks"].at[q_head], mask=live, other=0.0), split)
+    _store(running, program, out_ref, softmax_refs)
+
+
+def _place(q_shape: tuple[int, ...], kv_heads: int, lanes: int, blocks: int) -> _Program:
+    """lanes: of a program; blocks: programs of a session and key head."""
+    _, rows, heads, _ = q_shape
+    group = heads // kv_heads
+    head, place, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    session = lax.div(place, blocks)
+    lane = lax.rem(place, blocks) * lanes + jnp.arange(lanes)  # [M]
+    live = lane < rows * group
+    return _Program(session, head, split, live, lax.div(lane, group), head * group + lax.rem(lane, group))
+
+
+def _columns(dim: int, part: tuple[int, int]) -> tuple[jax.Array, Any]:
+    """The columns [1, width] of a part, and which of them are there; None for all."""
+    start, width = part
+    column = (start + jnp.arange(width))[None]
+    return column, None if start + width <= dim else column < dim
+
+
+def _load_part(ref: Any, index: tuple[Any, ...], there: jax.Array, part: tuple[int, int]) -> jax.Array:
+    """A part of the heads at an index, [N, width]; zeros for those that are not there."""
+    column, inside = _columns(ref.shape[-1], part)
+    mask = there[:, None] if inside is None else there[:, None] & inside
+    mask = jnp.broadcast_to(mask, (there.shape[0], part[1]))
+    return plgpu.load(ref.at[(*index, column)], mask=mask, other=0.0)
+
+
+def _trunk(program: _Program, visible_ref: Any, since_ref: Any, tile: Tile, splits: int) -> _Trunk:
+    visible = plgpu.load(visible_ref.at[program.session, program.row], mask=program.live, other=0)
+    first = jnp.int32(0)
+    since = None
+    if since_ref is not None:
+        since = plgpu.load(since_ref.at[program.session, program.row], mask=program.live, other=2**30)
+        first = lax.div(jnp.minimum(since.min(), visible.max()), tile.keys)
+    last = lax.div(visible.max() + tile.keys - 1, tile.keys)
+    share = lax.div(last - first + splits - 1, splits)
+    begin = first + program.split * share
+    return _Trunk(visible, since, begin, jnp.minimum(begin + share, last))
+
+
+def _nothing(lanes: int, dim: int) -> Running:
+    """Before any key."""
+    return Running(
+        jnp.full(lanes, _NOTHING, jnp.float32),
+        jnp.zeros(lanes, jnp.float32),
+        tuple(jnp.zeros((lanes, width), jnp.float32) for _, width in parts(dim)),
+    )
+
+
+def _take(
+    queries: list[jax.Array],
+    pool_ref: Any,
+    head: jax.Array,
+    softcap: float | None,
+    running: Running,
+    slot: jax.Array,
+    mask: jax.Array,
+    there: jax.Array,
+) -> Running:
+    """Take keys in. queries: [M, width] of each part; slot, there: [N], there: which are read; mask: [M, N], what lanes
+    see.
+    """
+    dim = pool_ref.shape[-1]
+    widths, compute = parts(dim), jnp.promote_types(queries[0].dtype, pool_ref.dtype)
+    keys = [_load_part(pool_ref, (slot[:, None], 0, head), there, part).astype(compute) for part in widths]
+    scores = sum(
+        lax.dot_general(part.astype(compute), key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        for part, key in zip(queries, keys, strict=True)
+    )
+    scores = scores * (dim**-0.5 * (1.0 if softcap else _LOG2E))
+    if softcap:
+        scores = jnp.tanh(scores / softcap) * (softcap * _LOG2E)
+    scores = jnp.where(mask, scores, _NOTHING)
+    maximum = jnp.maximum(running.maximum, scores.max(axis=1))
+    p = jnp.where(mask, jnp.exp2(scores - maximum[:, None]), 0.0)
+    decay = jnp.exp2(running.maximum - maximum)
+    total = running.total * decay + p.sum(axis=1)
+    p = p.astype(compute)
+    output = []
+    for i, part in enumerate(widths):
+        values = keys[i]
+        if pool_ref.shape[1] > 1:
+            values = _load_part(pool_ref, (slot[:, None], 1, head), there, part).astype(compute)
+        seen = lax.dot_general(p, values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        output.append(running.output[i] * decay[:, None] + seen)
+    return Running(maximum, total, tuple(output))
+
+
+def _with_sink(running: Running, sink: jax.Array, split: jax.Array) -> Running:
+    """One more key without a value, which the first share sees. sink: [M], its scores."""
+    sink = sink.astype(jnp.float32) * _LOG2E
+    sink = jnp.where(split == 0, sink, _NOTHING)
+    maximum = jnp.maximum(running.maximum, sink)
+    decay = jnp.exp2(running.maximum - maximum)
+    extra = jnp.where(split == 0, jnp.exp2(sink - maximum), 0.0)
+    return Running(maximum, running.total * decay + extra, tuple(part * decay[:, None] for part in running.output))
+
+
+def _store(running: Running, program: _Program, out_ref: Any, softmax_refs: list[Any]) -> None:
+    """Write what the lanes saw, normed by their totals."""
+    session, _, split, live, row, q_head = program
+    maximum, total, output = running
     for ref, value in zip(softmax_refs, (maximum, total), strict=False):
         plgpu.store(ref.at[split, session, row, q_head], value, mask=live)
     seen = live & (total > 0) if softmax_refs else live
-    for (start, width), part in zip(widths, output, strict=True):
-        column, inside = columns(start, width)
+    dim = out_ref.shape[-1]
+    for part, numbers in zip(parts(dim), output, strict=True):
+        column, inside = _columns(dim, part)
         there = seen[:, None] if inside is None else seen[:, None] & inside
-        value = (part / jnp.maximum(total, 1e-30)[:, None]).astype(out_ref.dtype)
+        value = (numbers / jnp.maximum(total, 1e-30)[:, None]).astype(out_ref.dtype)
         at = out_ref.at[split, session, row[:, None], q_head[:, None], column]
         plgpu.store(at, value, mask=jnp.broadcast_to(there, value.shape))

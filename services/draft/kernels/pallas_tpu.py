@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,52 @@ _KEY_BYTES = 4 << 20
 _LANE_BYTES = 6 << 20
 
 
+class _Lanes(NamedTuple):
+    """How a step's lanes are cut. group: query heads of a key head; count: of a session; taken: of a program; blocks:
+    programs of a session.
+    """
+
+    group: int
+    count: int
+    taken: int
+    blocks: int
+
+    @property
+    def missing(self) -> int:
+        """Lanes of nobody at the end of the last block."""
+        return self.blocks * self.taken - self.count
+
+    def of_rows(self, x: jax.Array, fill: Any) -> jax.Array:
+        """[S, Q, ...] to [S, lanes, ...]."""
+        x = jnp.repeat(x, self.group, axis=1)
+        return jnp.pad(x, ((0, 0), (0, self.missing), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
+
+    def of_queries(self, q: jax.Array, width: int) -> jax.Array:
+        """[S, Q, heads, D] to [S, kv_heads, lanes, width]."""
+        sessions, rows, heads, dim = q.shape
+        kv_heads = heads // self.group
+        grouped = q.reshape(sessions, rows, kv_heads, self.group, dim).transpose(0, 2, 1, 3, 4)
+        grouped = grouped.reshape(sessions, kv_heads, self.count, dim)
+        return jnp.pad(grouped, ((0, 0), (0, 0), (0, self.missing), (0, width - dim)))
+
+    def of_sinks(self, sinks: jax.Array, rows: int) -> jax.Array:
+        """[heads] to [kv_heads, lanes, 1]."""
+        each = sinks.astype(jnp.float32).reshape(-1, 1, self.group)
+        each = jnp.tile(each, (1, rows, 1)).reshape(len(each), self.count)
+        return jnp.pad(each, ((0, 0), (0, self.missing)))[..., None]
+
+    def spec(self, *shape: int) -> pl.BlockSpec:
+        """The program's lanes of [S, (K,) lanes, ...]; shape: of the block without the session."""
+        index = [0] * len(shape)
+
+        def place(session: Any, block: Any, *_: Any) -> tuple[Any, ...]:
+            at: list[Any] = list(index)
+            at[shape.index(self.taken) if shape[0] == self.taken else 1] = block
+            return session, *at
+
+        return pl.BlockSpec((1, *shape), place)
+
+
 def tpu_attention(
     q: jax.Array,
     pool: jax.Array,
@@ -47,97 +93,73 @@ def tpu_attention(
     """As of kernels.attention, for pools whose heads fill registers; scratch slots go through their pages in order."""
     sessions, rows, heads, dim = q.shape
     _, _, kv_heads, width = pool.shape
-    group = heads // kv_heads
-    lanes = rows * group
     view, sides_last = _view(pool)
     count = context.scratch_slots.shape[1]
-    taken = _lanes(lanes, kv_heads, width)
-    blocks = pl.cdiv(lanes, taken)
-    total = blocks * taken
-
-    def by_lane(x: jax.Array, fill: Any) -> jax.Array:
-        """[S, Q, ...] to [S, lanes, ...]."""
-        x = jnp.repeat(x, group, axis=1)
-        return jnp.pad(x, ((0, 0), (0, total - lanes), *((0, 0),) * (x.ndim - 2)), constant_values=fill)
-
-    grouped = q.reshape(sessions, rows, kv_heads, group, dim).transpose(0, 2, 1, 3, 4)
-    grouped = grouped.reshape(sessions, kv_heads, lanes, dim)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, total - lanes), (0, width - dim)))
-    visible = by_lane(context.visible, 0)
-    first = jnp.zeros_like(visible) if since is None else by_lane(since, 2**30)
-    mask = by_lane(context.scratch_mask.astype(jnp.int32), 0)
-    sink = None
-    if sinks is not None:
-        sink = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, 1, group), (1, rows, 1)).reshape(kv_heads, lanes)
-        sink = jnp.pad(sink, ((0, 0), (0, total - lanes)))[..., None]
-
+    lanes = _cut(rows * (heads // kv_heads), heads // kv_heads, kv_heads, width)
+    grouped = lanes.of_queries(q, width)
+    visible = lanes.of_rows(context.visible, 0)
+    first = jnp.zeros_like(visible) if since is None else lanes.of_rows(since, 2**30)
+    mask = lanes.of_rows(context.scratch_mask.astype(jnp.int32), 0)
+    sink = None if sinks is None else lanes.of_sinks(sinks, rows)
     run = math.gcd(page_size, count)
+    blocks = (sessions, lanes.blocks, lanes.taken)
     scalars = (
         context.pages,
-        visible.reshape(sessions, blocks, taken).max(axis=-1),
-        first.reshape(sessions, blocks, taken).min(axis=-1),
+        visible.reshape(blocks).max(axis=-1),
+        first.reshape(blocks).min(axis=-1),
         context.scratch_slots[:, ::run],
-        mask.reshape(sessions, blocks, -1).max(axis=-1),
+        mask.reshape(*blocks[:2], -1).max(axis=-1),
     )
     pages_a_block = max(_keys(view) // page_size, 1)
-    keys = pl.cdiv(max(pages_a_block * page_size, count), _LANE) * _LANE
     kernel = partial(
         _kernel, page_size=page_size, pages_a_block=pages_a_block, run=run, count=count, scale=dim**-0.5,
         softcap=softcap, has_sinks=sink is not None,
         sides_last=sides_last,
     )  # fmt: skip
-
-    def block_of(*shape: int) -> pl.BlockSpec:
-        """The program's lanes of [S, (K,) lanes, ...]; shape: of the block without the session."""
-        index = [0] * len(shape)
-
-        def place(session: Any, block: Any, *_: Any) -> tuple[Any, ...]:
-            at: list[Any] = list(index)
-            at[shape.index(taken) if shape[0] == taken else 1] = block
-            return session, *at
-
-        return pl.BlockSpec((1, *shape), place)
-
-    reached = mask.reshape(sessions, blocks, taken, count).max(axis=2)[..., None]
-    inputs = [grouped, view, visible[..., None], first[..., None], mask, reached]
-    specs = [
-        block_of(kv_heads, taken, width),
-        pl.BlockSpec(memory_space=pl.ANY),
-        block_of(taken, 1),
-        block_of(taken, 1),
-        block_of(taken, count),
-        pl.BlockSpec((1, 1, count, 1), lambda session, block, *_: (session, block, 0, 0)),
-    ]
-    if sink is not None:
-        inputs.append(sink)
-        specs.append(pl.BlockSpec((kv_heads, taken, 1), lambda *at: (0, at[1], 0)))
+    reached = mask.reshape(*blocks, count).max(axis=2)[..., None]
+    inputs = [grouped, view, visible[..., None], first[..., None], mask, reached, *([] if sink is None else [sink])]
+    keys = pl.cdiv(max(pages_a_block * page_size, count), _LANE) * _LANE
     output = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(sessions, blocks),
-            in_specs=specs,
-            out_specs=block_of(kv_heads, taken, width),
+            grid=blocks[:2],
+            in_specs=_input_specs(lanes, kv_heads, width, count)[: len(inputs)],
+            out_specs=lanes.spec(kv_heads, lanes.taken, width),
             scratch_shapes=[
                 pltpu.VMEM((2, keys, *view.shape[1:]), pool.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
-                pltpu.VMEM((kv_heads, taken, _LANE), jnp.float32),
-                pltpu.VMEM((kv_heads, taken, _LANE), jnp.float32),
-                pltpu.VMEM((kv_heads, taken, width), jnp.float32),
+                pltpu.VMEM((kv_heads, lanes.taken, _LANE), jnp.float32),
+                pltpu.VMEM((kv_heads, lanes.taken, _LANE), jnp.float32),
+                pltpu.VMEM((kv_heads, lanes.taken, width), jnp.float32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(grouped.shape, q.dtype),
         interpret=interpret,
         name="ragged_paged_attention",
     )(*scalars, *inputs)
-    output = output[:, :, :lanes, :dim].reshape(sessions, kv_heads, rows, group, dim)
+    output = output[:, :, : lanes.count, :dim].reshape(sessions, kv_heads, rows, lanes.group, dim)
     return output.transpose(0, 2, 1, 3, 4).reshape(q.shape)
 
 
-def _lanes(lanes: int, kv_heads: int, width: int) -> int:
-    """Lanes of a program: as many as there are, or as its memory holds."""
+def _input_specs(lanes: _Lanes, kv_heads: int, width: int, count: int) -> list[pl.BlockSpec]:
+    """Of queries, pool, bounds, the scratch's mask, which of the scratch any lane sees, and sinks."""
+    return [
+        lanes.spec(kv_heads, lanes.taken, width),
+        pl.BlockSpec(memory_space=pl.ANY),
+        lanes.spec(lanes.taken, 1),
+        lanes.spec(lanes.taken, 1),
+        lanes.spec(lanes.taken, count),
+        pl.BlockSpec((1, 1, count, 1), lambda session, block, *_: (session, block, 0, 0)),
+        pl.BlockSpec((kv_heads, lanes.taken, 1), lambda *at: (0, at[1], 0)),
+    ]
+
+
+def _cut(count: int, group: int, kv_heads: int, width: int) -> _Lanes:
+    """A program takes as many lanes as there are, or as its memory holds."""
     most = _LANE_BYTES // (kv_heads * (8 * width + 4 * 2 * _LANE)) // 16 * 16
-    return max(min(_MOST_LANES, most, pl.cdiv(lanes, 16) * 16), 16)
+    taken = max(min(_MOST_LANES, most, pl.cdiv(count, 16) * 16), 16)
+    return _Lanes(group, count, taken, pl.cdiv(count, taken))
 
 
 def _keys(view: jax.Array) -> int:
@@ -156,6 +178,62 @@ def _view(pool: jax.Array) -> tuple[jax.Array, bool]:
     if pool.dtype.itemsize < 4 and kv_heads not in (2, 4) and kv_heads % 8:
         return pool.transpose(0, 2, 1, 3), True
     return pool, False
+
+
+class _Buffers(NamedTuple):
+    """The pool, two buffers of keys [2, N, ...] that are filled from it, and a semaphore for each of them."""
+
+    pool: Any
+    keys: Any
+    arrived: Any
+
+    def copy(self, slot: Any, count: int, place: Any, buffer: Any) -> Any:
+        """The copy of slots that lie together, to places of a buffer."""
+        source = self.pool.at[pl.ds(pl.multiple_of(slot, count), count)]
+        target = self.keys.at[buffer, pl.ds(pl.multiple_of(place * count, count), count)]
+        return pltpu.make_async_copy(source, target, self.arrived.at[buffer])
+
+    def head(self, buffer: Any, head: int, *, sides_last: bool) -> tuple[jax.Array, jax.Array]:
+        """Keys and values of a head in a buffer, [N, D]."""
+        if self.keys.ndim == 3:
+            shared = self.keys[buffer]
+            return shared, shared
+        if sides_last:
+            return self.keys[buffer, :, head, 0, :], self.keys[buffer, :, head, 1, :]
+        return self.keys[buffer, :, 0, head, :], self.keys[buffer, :, 1, head, :]
+
+
+class _Running(NamedTuple):
+    """Online softmax over the keys so far, in memory: [K, M, 128], of which all columns are the same, and [K, M, D]."""
+
+    maximum: Any
+    total: Any
+    output: Any
+
+    def clear(self, sink_ref: Any) -> None:
+        """Before any key; a sink [K, M, 1] is one without a value."""
+        if sink_ref is None:
+            self.maximum[...] = jnp.full(self.maximum.shape, _NOTHING, jnp.float32)
+            self.total[...] = jnp.zeros(self.total.shape, jnp.float32)
+        else:
+            self.maximum[...] = jnp.broadcast_to(sink_ref[...], self.maximum.shape)
+            self.total[...] = jnp.ones(self.total.shape, jnp.float32)
+        self.output[...] = jnp.zeros(self.output.shape, jnp.float32)
+
+    def take(self, head: int, scores: jax.Array, value: jax.Array, mask: jax.Array) -> None:
+        """Take keys of a head in. scores, mask: [M, N]; value: [N, D]."""
+        scores = jnp.where(mask, scores, _NOTHING)
+        before = self.maximum[head][:, :1]
+        maximum = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+        p = jnp.where(mask, jnp.exp(scores - maximum), 0.0)
+        decay = jnp.exp(before - maximum)
+        total = self.total[head][:, :1] * decay + p.sum(axis=1, keepdims=True)
+        seen = lax.dot_general(
+            p.astype(value.dtype), value, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        self.output[head] = self.output[head] * decay + seen
+        self.maximum[head] = jnp.broadcast_to(maximum, self.maximum.shape[1:])
+        self.total[head] = jnp.broadcast_to(total, self.total.shape[1:])
 
 
 def _kernel(
@@ -181,25 +259,19 @@ def _kernel(
     sides_last: bool,
 ) -> None:
     """One program."""
-    sink_ref = refs[0] if has_sinks else None
-    out_ref, buffers, arrived, maximum_ref, total_ref, output_ref = refs[has_sinks:]
+    out_ref, keys_ref, arrived, *softmax_refs = refs[has_sinks:]
+    buffers, running = _Buffers(pool_ref, keys_ref, arrived), _Running(*softmax_refs)
     session, block = pl.program_id(0), pl.program_id(1)
-    kv_heads, keys = q_ref.shape[1], buffers.shape[1]
-    reach = pages_a_block * page_size
+    keys, reach = keys_ref.shape[1], pages_a_block * page_size
     last, first = last_ref[session, block], first_ref[session, block]
     begin, end = lax.div(jnp.minimum(first, last), reach), lax.div(last + reach - 1, reach)
-
-    def copy(slot: Any, count: int, place: Any, buffer: Any) -> Any:
-        """The copy of slots that lie together, to places of a buffer."""
-        source = pool_ref.at[pl.ds(pl.multiple_of(slot, count), count)]
-        target = buffers.at[buffer, pl.ds(pl.multiple_of(place * count, count), count)]
-        return pltpu.make_async_copy(source, target, arrived.at[buffer])
 
     def for_pages(i: Any, buffer: Any, verb: str) -> None:
         """Start the copies of block i, or wait for them. Pages that no lane sees are left out."""
 
         def page(j: Any, _: None) -> None:
-            getattr(copy(pages_ref[session, j] * page_size, page_size, j - i * pages_a_block, buffer), verb)()
+            copy = buffers.copy(pages_ref[session, j] * page_size, page_size, j - i * pages_a_block, buffer)
+            getattr(copy, verb)()
 
         most = jnp.minimum(lax.div(last + page_size - 1, page_size), (i + 1) * pages_a_block)
         lax.fori_loop(jnp.maximum(lax.div(first, page_size), i * pages_a_block), most, page, None)
@@ -208,47 +280,19 @@ def _kernel(
         """The same for the scratch, whose buffer is the one that the trunk's first block leaves free."""
 
         def piece(j: Any, _: None) -> None:
-            getattr(copy(scratch_ref[session, j], run, j, 1 - lax.rem(begin, 2)), verb)()
+            getattr(buffers.copy(scratch_ref[session, j], run, j, 1 - lax.rem(begin, 2)), verb)()
 
         lax.fori_loop(0, count // run, piece, None)
 
     def take(buffer: Any, mask: jax.Array, there: jax.Array) -> None:
         """Take a buffer's keys in. mask: [M, N], what lanes see; there: [N, 1], which of them any lane sees."""
-        for head in range(kv_heads):
-            if buffers.ndim == 3:
-                key = value = buffers[buffer]
-            elif sides_last:
-                key, value = buffers[buffer, :, head, 0, :], buffers[buffer, :, head, 1, :]
-            else:
-                key, value = buffers[buffer, :, 0, head, :], buffers[buffer, :, 1, head, :]
+        for head in range(q_ref.shape[1]):
+            key, value = buffers.head(buffer, head, sides_last=sides_last)
             value = jnp.where(there, value, 0)
-            _take(q_ref[0, head], key, value, mask, head)
+            scores = _scores(q_ref[0, head], key, scale, softcap)
+            running.take(head, scores, value, mask)
 
-    def _take(q: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, head: int) -> None:
-        scores = lax.dot_general(q, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        scores = jnp.where(mask, scores, _NOTHING)
-        before = maximum_ref[head][:, :1]
-        maximum = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-        p = jnp.where(mask, jnp.exp(scores - maximum), 0.0)
-        decay = jnp.exp(before - maximum)
-        total = total_ref[head][:, :1] * decay + p.sum(axis=1, keepdims=True)
-        seen = lax.dot_general(
-            p.astype(value.dtype), value, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
-        output_ref[head] = output_ref[head] * decay + seen
-        maximum_ref[head] = jnp.broadcast_to(maximum, maximum_ref.shape[1:])
-        total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
-
-    if sink_ref is None:
-        maximum_ref[...] = jnp.full(maximum_ref.shape, _NOTHING, jnp.float32)
-        total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-    else:
-        maximum_ref[...] = jnp.broadcast_to(sink_ref[...], maximum_ref.shape)
-        total_ref[...] = jnp.ones(total_ref.shape, jnp.float32)
-    output_ref[...] = jnp.zeros(output_ref.shape, jnp.float32)
-
+    running.clear(refs[0] if has_sinks else None)
     drafted = drafted_ref[session, block] > 0
     pl.when(drafted)(lambda: for_scratch("start"))
     pl.when(begin < end)(lambda: for_pages(begin, lax.rem(begin, 2), "start"))
@@ -271,4 +315,10 @@ def _kernel(
         return carry
 
     lax.fori_loop(begin, end, body, None)
-    out_ref[0] = (output_ref[...] / jnp.maximum(total_ref[...][:, :, :1], 1e-30)).astype(out_ref.dtype)
+    out_ref[0] = (running.output[...] / jnp.maximum(running.total[...][:, :, :1], 1e-30)).astype(out_ref.dtype)
+
+
+def _scores(q: jax.Array, key: jax.Array, scale: float, softcap: float | None) -> jax.Array:
+    """[M, N] of queries [M, D] and keys [N, D]."""
+    scores = lax.dot_general(q, key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
