@@ -56,7 +56,10 @@ class DraftEngine(Engine):
         return self._places[-1].held
 
     def open(self, request: OpenSession) -> None:
-        """Take a session on. One that is longer than a drafter can follow is not drafted for by it."""
+        """Take a session on. One that is longer than a drafter can follow is not drafted for by it.
+
+        Raises InvalidRequest for a session without tokens.
+        """
         self.close(request.session_id)
         if not 1 <= request.prompt_length <= len(request.tokens):
             raise InvalidRequest("a session needs at least one token to draft for", param="prompt")

@@ -64,7 +64,10 @@ class FeatureDrafter(ModelDrafter):
             self._forget_provisional(session)
 
     def fed(self, session: DraftSession) -> None:
-        """Begin anew at the root if it can be computed with the target's features; else see whether it must wait."""
+        """Begin anew at the root if it can be computed with the target's features; else see whether it must wait.
+
+        Raises Unavailable for features that are missing, or of another width.
+        """
         trunk, held = self.trunks[session.id], session.features
         held.skip(trunk.settled)
         if held.lost or held.first > trunk.settled:

@@ -6,7 +6,7 @@ Legend of shapes: S sessions, Q rows a session, I numbers of a state, D head siz
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,19 @@ from services.draft.model.heads import rms_norm
 from services.draft.model.narrow import linear
 from services.draft.model.rope import Rope
 
+
+class Step(NamedTuple):
+    """The rows of a step, S x Q, as attention knows them, whatever the layer.
+
+    positions: [S, Q]; slots: [S, Q], where a row's keys and values go; moves: slots of the pool to copy first, [2, M]
+    """
+
+    positions: jax.Array
+    slots: jax.Array
+    context: Context
+    moves: jax.Array
+
+
 # The norms inside of latent attention have an epsilon of their own.
 _LATENT_EPSILON = 1e-6
 
@@ -29,22 +42,21 @@ def attend(
     layer: dict[str, Any],
     x: jax.Array,
     pool: jax.Array,
-    positions: jax.Array,
-    slots: jax.Array,
-    context: Context,
-    moves: jax.Array,
+    step: Step,
     epsilon: float,
 ) -> tuple[jax.Array, jax.Array]:
     """What attention adds to states x [S, Q, I], and the pool with the rows' keys and values.
 
-    positions, slots: [S, Q]; moves: slots to copy first, [2, M]; epsilon: of the norms of queries and keys.
+    epsilon: of the norms of queries and keys.
     """
     if isinstance(description, LatentAttention):
-        return _attend_latent(description, paging, layer, x, pool, positions, slots, context, moves)
-    q, kv, gate = project(layer, description, x, positions, epsilon)
-    filled = move_and_write(pool, moves, slots.reshape(-1), kv.reshape(-1, *kv.shape[2:]), paging.backend)
-    since = _first_seen(description, positions)
-    seen = attention(q, filled, context, paging, since=since, sinks=layer.get("sinks"), softcap=description.softcap)
+        return _attend_latent(description, paging, layer, x, pool, step)
+    q, kv, gate = project(layer, description, x, step.positions, epsilon)
+    filled = move_and_write(pool, step.moves, step.slots.reshape(-1), kv.reshape(-1, *kv.shape[2:]), paging.backend)
+    since = _first_seen(description, step.positions)
+    seen = attention(
+        q, filled, step.context, paging, since=since, sinks=layer.get("sinks"), softcap=description.softcap
+    )
     if gate is not None:
         seen = seen * jax.nn.sigmoid(gate)
     return linear(seen.reshape(*x.shape[:2], -1), layer, "output"), filled
@@ -74,15 +86,7 @@ def project(
 
 
 def _attend_latent(
-    description: LatentAttention,
-    paging: Paging,
-    layer: dict[str, Any],
-    x: jax.Array,
-    pool: jax.Array,
-    positions: jax.Array,
-    slots: jax.Array,
-    context: Context,
-    moves: jax.Array,
+    description: LatentAttention, paging: Paging, layer: dict[str, Any], x: jax.Array, pool: jax.Array, step: Step
 ) -> tuple[jax.Array, jax.Array]:
     """Queries go to the latent space, where all heads read the same rows, and what they saw comes back from there."""
     rank = description.rank
@@ -93,11 +97,12 @@ def _attend_latent(
     plain, turning = jnp.split(q, (description.plain_dim,), axis=-1)
     latent, key = jnp.split(linear(x, layer, "latent"), (rank,), axis=-1)
     latent = rms_norm(latent, layer["latent_norm"], _LATENT_EPSILON)
-    cos_sin = _angles(description.rope, description.rotary_dim, positions)
+    cos_sin = _angles(description.rope, description.rotary_dim, step.positions)
     row = jnp.concatenate([latent, _rotate(key[:, :, None], cos_sin)[:, :, 0]], axis=-1)
-    filled = move_and_write(pool, moves, slots.reshape(-1), row.reshape(-1, 1, 1, row.shape[-1]), paging.backend)
+    row = row.reshape(-1, 1, 1, row.shape[-1])
+    filled = move_and_write(pool, step.moves, step.slots.reshape(-1), row, paging.backend)
     q = jnp.concatenate([jnp.einsum("sqhp,hpr->sqhr", plain, layer["keys"]), _rotate(turning, cos_sin)], axis=-1)
-    seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, context, paging)[..., :rank]
+    seen = attention(_scaled(q, description.scale, q.shape[-1]), filled, step.context, paging)[..., :rank]
     values = jnp.einsum("sqhr,hrv->sqhv", seen, layer["values"])
     return linear(values.reshape(*x.shape[:2], -1), layer, "output"), filled
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import Pools, keep_features
-from services.draft.model.attending import attend
+from services.draft.model.attending import Step, attend
 from services.draft.model.config import Layer, ModelConfig
 from services.draft.model.feed_forward import feed_forward
 from services.draft.model.heads import Inputs, Params, rms_norm
@@ -60,10 +60,10 @@ def hidden_states(
     embedding = embed(params, rows.tokens)
     x, beside = config.head.join(params, _inputs(embedding, rows, pools))
     written: list[jax.Array] = []
-    plain = rows._replace(features=None)
+    step = Step(rows.positions, rows.slots, context, moves)
     for description, layer, pool in zip(config.layers, params["layers"], pools.layers, strict=True):
         next_to = beside if description.beside else None
-        x, filled = decoder_layer(description, paging, layer, x, next_to, pool, plain, context, moves)
+        x, filled = decoder_layer(description, paging, layer, x, next_to, pool, step)
         written.append(filled)
     state, handed = config.head.finish(params, x)
     kept = pools.features
@@ -98,9 +98,7 @@ def decoder_layer(
     x: jax.Array,
     beside: jax.Array | None,
     pool: jax.Array,
-    rows: Rows,
-    context: Context,
-    moves: jax.Array,
+    step: Step,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer on states x [S, Q, H]. Jitted by itself so that equal ones are traced once; XLA inlines it.
 
@@ -108,10 +106,7 @@ def decoder_layer(
     stack first, which costs a third at one row.
     """
     inner, residual = layer_input(description, layer, x, beside)
-    epsilon = description.epsilon
-    seen, filled = attend(
-        description.attention, paging, layer, inner, pool, rows.positions, rows.slots, context, moves, epsilon
-    )
+    seen, filled = attend(description.attention, paging, layer, inner, pool, step, description.epsilon)
     return layer_output(description, layer, residual, seen), filled
 
 

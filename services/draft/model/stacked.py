@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from services.draft.kernels.base import Context, Paging
 from services.draft.kv_cache import Pools, keep_features
+from services.draft.model.attending import Step
 from services.draft.model.config import ModelConfig
 from services.draft.model.decoder import Rows, decoder_layer, embed
 from services.draft.model.heads import Inputs, Params
@@ -42,13 +43,13 @@ def stacked_states(
     embedding = embed(params, rows.tokens)
     given = features.rows.astype(embedding.dtype).reshape(-1, features.rows.shape[-1])
     kept = keep_features(pools.features, moves, rows.slots.reshape(-1), given, paging.backend)
-    plain = rows._replace(features=None)
+    step = Step(rows.positions, rows.slots, context, moves)
     states: list[jax.Array] = []
     written: list[jax.Array] = []
     for i, (description, layer, pool) in enumerate(zip(config.layers, params["layers"], pools.layers, strict=True)):
         inputs = Inputs(embedding, rows.positions, lookup(kept, features.sources[..., i]))
         x, _ = config.head.join(params["joins"][i], inputs)
-        x, filled = decoder_layer(description, paging, layer, x, None, pool, plain, context, moves)
+        x, filled = decoder_layer(description, paging, layer, x, None, pool, step)
         states.append(config.head.finish(params["joins"][i], x)[0])
         written.append(filled)
     chosen = jnp.take_along_axis(jnp.stack(states), features.layers[None, ..., None], axis=0)[0]

@@ -74,6 +74,7 @@ class _Reader:
     speculators: bool
 
     def draft(self) -> Draft:
+        """Raises ConfigError for what does not fit, KeyError for a key that config.json lacks."""
         check_activation(self.raw)
         hidden = self.raw["hidden_size"]
         width = self.raw.get("target_hidden_size") or hidden

@@ -166,6 +166,7 @@ class _Reader:
     several: bool
 
     def draft(self, feature: State, own: State) -> Draft:
+        """Raises ConfigError for what does not fit, KeyError for a key that config.json lacks."""
         check_activation(self.raw)
         hidden = self.raw["hidden_size"]
         check_fit(self.folder, self.target, vocab_size=self.raw["vocab_size"], hidden_size=hidden)

@@ -29,7 +29,7 @@ class Target:
     eos_token_ids: tuple[int, ...]
 
     def embedding_and_head(self, put: Put, *, embedding: bool = True, head: bool = True) -> Params:
-        """`embed` and `head` as Params have them; where both are the same tensor, the head alone."""
+        """`embed` and `head` as Params have them; the head alone where it is both. Raises ConfigError."""
         with Tensors(self.folder) as tensors:
             own_head = _find(tensors, _HEAD)
             embed = _find(tensors, _EMBED)
