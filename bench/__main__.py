@@ -11,6 +11,7 @@ BENCHMARKS = {
     "streams": "bench.streams.run",
     "system": "bench.system",
     "accept": "bench.accept",
+    "online": "bench.online",
     "target": "bench.target",
     "draft": "bench.draft",
     "draft-kernels": "bench.draft_kernels",
@@ -18,8 +19,8 @@ BENCHMARKS = {
     "deterministic": "bench.deterministic",
     "gpu": "bench.gpu",
 }
-# These need what not every machine has: a file of prompts, an accelerator of JAX's.
-_ASKED_FOR = (BENCHMARKS["accept"], BENCHMARKS["draft-kernels"])
+# These need what not every machine has: a file of prompts, a draft, an accelerator of JAX's.
+_ASKED_FOR = (BENCHMARKS["accept"], BENCHMARKS["online"], BENCHMARKS["draft-kernels"])
 
 
 def main() -> None:

@@ -203,7 +203,7 @@ class DraftOptions:
     speculative_ngram_external_corpus_max_tokens: int = 10_000_000
     """NGRAM: most tokens of the corpus; a longer one is refused."""
     online: bool = False
-    """EAGLE3: learn from the sessions that are served, in the background. Texts stay the same; hints become better."""
+    """EAGLE, EAGLE3, NEXTN: learn in the background from the sessions that are served. Texts stay what they are."""
     online_share: float = 0.2
     """Most of the draft device's time that learning while serving may take, above 0 and at most 0.9."""
     online_learning_rate: float = 1e-4
@@ -360,7 +360,7 @@ Config = TypeVar("Config", bound=ProcessConfig)
 MODEL_ALGORITHMS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 FED_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 # Those that can learn while they serve.
-ONLINE_ALGORITHMS = ("EAGLE3",)
+ONLINE_ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 # Those that may come with the target's own checkpoint; EAGLE is another name of NEXTN there, as in SGLang.
 BUILT_IN_ALGORITHMS = ("EAGLE", "NEXTN")
 

@@ -1,8 +1,8 @@
-"""An EAGLE-3 drafter that learns from the sessions that it serves.
+"""A fed drafter that learns from the sessions that it serves.
 
 It asks the target for the states themselves, unfused, and for the last one as well: then what is learnt is what
-`outrider train` learns, and a new fusion needs no word to anybody. That is (n + 1) widths of the target a token on the
-wire instead of one of the draft.
+`outrider train` learns, and a new fusion needs no word to anybody. For EAGLE-3 that is four widths of the target a
+token on the wire instead of one of the draft; EAGLE is fed with that last state anyway.
 
     rows of the target ──┬──► recording (ring.py) ──► learner, in a thread of its own
                          └──► fused here ──► trunk         │

@@ -17,7 +17,7 @@ from outrider.serving.features import FeatureFormat, row_bytes
 from services.draft.model.formats.base import Draft
 from services.draft.model.formats.target import Target
 from services.draft.model.heads import Params
-from services.draft.online.heads import LEARNT, ServedHead
+from services.draft.online.heads import served_head
 from services.draft.online.learner import ORIGIN, Learner, keeper
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Ring
@@ -44,10 +44,12 @@ class Teaching:
 
     def __init__(self, options: OnlineOptions, folder: Path, target: Target, draft: Draft, origin: str) -> None:
         """folder: of the draft that is read; origin: fingerprint of the one that it began with. Raises ConfigError."""
-        self.options, self.head, self._target = options, ServedHead(folder, target, draft), target
+        self.options, self.head, self._target = options, served_head(folder, target, draft), target
+        if options.output and not self.head.whole:
+            raise ConfigError("--online-output cannot keep MTP layers, which belong to the target's checkpoint")
         self._keep = keeper(self.head, Path(options.output).expanduser() if options.output else None, origin)
         self._learnt = self.head.params()
-        width = len(self.head.states.layers) + 1
+        width = len(self.head.states.layers) + 1  # states of the target
         self.ring = Ring(
             options.bytes, row_bytes(width * target.hidden_size, FeatureFormat.BFLOAT16), options.length,
             options.context, options.held_out,
@@ -56,7 +58,7 @@ class Teaching:
     def serve(self, params: Params, form: Form) -> Served:
         """What a runner is made of. params: all that there are, as the service has them."""
         self._form = form
-        self._kept = {name: value for name, value in params.items() if name not in LEARNT}
+        self._kept = {name: value for name, value in params.items() if name not in self._learnt}
         return form.make(self._learnt, self._kept)
 
     def learner(self, **options: Any) -> Learner:
@@ -70,10 +72,11 @@ class Teaching:
 
     def _shared(self) -> Shared:
         ids = self.head.target_ids(self._kept)
-        head = self._target.embedding_and_head(_plain, embedding=False)["head"]
+        head = np.asarray(self._target.embedding_and_head(_plain, embedding=False)["head"])
         return Shared(
-            self._kept["embed"],
-            jnp.asarray(np.ascontiguousarray(np.asarray(head)[:, ids]), jnp.bfloat16),
+            # Where the target's head is its embedding, and is used as both, it may be laid out for products alone.
+            self._kept["embed"] if "embed" in self._kept else jnp.asarray(np.ascontiguousarray(head.T), jnp.bfloat16),
+            jnp.asarray(np.ascontiguousarray(head[:, ids]), jnp.bfloat16),
             jnp.asarray(draft_ids(ids, self._target.vocab_size)),
         )
 

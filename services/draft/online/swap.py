@@ -39,9 +39,9 @@ class Form:
     panels: bool
 
     def make(self, learnt: Params, kept: Params) -> Served:
-        """learnt: float32, with the fusion; kept: what is not learnt, as the service has it."""
+        """learnt: float32, with the fusion if it is the draft's; kept: what is not learnt, as the service has it."""
         made = self._made(learnt)
-        fusion = made.pop("fusion")
+        fusion = made.pop("fusion", {})
         return Served(kept | made, fusion)
 
     def _made(self, learnt: Params) -> Params:
@@ -60,9 +60,9 @@ class Form:
 
 
 def _each(params: Params, change: Any) -> Params:
-    """The same for the model's parameters and for those of the fusion."""
+    """The same for the model's parameters and for those of the fusion, if there are any."""
     own = {name: value for name, value in params.items() if name != "fusion"}
-    return change(own) | {"fusion": change(params["fusion"])}
+    return change(own) | {name: change(value) for name, value in params.items() if name == "fusion"}
 
 
 class Offer:

@@ -27,7 +27,7 @@ _NOT_READ = ("embed_tokens.weight", "lm_head.weight")  # frozen copies of the ta
 def read_eagle(folder: Path, target: Target) -> Draft:
     """An EAGLE-1 or -2 head. Raises ConfigError naming what does not fit."""
     raw = load_json(folder / "config.json")
-    with Tensors(folder, _plain) as tensors:
+    with Tensors(folder, plain_name) as tensors:
         try:
             config = _config(raw, tensors, target)
         except KeyError as error:
@@ -44,7 +44,8 @@ def read_eagle(folder: Path, target: Target) -> Draft:
     return Draft(config, load, FeatureSpec(final=True))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A published tensor's name as this reader knows it."""
     return name.removeprefix("model.")
 
 
@@ -79,7 +80,7 @@ def _shapes(config: ModelConfig, *, bias: bool) -> dict[str, tuple[int, ...]]:
 
 def _load(folder: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], target: Target, dtype: Any) -> Params:
     put = putter(dtype)
-    with Tensors(folder, _plain) as tensors:
+    with Tensors(folder, plain_name) as tensors:
         params: Params = {"fuse": put(tensors.read(_FC, shapes[_FC]).T)}
         if _BIAS in shapes:
             params["fuse_bias"] = put(tensors.read(_BIAS, shapes[_BIAS]))
