@@ -96,8 +96,10 @@ def float_quantized(weight):
     return {"weight": values, "weight_scale": scale.bfloat16()}, values.float() * scale.bfloat16().float()
 
 
-def fp8(block: int | None) -> Quantizer:
-    """block: rows and columns that share a scale, which need not divide the weight's; or one scale for all."""
+def fp8(block: int | None, exponents: bool = False) -> Quantizer:
+    """block: rows and columns that share a scale, which need not divide the weight's; or one scale for all. exponents:
+    scales are powers of two, of which the exponent is stored.
+    """
 
     def quantize(weight):
         if block is None:
@@ -111,9 +113,12 @@ def fp8(block: int | None) -> Quantizer:
             for j in range(scale.shape[1]):
                 at = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
                 scale[i, j] = weight[at].abs().max() / 448
+                if exponents:
+                    scale[i, j] = scale[i, j].log2().ceil().exp2()
                 values[at] = (weight[at] / scale[i, j]).to(torch.float8_e4m3fn)
                 plain[at] = values[at].float() * scale[i, j]
-        return {"weight": values, "weight_scale_inv": scale}, plain
+        stored = scale.to(torch.float8_e8m0fnu) if exponents else scale
+        return {"weight": values, "weight_scale_inv": stored}, plain
 
     return quantize
 
@@ -137,6 +142,7 @@ PUBLISHED: dict[str, tuple[Quantizer, dict[str, Any]]] = {
     "float8, a scale a row": (float_quantized, COMPRESSED),
     "float8, one scale": (fp8(None), FP8),
     "float8, blocks": (fp8(20), FP8 | {"weight_block_size": [20, 20]}),
+    "float8, blocks, exponents": (fp8(20, exponents=True), FP8 | {"weight_block_size": [20, 20]}),
     "float8, blocks that are not said": (fp8(128), FP8),
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ def compressed(layout, **weights):
 
 CASES = {
     "fp8-blocks": ("deepseek-v3", quantizers.fp8(20), FP8 | {"weight_block_size": [20, 20]}),
+    "fp8-exponents": ("llama-2", quantizers.fp8(20, exponents=True), FP8 | {"weight_block_size": [20, 20]}),
     "fp8-one-scale": ("llama-2", quantizers.fp8(None), FP8),
     "gptq-4-bits": ("llama-2", quantizers.gptq(4, symmetric=True), GPTQ | {"bits": 4}),
     "gptq-3-bits": ("llama-2", quantizers.gptq(3, symmetric=True), GPTQ | {"bits": 3}),

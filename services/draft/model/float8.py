@@ -1,4 +1,4 @@
-"""Reads e4m3 numbers of safetensors files, for which that library has none for NumPy."""
+"""Reads numbers of 8 bits with a fraction from safetensors files, for which that library has none for NumPy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+FLOAT8 = {
+    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}  # fmt: skip
+
 
 def read_float8(file: Path, name: str) -> NDArray[Any]:
-    """A tensor, mapped."""
+    """A tensor in one of the formats FLOAT8, mapped."""
     with file.open("rb") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         entry = json.loads(stream.read(size))[name]
     first, end = entry["data_offsets"]
     numbers = np.memmap(file, np.uint8, "r", 8 + size + first, (end - first,))
-    return numbers.view(ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
+    return numbers.view(FLOAT8[entry["dtype"]]).reshape(entry["shape"])

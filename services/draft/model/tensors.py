@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from outrider.checkpoint import load_json, weight_files
 from outrider.dequantize import BESIDE, INSTEAD, dequantize, plain_shape
 from outrider.errors import ConfigError
-from services.draft.model.float8 import read_float8
+from services.draft.model.float8 import FLOAT8, read_float8
 from services.draft.model.torch_files import load_torch_file
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -118,8 +118,7 @@ class Tensors:
         file, inner, path = self._place(name)
         if isinstance(file, Mapping):
             return np.asarray(file[inner])
-        float8 = file.get_slice(inner).get_dtype() == "F8_E4M3"
-        return read_float8(path, inner) if float8 else _tensor(file, inner)
+        return read_float8(path, inner) if file.get_slice(inner).get_dtype() in FLOAT8 else _tensor(file, inner)
 
     def _place(self, name: str) -> tuple[Mapping[str, Any] | Any, str, Path]:
         if name not in self._places:
