@@ -14,14 +14,14 @@ from services.draft.train.algorithms.eagle3 import Eagle3
 from tests.checkpoints.perfect import CYCLE, write_cyclic_target
 from tests.invariance.engines import draft_engine
 from tests.invariance.pair import Pair, request
-from tests.tiny import VOCAB
+from tests.tiny import VOCAB, write_tokenizer
 
 SMALL = {"length": 96, "context": 32, "learnt": 64, "ahead": 3, "steps": 12, "held_out": 4, "epochs": 40.0}
 
 
 def write_pair(base):
     """A target whose text can be foretold, and a head that knows nothing yet."""
-    target = write_cyclic_target(base / "target")
+    target = write_tokenizer(write_cyclic_target(base / "target"))
     facts = read_target(target)
     ids = np.sort(np.concatenate([CYCLE, np.setdiff1d(np.arange(VOCAB), CYCLE)[:24]]))
     head = Eagle3(facts, Shape(vocab=64, inner=64))

@@ -13,9 +13,15 @@ from outrider.supervisor.cores import CorePlan
 from services.draft.app import build
 from services.draft.online.background import Background
 from services.draft.online.learner import is_better
+from tests.checkpoints.perfect import write_cyclic_target
+from tests.draft.helpers import settle
+from tests.gateway.services import Gateway
 from tests.invariance.engines import target_engine
 from tests.invariance.pair import Faults, Pair, request
 from tests.online.helpers import LearningPair, online_engine, some_requests, write_pair
+from tests.system.services import draft_service, target_service
+from tests.system.test_heads import HINTED, accepted, ask_all
+from tests.tiny import write_tokenizer
 
 FAULTS = Faults(lost=0.03, doubled=0.1, delay=2)
 
@@ -42,6 +48,7 @@ def learnt(models, target, tmp_path_factory):
         run = LearningPair(target, lambda: draft, FAULTS if number % 2 else Faults(), growth=8, seed=number).run(todo)
         assert run.tokens == Pair(target).run(todo).tokens
         accepted.append(run.accepted)
+        settle(draft)  # it may have lost track of sessions that are over
     return draft, folder, accepted
 
 
@@ -60,7 +67,7 @@ def test_a_draft_learns_from_what_it_serves(learnt):
 def test_worse_weights_are_not_taken_over(learnt, target):
     draft, _, _ = learnt
     learner, before = draft.drafter.learner, draft.load().online
-    learner._rejected, swaps = 0, draft.drafter.swaps
+    learner._worse, swaps = 0, draft.drafter.swaps
     rng = np.random.default_rng(0)
 
     def spoil(array):
@@ -138,6 +145,43 @@ def test_what_was_learnt_is_kept_and_gone_on_from(models, learnt, target, tmp_pa
     assert run.run(todo).accepted > 0.7 * 40
     with pytest.raises(ConfigError, match="holds another draft"):
         build(DraftConfig(**{**config.__dict__, "speculative_draft_model_path": str(folder)}))
+
+
+def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):
+    """From nothing again, while it answers; the text is that of the target alone."""
+    drafter = learnt[0].drafter
+    learner = drafter.learner
+    # A twin that says the same, but slowly enough for hints to come in time.
+    slow = write_tokenizer(write_cyclic_target(tmp_path / "slow", intermediate_size=16000))
+    served = target_service(slow, f"unix:{tmp_path}/target", **HINTED).start()
+    learner._serving = learner._objective.algorithm.params()
+    learner._begin_anew()
+    learner.offer.make(learner._make(learner._serving))
+    kept = learner.load().kept
+    draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+    gateway = Gateway(tmp_path, [served.address], [draft.address]).wait()
+    rounds = []
+    try:
+        drafter.start()
+        for seed in range(100):
+            before = accepted(gateway)
+            texts = ask_all(gateway, max_tokens=60, temperature=seed % 2, seed=seed)
+            rounds.append((seed, texts, accepted(gateway) - before))
+            if rounds[-1][2] > 60:  # of 240; on a busy machine many come late
+                break
+        assert rounds[-1][2] > 60 > 5 * rounds[0][2]
+        assert gateway.metric("outrider_online_kept_total") > kept
+    finally:
+        drafter.stop()
+        gateway.stop()
+        draft.stop()
+    alone = Gateway(tmp_path, [served.address]).wait()
+    try:
+        for seed, texts, _ in (rounds[0], rounds[-1]):
+            assert ask_all(alone, max_tokens=60, temperature=seed % 2, seed=seed) == texts
+    finally:
+        alone.stop()
+        served.stop()
 
 
 # --- how much it may take ---

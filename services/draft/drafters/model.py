@@ -92,7 +92,12 @@ class ModelDrafter(Drafter):
 
     def warm_up(self, tell: Progress = untold) -> None:
         """Compile and measure every shape."""
-        self.runner.warm_up([*self._growth_shapes, self._chunk_shape], tell)
+        self.runner.warm_up(self.shapes, tell)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All that rounds may have."""
+        return [*self._growth_shapes, self._chunk_shape]
 
     # --- sessions ---
 

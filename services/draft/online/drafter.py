@@ -49,8 +49,9 @@ class OnlineDrafter(FeatureDrafter):
 
     def warm_up(self, tell: Progress = untold) -> None:
         """Learn once for nothing, so that nothing is compiled later; then as any drafter."""
+        tell(1, 1 + len(self.shapes))
         self.learner.warm_up()
-        super().warm_up(tell)
+        super().warm_up(lambda part, parts: tell(1 + part, 1 + parts))
 
     def start(self) -> None:
         """Begin to learn."""

@@ -4,8 +4,8 @@
     look   chains of the new weights and of those that serve, on the latest held-back pieces; if the new ones are longer
            by more than chance, the weights are made ready for the service and offered to it; else they go on learning
 
-New weights that are rejected several times in a row are given up: learning begins anew from those that serve. Nothing
-is learnt from a row more often than a few times, so that a service without new texts comes to rest.
+New weights that are worse by more than chance several times in a row are given up: learning begins anew from those that
+serve. Nothing is learnt from a row more often than a few times, so that a service without new texts comes to rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _CANDIDATES = 24  # pieces of which a pack is made
 _SEEN = 4  # packs of held-back pieces that a look takes
 _LEAST_SEEN = 64  # rows without which nothing can be said
-_GIVE_UP = 3  # looks in a row at which new weights were no better
+_GIVE_UP = 3  # looks in a row at which new weights were worse
 _RISES = 20  # steps in which the learning rate rises
 _DECAY = 0.01
 
@@ -77,7 +77,7 @@ class Learner:
         self._order = np.random.default_rng(0)
         self._load = OnlineLoad()
         self._looked = 0  # steps at the last look
-        self._rejected = 0  # looks in a row
+        self._worse = 0  # looks in a row at which the new weights were
 
     def load(self) -> OnlineLoad:
         """What was learnt so far; any thread may call."""
@@ -132,7 +132,7 @@ class Learner:
 
     def _begin_anew(self) -> None:
         self._trainer.restart(self._copy(self._serving))
-        self._rejected = 0
+        self._worse = 0
 
     # --- looks ---
 
@@ -153,8 +153,8 @@ class Learner:
         if better:
             self._swap(params)
         else:
-            self._rejected += 1
-            if self._rejected == _GIVE_UP:
+            self._worse = self._worse + 1 if is_better(new, old) else 0
+            if self._worse == _GIVE_UP:
                 self._begin_anew()
         self._load = replace(
             self._load, kept=self._load.kept + better, rejected=self._load.rejected + (not better),
@@ -162,7 +162,7 @@ class Learner:
         )  # fmt: skip
 
     def _swap(self, params: Params) -> None:
-        self._serving, self._rejected = self._copy(params), 0
+        self._serving, self._worse = self._copy(params), 0
         self.offer.make(jax.block_until_ready(self._make(self._serving)))
         self._keep(self._serving)
 
