@@ -16,7 +16,7 @@ from tests.invariance.engines import draft_engine
 from tests.invariance.pair import Pair, request
 from tests.tiny import VOCAB, write_tokenizer
 
-SMALL = {"length": 96, "context": 32, "learnt": 64, "ahead": 3, "steps": 12, "held_out": 4, "epochs": 40.0}
+SMALL = {"length": 96, "context": 32, "learnt": 64, "ahead": 2, "steps": 12, "held_out": 4, "epochs": 40.0}
 
 
 def write_pair(base):

@@ -141,8 +141,8 @@ def test_every_weight_is_learnt(kind, target, tmp_path):
     assert width == (len(teaching.head.states.layers) + 1) * facts.hidden_size
     tokens = rng.choice(np.flatnonzero(shared.draft_ids >= 0), 40).astype(np.uint32)
     rows = rng.standard_normal((39, width)).astype(jnp.bfloat16).view(np.uint8)
-    batch = build_batch(Pieces([Record(tokens, rows, 4, 4, 0.0, 0)], 2 * width), [[0]], PackShape(1, 64, 32, 2), rng)
-    objective = Objective(teaching.head, 2, 0.8, narrow=True)
+    batch = build_batch(Pieces([Record(tokens, rows, 4, 4, 0.0, 0)], 2 * width), [[0]], PackShape(1, 64, 32, 1), rng)
+    objective = Objective(teaching.head, 1, 0.8, narrow=True)
     slopes_of = jax.jit(jax.value_and_grad(lambda params: objective(params, shared, batch)[0]))
     loss, slopes = slopes_of(teaching._learnt)
     assert np.isfinite(loss)

@@ -59,7 +59,7 @@ def test_a_draft_learns_from_what_it_serves(learnt):
     assert accepted[-1] > 0.7 * 6 * 40
     assert draft.drafter.swaps == load.kept >= 1
     assert load.steps >= 12 * load.kept
-    assert load.accept_length_after > 3
+    assert load.accept_length_after > 2.5  # of 3
     assert load.seconds > 0
     assert draft.load().compilations == 0  # at swaps, too; every run looks as well
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from bench import draft_kernels, gpu
+from bench import draft_kernels, gpu, online
+from bench.accept import Prompt
 from bench.report import Report
 
 
@@ -20,3 +21,32 @@ def test_the_benchmark_of_the_drafts_kernels_runs():
     assert len(report.notes) == 1, "a note of bandwidth, none of failures"
     assert {row["kernel"] for row in report.rows} >= {"picked", "plain"}
     assert all(row["us"] > 0 for row in report.rows)
+
+
+def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
+    """Every prompt is asked once, and a row tells of both systems."""
+    prompts = [Prompt("x", (str(i),)) for i in range(11)]
+    rounds = online.rounds_of(prompts, 3)
+    assert [[prompt.turns[0] for prompt in part] for part in rounds] == [
+        ["0", "1", "2"],
+        ["3", "4", "5"],
+        ["6", "7", "8"],
+    ]
+    metrics = 'outrider_online_steps_total{address="a"} 32.0\noutrider_online_kept_total{address="a"} 1.0\nother 5.0'
+    assert online.counted(metrics) == {"steps": 32, "kept": 1}
+
+    def answer(text, accepted):
+        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 10 - accepted}
+        usage = {"completion_tokens": 20, "completion_tokens_details": details}
+        return {"choices": [{"message": {"content": text}}], "usage": usage}
+
+    learning = [online.Round([answer("a", 10), answer("b", 10)], {"steps": 32, "kept": 1})]
+    still = [online.Round([answer("a", 0), answer("c", 0)], {})]
+    report = Report("online", "")
+    online.add_rows(report, learning, still)
+    assert report.rows == [
+        {"round": 1, "learning": 2.0, "as_it_was": 1.0, "steps": 32, "kept": 1, "rejected": 0, "same_text": "1/2"}
+    ]
+    monkeypatch.setattr(online, "RESULTS", tmp_path)
+    online._plot(report)
+    assert (tmp_path / "online.png").exists()
