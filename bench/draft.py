@@ -90,8 +90,9 @@ def main(argv: Sequence[str]) -> None:
         "percentile, for other processes disturb some rounds",
         "floor: weights, keys and values that a round reads, at the bandwidth of the device (on a CPU, of all threads "
         "together), GB/s",
-        "heads: EAGLE-3 of the published shape, one layer; the head has a vocabulary of 32,000. The embedding is "
-        "left out of the floor, for a round reads a row of it a node",
+        "GFLOP/s: of products with weights; wide rounds are limited by arithmetic, not by memory",
+        "heads: EAGLE-3 of the published shape, one layer, with vocabularies of 8,192 (SmolLM2, the one that comes "
+        "along) and 32,000. The embedding is left out of the floor, for a round reads a row of it a node",
     ]
     plot(report)
     report.write()
@@ -120,10 +121,10 @@ class Model:
     embedding: int = 0
 
 
-def _head(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int) -> Model:
+def _head(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> Model:
     attention = Attention(2 * hidden, heads, kv_heads, head_dim, Rope(10_000.0))
     layer = Layer(attention, Mlp(inner), EPSILON, beside=True)
-    return Model(ModelConfig("EAGLE3", 32_000, hidden, (layer,), 8192, Eagle3Head(EPSILON)), 32_000)
+    return Model(ModelConfig("EAGLE3", vocab, hidden, (layer,), 8192, Eagle3Head(EPSILON)), 32_000)
 
 
 def _decoder() -> Model:
@@ -132,8 +133,8 @@ def _decoder() -> Model:
 
 
 MODELS: dict[str, Callable[[], Model]] = {
-    "head of SmolLM2-135M": lambda: _head(576, 9, 3, 64, 1536),
-    "head of Llama-8B": lambda: _head(4096, 32, 8, 128, 14_336),
+    "head of SmolLM2-135M": lambda: _head(576, 9, 3, 64, 1536, 8192),
+    "head of Llama-8B": lambda: _head(4096, 32, 8, 128, 14_336, 32_000),
     "SmolLM2-135M": _decoder,
 }
 
@@ -187,6 +188,10 @@ class Subject:
             config, params, dtype=_DTYPES[dtype], total_pages=self.pages, paging=Paging(PAGE, backend),
             table_pages=-(-tokens // PAGE), children=4, vocab_limit=2**31 - 2,
         )  # fmt: skip
+
+    def operations(self, shape: Shape) -> float:
+        """Additions and multiplications of a round's products with weights."""
+        return 2 * shape.sessions * shape.rows * self.weight_bytes / jnp.dtype(_DTYPES[self.dtype]).itemsize
 
     def engine(self, shape: Shape) -> DraftEngine:
         """An engine whose rounds have one shape."""
@@ -255,7 +260,7 @@ def measure(
         model=name, kernels=subject.backend, format=subject.dtype, temperature=temperature, context=context,
         shape=f"{shape.sessions}x{shape.rows}", **{"step ms": 1e3 * step, "host ms": 1e3 * host},
         **{"device ms": 1e3 * device, "floor ms": 1e3 * floor, "device / floor": device / floor},
-        **{"GB/s": bandwidth / 1e9},
+        **{"GB/s": bandwidth / 1e9, "GFLOP/s": subject.operations(shape) / device / 1e9},
     )  # fmt: skip
     drive.close()
 
