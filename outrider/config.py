@@ -288,6 +288,8 @@ class TrainConfig(ProcessConfig):
     """Hugging Face id, local folder, or GGUF file of the target; "default" is SmolLM2-135M-Instruct."""
     algorithm: TrainedAlgorithm = "EAGLE3"
     """What is trained: a head of a kind (NEXTN: an MTP layer), or a small decoder."""
+    initial: str | None = None
+    """Folder of an EAGLE or EAGLE3 head to go on from; what is said of its shape is not heeded then."""
     output: str = "draft"
     """Folder that the draft is written into, in its published format, with a report of the training."""
     answers: str | None = None

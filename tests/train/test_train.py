@@ -1,11 +1,13 @@
 """The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
 
 import json
+from dataclasses import replace
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from outrider.config import DraftConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError
@@ -122,7 +124,6 @@ def test_what_was_trained_is_served(models, trained, tmp_path):
 
 
 def test_the_published_folder(tmp_path):
-    import safetensors.numpy
 
     from services.draft.model.formats.eagle3 import read_eagle3
     from services.draft.model.tensors import Tensors
@@ -165,7 +166,6 @@ def test_the_published_folder(tmp_path):
     np.testing.assert_array_equal(np.flatnonzero(members), ids)
     draft = read_eagle3(tmp_path / "head", target)
     assert draft.features.layers == (2, 4, 5) == algorithm.states.layers
-    assert safetensors.numpy is not None
 
 
 # --- learning ---
@@ -325,3 +325,24 @@ def test_shapes_of_a_head(tmp_path):
         algorithm_of("STANDALONE", target, Shape(hidden=100))
     with pytest.raises(ConfigError, match="single one"):
         algorithm_of("NEXTN", target, Shape(layers=2))
+
+
+def test_a_published_head_is_gone_on_from(trained, models, tmp_path):
+    """It begins as good as it was, and keeps its vocabulary and its names."""
+    config = TrainConfig(
+        model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
+        initial=str(trained), **FLAGS | {"steps": 1, "learning_rate": 1e-6},
+    )  # fmt: skip
+    assert app.train(config) == 0
+
+    def accept_length(folder):
+        report = json.loads((folder / "training.json").read_text())
+        return report["evaluation"]["chain"]["temperature 0"]["accept_length"]
+
+    assert accept_length(tmp_path / "draft") == pytest.approx(accept_length(trained), rel=0.05)
+    first = safetensors.numpy.load_file(trained / "model.safetensors")
+    again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
+    assert set(again) == set(first)
+    np.testing.assert_array_equal(again["d2t"], first["d2t"])
+    with pytest.raises(ConfigError, match="--initial is for EAGLE and EAGLE3"):
+        app.train(replace(config, algorithm="STANDALONE", output=str(tmp_path / "other")))

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from outrider.serving.messages import OnlineLoad
 from services.draft.model.heads import Params
-from services.draft.online.heads import ServedHead
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Pieces, Ring
 from services.draft.online.swap import Offer, Served
+from services.draft.train.algorithms.served import ServedHead
 from services.draft.train.batches import Batch, PackShape, build, learnt_rows, plan
 from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Steady, Trainer

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 # Flags that may be other ones when a run goes on.
 _FREE_FLAGS = {field.name for field in fields(ProcessConfig)} | {
-    "output", "answers", "target", "data", "checkpoint_seconds", "evaluate", "train_device", "max_running_requests",
-    "max_bytes",
+    "output", "answers", "initial", "target", "data", "checkpoint_seconds", "evaluate", "train_device",
+    "max_running_requests", "max_bytes",
 }  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from services.draft.devices import choose_devices
 from services.draft.model.formats.target import read_target
 from services.draft.train import report
 from services.draft.train.algorithms import Algorithm, Shape, algorithm_of
+from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.objective import Objective, Shared
@@ -52,15 +53,26 @@ class Learning:
         raw = load_json(target / "config.json")
         raw = raw.get("text_config") or raw
         self._softcap = raw.get("final_logit_softcapping")
-        shape = Shape(
-            config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size, config.aux_layers
-        )
-        self.algorithm: Algorithm = algorithm_of(config.algorithm, self.target, shape)
+        self.algorithm = self._algorithm()
         self._fed = self.algorithm.model.head.fed
         self._ahead = config.unroll if self._fed else 1
         self.curve = Curve()
         self._ids = np.zeros(0, np.int64)
         self._facts: dict[str, Any] = {}
+
+    def _algorithm(self) -> Algorithm:
+        config = self.config
+        if config.initial is not None:
+            return initial_head(config.algorithm, checkpoint.resolve(config.initial), self.target)
+        shape = Shape(
+            config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size, config.aux_layers
+        )
+        return algorithm_of(config.algorithm, self.target, shape)
+
+    def _origin(self) -> str | None:
+        """Fingerprint of the draft that it began with."""
+        initial = self.config.initial
+        return None if initial is None else checkpoint.fingerprint(checkpoint.resolve(initial))
 
     # --- learning ---
 
@@ -94,7 +106,8 @@ class Learning:
         texts = list(reader.learnt(learnt))
         vocab = self.target.vocab_size
         count = vocab if self.algorithm.whole_vocabulary else self.config.draft_vocab_size
-        self._ids = frequent_tokens(texts, vocab, count)
+        settled = self.algorithm.vocabulary()
+        self._ids = frequent_tokens(texts, vocab, count) if settled is None else settled
         inside = coverage(reader.learnt(self._held_out or learnt), self._ids, vocab)
         self._facts["vocabulary_coverage"] = inside
         log.info("the draft's %d tokens are %.2f %% of held-out answers", len(self._ids), 100 * inside)
@@ -195,7 +208,8 @@ class Learning:
                     name, shape.steps, shape.rows, temperature, score.accept_length,
                 )  # fmt: skip
         facts = self._facts | {
-            "target": checkpoint.fingerprint(self.target.folder), "seconds": round(seconds, 1), "evaluation": evaluation
+            "target": checkpoint.fingerprint(self.target.folder), "initial": self._origin(),
+            "seconds": round(seconds, 1), "evaluation": evaluation,
         }  # fmt: skip
         report.write(folder, settings, facts, self.curve)
 

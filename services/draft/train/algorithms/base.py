@@ -60,6 +60,10 @@ class Algorithm(ABC):
         ids: tokens that the draft learns to propose; scales: root mean square of each collected state
         """
 
+    def vocabulary(self) -> NDArray[np.int64] | None:
+        """The target's ids of the tokens that it proposes, if they are settled already."""
+        return None
+
     def feature(self, params: Params, states: jax.Array) -> jax.Array | None:
         """What the first layer is fed with, [..., H], of the collected states, [..., n * Ht]; None if it is not fed."""
         del params, states

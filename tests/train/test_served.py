@@ -18,11 +18,11 @@ from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import read_mtp
 from services.draft.model.formats.target import read_target
-from services.draft.online.heads import served_head
 from services.draft.online.loading import Teaching
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Pieces
 from services.draft.online.swap import Form
+from services.draft.train.algorithms.served import served_head
 from services.draft.train.batches import PackShape
 from services.draft.train.batches import build as build_batch
 from services.draft.train.objective import Objective

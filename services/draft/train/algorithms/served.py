@@ -177,6 +177,10 @@ class ServedEagle3(ServedHead):
         self.states = replace(self.states, layers=layers)
         self.fusion = Fusion(len(layers), len(layers) * target.hidden_size, draft.features.norm_epsilon)
 
+    def vocabulary(self) -> NDArray[np.int64]:
+        """Its own."""
+        return self.target_ids(self._draft.load(jnp.float32))
+
     def params(self) -> Params:
         """With the head, and the fusion beside the rest."""
         with Tensors(self._folder, self.known_as) as tensors:
@@ -222,3 +226,11 @@ def served_head(folder: Path, target: Target, draft: Draft) -> ServedHead:
     """The head of a folder, to learn on. draft: what was read from there. Raises ConfigError if it cannot."""
     kinds: dict[type, type[ServedHead]] = {EagleHead: ServedEagle, Eagle3Head: ServedEagle3}
     return kinds.get(type(draft.config.head), ServedMtp)(folder, target, draft)
+
+
+def initial_head(algorithm: str, folder: Path, target: Target) -> ServedHead:
+    """A published head from which a training goes on. Raises ConfigError if it cannot."""
+    readers = {"EAGLE": eagle.read_eagle, "EAGLE3": eagle3.read_eagle3}
+    if algorithm not in readers:
+        raise ConfigError(f"--initial is for {' and '.join(readers)}; leave it out to train {algorithm} from nothing")
+    return served_head(folder, target, readers[algorithm](folder, target))
