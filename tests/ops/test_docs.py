@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig
+from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("outrider", "gateway", "services")
@@ -16,7 +16,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
-OF_OTHERS = {"--build", "--help", "--ignore"}  # flags of Docker, and of every program
+OF_OTHERS = {"--build", "--drafter", "--help", "--ignore"}  # of Docker, of benchmarks, of every program
 
 
 def files():
@@ -68,7 +68,7 @@ def test_operations_names_every_flag():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_flags_and_files_that_are_named_exist(path):
     text = path.read_text()
-    known = flags_of(TargetConfig, DraftConfig, GatewayConfig, ServeConfig) | OF_OTHERS
+    known = flags_of(TargetConfig, DraftConfig, GatewayConfig, ServeConfig, TrainConfig) | OF_OTHERS
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9*]", text):
         assert any(fnmatch(name, flag) for name in known), flag
     for name in re.findall(r"(?:outrider|gateway|services|docs|tests|protos|docker|bench)/[\w/.*]*[\w*/]", text):
