@@ -208,7 +208,7 @@ class DraftOptions:
     """Most of the draft device's time that learning while serving may take, above 0 and at most 0.9."""
     online_learning_rate: float = 1e-4
     """Learning rate while serving."""
-    online_bytes: int = 512 << 20
+    online_bytes: int = 1 << 30
     """Memory for the target's hidden states that are learnt from while serving, in bytes; the latest are kept."""
     online_output: str | None = None
     """Folder that what was learnt while serving is kept in, in the draft's own format; the next start goes on there."""

@@ -1,16 +1,18 @@
-"""The thread that learns: a bounded share of the time, and behind whatever else the machine does."""
+"""The thread that learns, for a bounded share of the time.
+
+It has the priority of its process. With a lower one it could lose its core to another process while it holds Python's
+lock, and the engine's thread would wait for both.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 _IDLE = 0.5  # seconds between two looks for something to learn
-_NICENESS = 19
 
 
 class Background:
@@ -41,8 +43,6 @@ class Background:
 
     def run(self) -> None:
         """What the thread does."""
-        if hasattr(os, "setpriority") and threading.current_thread() is self._thread:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # of this thread alone, on Linux
         try:
             ended = False
             while not ended:

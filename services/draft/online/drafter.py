@@ -64,8 +64,10 @@ class OnlineDrafter(FeatureDrafter):
     # --- sessions ---
 
     def open(self, session: DraftSession) -> None:
-        """As any drafter; and record what comes."""
+        """As any drafter; and record what comes, unless the session is to share nothing with others."""
         super().open(session)
+        if session.cache_salt:
+            return
         recording = self._ring.begin(session.sampling.temperature, session.prompt_length)
         self._recordings[session.id] = recording
 
@@ -77,7 +79,8 @@ class OnlineDrafter(FeatureDrafter):
 
     def close(self, session: DraftSession) -> None:
         """As any drafter; the recording is over."""
-        self._recordings.pop(session.id).finish(session.tokens)
+        if (recording := self._recordings.pop(session.id, None)) is not None:
+            recording.finish(session.tokens)
         super().close(session)
 
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ from services.draft.model.formats.target import Target
 from services.draft.model.heads import Params
 from services.draft.online.learner import ORIGIN, Learner, keeper
 from services.draft.online.options import OnlineOptions
-from services.draft.online.ring import Ring
+from services.draft.online.ring import Ring, least_bytes
 from services.draft.online.swap import Form, Served
 from services.draft.train.algorithms.served import served_head
 from services.draft.train.objective import Shared
@@ -50,10 +50,11 @@ class Teaching:
         self._keep = keeper(self.head, Path(options.output).expanduser() if options.output else None, origin)
         self._learnt = self.head.params()
         width = len(self.head.states.layers) + 1  # states of the target
-        self.ring = Ring(
-            options.bytes, row_bytes(width * target.hidden_size, FeatureFormat.BFLOAT16), options.length,
-            options.context, options.held_out,
-        )  # fmt: skip
+        row = row_bytes(width * target.hidden_size, FeatureFormat.BFLOAT16)
+        least = least_bytes(row, options.length, options.held_out)
+        if options.bytes < least:
+            raise ConfigError(f"--online-bytes {options.bytes} cannot hold texts of this target; {least} can")
+        self.ring = Ring(options.bytes, row, options.length, options.context, options.held_out)
 
     def serve(self, params: Params, form: Form) -> Served:
         """What a runner is made of. params: all that there are, as the service has them."""

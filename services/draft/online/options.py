@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from outrider.config import ONLINE_ALGORITHMS, DraftConfig
 from outrider.errors import ConfigError
 
-_LEAST_BYTES = 1 << 20
-
 
 @dataclass(frozen=True)
 class OnlineOptions:
@@ -27,7 +25,7 @@ class OnlineOptions:
 
     share: float = 0.2
     rate: float = 1e-4
-    bytes: int = 512 << 20
+    bytes: int = 1 << 30
     output: str | None = None
     length: int = 512
     context: int = 128
@@ -69,5 +67,3 @@ def check_online(config: DraftConfig) -> None:
         raise ConfigError(f"--online-share must lie above 0 and be at most 0.9, not {config.online_share:g}")
     if not 0.0 < config.online_learning_rate < math.inf:
         raise ConfigError(f"--online-learning-rate must be greater than 0, not {config.online_learning_rate:g}")
-    if config.online_bytes < _LEAST_BYTES:
-        raise ConfigError(f"--online-bytes must be {_LEAST_BYTES} or more, not {config.online_bytes}")

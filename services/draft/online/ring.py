@@ -195,6 +195,11 @@ class RecordedRows(FeatureRows):
         super().add(first, rows)
 
 
+def least_bytes(row_bytes: int, length: int, held_out: int) -> int:
+    """A limit that leaves room for a piece that is held back."""
+    return 2 * held_out * length * row_bytes
+
+
 def learnt_rows_of(record: Record) -> int:
     """Rows of a piece that can be learnt from (batches.py)."""
     return max(len(record.rows) - 1 - max(record.first - 1, 0), 0)
