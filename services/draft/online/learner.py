@@ -146,7 +146,8 @@ class Learner:
         old, new = self._accepted(self._serving, batches), self._accepted(params, batches)
         better = is_better(old, new)
         before, after = 1 + float(old.mean()), 1 + float(new.mean())
-        log.info(
+        log.log(
+            logging.INFO if better else logging.DEBUG,
             "%d steps learnt: accept length %.3f, was %.3f, on %d held-back rows; %s",
             self._load.steps, after, before, len(old), "kept" if better else "not kept",
         )  # fmt: skip
