@@ -140,6 +140,25 @@ def test_what_others_must_not_profit_from_is_not_learnt(learnt, target):
     assert (ring.learnt, ring.bytes) == known
 
 
+def test_a_session_that_gives_its_pages_back_is_recorded_no_further(learnt):
+    draft, _, _ = learnt
+    drafter, ring = draft.drafter, draft.drafter.learner._ring
+    rows = np.zeros((9, drafter._row_bytes), np.uint8)
+    room = ring._room
+    draft.open(request(950, list(range(40, 60)), 0.0, 20))
+    session = draft.running[950]
+    session.features.add(0, rows)
+    assert ring._room < room
+    drafter.close(session)
+    session.features.give_up()
+    drafter.open(session)
+    session.features.add(9, rows)
+    assert session.features.lost
+    draft.close(950)
+    draft.check()
+    assert ring._room == room
+
+
 def test_what_was_learnt_is_kept_and_gone_on_from(models, learnt, target, tmp_path):
     _, folder, _ = learnt
     assert json.loads((folder / "config.json").read_text()) == json.loads((models[1] / "config.json").read_text())
