@@ -24,7 +24,7 @@ from rich.progress import Progress
 from bench.report import RESULTS, Report
 from bench.serving import Answer, ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve
-from outrider.config import DEFAULT_MODEL
+from outrider.drafts import has_head
 
 _HEAD = ("--speculative-algorithm", "EAGLE3")  # of the default model
 _CHAIN = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6")
@@ -135,9 +135,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the last run's rows; measure what they lack")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of all drafters, these; plain decoding always")
     args = parser.parse_args(argv)
-    usual = {
-        name: flags for name, flags in DRAFTERS.items() if args.model_path == DEFAULT_MODEL or _HEAD[1] not in name
-    }
+    usual = {name: flags for name, flags in DRAFTERS.items() if has_head(args.model_path) or _HEAD[1] not in name}
     drafters = usual | dict(args.drafter)
     if args.only is not None:
         if unknown := set(args.only) - drafters.keys():
@@ -176,7 +174,7 @@ def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> l
         f"{args.concurrency} at a time",
         "accept_length: tokens a step, bonus included; acceptance_rate: accepted over verified draft tokens",
         "over_plain: tokens per second over those of plain decoding; same_text: answers equal, if in the same run",
-        "EAGLE3: the head that comes along for the default model",
+        "EAGLE3: the head that comes along for the model",
         "always: every step waits for its hints and verifies them all; says what a drafter knows, not what it brings",
         "chain: 5 steps, 1 child a node, 6 rows; tree: 4 steps, 4 children, 16 rows",
     ]

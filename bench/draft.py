@@ -91,8 +91,8 @@ def main(argv: Sequence[str]) -> None:
         "floor: weights, keys and values that a round reads, at the bandwidth of the device (on a CPU, of all threads "
         "together), GB/s",
         "GFLOP/s: of products with weights; wide rounds are limited by arithmetic, not by memory",
-        "heads: EAGLE-3 of the published shape, one layer, with vocabularies of 8,192 (SmolLM2, the one that comes "
-        "along) and 32,000. The embedding is left out of the floor, for a round reads a row of it a node",
+        "heads: EAGLE-3 of the published shape, one layer, with vocabularies of 8,192 (SmolLM2) and "
+        "32,000. The embedding is left out of the floor, for a round reads a row of it a node",
     ]
     plot(report)
     report.write()

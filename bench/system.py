@@ -21,7 +21,7 @@ from typing import Any
 from bench.report import RESULTS, Report
 from bench.serving import ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve, weight_files
-from outrider.config import DEFAULT_MODEL
+from outrider.drafts import has_head
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -36,8 +36,8 @@ DRAFTERS = {
 
 
 def drafters_for(model: str) -> dict[str, list[str]]:
-    """Those of the drafters that a model has; a head comes along for the default one alone."""
-    return {name: flags for name, flags in DRAFTERS.items() if model == DEFAULT_MODEL or "EAGLE3" not in name}
+    """Those of the drafters that a model has."""
+    return {name: flags for name, flags in DRAFTERS.items() if has_head(model) or "EAGLE3" not in name}
 
 
 def prompts(count: int) -> list[str]:
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> None:
         "ratio: tokens per second over those of `transformers` generate (one prompt at a time, all cores)",
         "same text: answers equal to those of the same system without a drafter, same seed",
         "self: the target's own weights as its draft; as dear as the target, it shows what coupling does",
-        "EAGLE3: the head that comes along for the default model",
+        "EAGLE3: the head that comes along for the model",
     ]
     report.notes.append(floor(folder, args.dtype))
     seconds, tokens = transformers_generate(str(folder), args.transformers_dtype, texts, args.max_tokens)

@@ -144,10 +144,9 @@ class DraftOptions:
     """The draft service: proposes tokens ahead of the target."""
 
     speculative_algorithm: Algorithm = "AUTO"
-    """The drafter; AUTO is the EAGLE3 head that comes along for the default model, and NGRAM for others."""
+    """The drafter; AUTO is the EAGLE3 head that comes along for the model, if one does, and else NGRAM."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
-    """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target, and an
-    EAGLE3 head of the default model comes along."""
+    """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target."""
     draft_dtype: DType = "auto"
     """Number format of the draft model; auto is bfloat16, but float32 on CPUs that lack the compiled kernels."""
     speculative_draft_model_quantization: str | None = None

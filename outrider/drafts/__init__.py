@@ -1,6 +1,6 @@
-"""Drafts that come with Outrider, and which drafter serves a model if nobody says.
+"""Which drafter serves a model if nobody says: the draft that comes along for it, if one does, or n-grams.
 
-The folder beside this file is an EAGLE-3 head of the default model, as `outrider train` wrote it; its report tells how.
+A folder beside this file is an EAGLE-3 head of the default model, as `outrider train` writes it, with its report.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-instruct-eagle3")
 Options = TypeVar("Options", bound=DraftOptions)
 
 
+def has_head(model_path: str | None) -> bool:
+    """True if a head comes along for a model."""
+    return model_path == DEFAULT_MODEL and DEFAULT_HEAD.is_dir()
+
+
 def with_drafter(options: Options, model_path: str | None) -> Options:
     """The same options with a drafter in the place of AUTO, and the head that comes along where none is named.
 
     model_path: of the target. Raises ConfigError for a draft that is named without its algorithm.
     """
     named = options.speculative_draft_model_path is not None
-    known = model_path == DEFAULT_MODEL and not named and DEFAULT_HEAD.is_dir()
+    known = has_head(model_path) and not named
     if options.speculative_algorithm == "AUTO":
         if named:
             raise ConfigError("--speculative-draft-model-path needs --speculative-algorithm, which says what it is")

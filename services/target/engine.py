@@ -359,7 +359,8 @@ class TargetEngine(Engine):
         committed = sum(len(commit.tokens) for commit in output.commits)
         accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
         self._calibration.observe(sum(map(promised, drafts)), accepted)
-        waited_for = [commit.session_id for commit in output.commits if commit.wanted]
+        running = [commit for commit in output.commits if commit.finish_reason == FinishReason.RUNNING]
+        waited_for = [commit.session_id for commit in running if commit.wanted]
         usual = all(work.chunk.stop == work.chunk.start + 1 for work in works)
         self._patience.end(waited_for, len(output.commits), committed, usual=usual)
         output.features = self.features.flush()

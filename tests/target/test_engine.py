@@ -334,6 +334,20 @@ def test_bad_opens_are_refused(model, request_, words):
     engine.check()
 
 
+def test_nobody_waits_for_hints_of_a_session_that_has_ended(model):
+    """Where every step waits for its drafter's answer, too."""
+    engine = engine_of(model, speculative_always=True)
+    for number in (1, 2):
+        engine.open(opening(number, [3, 4, 5], max_tokens=2))
+        assert engine.patience == 0
+        (first,) = engine.step().commits
+        assert first.wanted
+        assert engine.patience > 5  # seconds, for the answer that the session is to have
+        (last,) = engine.step().commits
+        assert last.finish_reason == FinishReason.LENGTH
+        assert engine.patience == 0
+
+
 def test_hints_for_unknown_sessions_are_ignored(model):
     engine = engine_of(model)
     engine.receive([chain(5, [1, 2], [3])], ())
