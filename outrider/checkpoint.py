@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from outrider.config import DEFAULT_MODEL
 from outrider.errors import ConfigError
@@ -114,10 +114,15 @@ def fingerprint(folder: Path) -> str:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8)) if file.suffix == ".safetensors" else (0,)
             digest.update(stream.read(size))
-            for sample in range(_SAMPLES):
-                stream.seek(8 + size + (length - 8 - size) * sample // _SAMPLES)
-                digest.update(stream.read(_SAMPLE_BYTES))
+            _sample(digest, stream, 8 + size, length)
     return digest.hexdigest()[:16]
+
+
+def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
+    """Take samples of a part of a file into a hash."""
+    for sample in range(_SAMPLES):
+        stream.seek(begin + (end - begin) * sample // _SAMPLES)
+        digest.update(stream.read(_SAMPLE_BYTES))
 
 
 def vocab_hash(folder: Path) -> str:
@@ -182,9 +187,7 @@ def _content(gguf: Path) -> str:
     size = gguf.stat().st_size
     digest = hashlib.sha256(f"{_CONVERSION}:{size}".encode())
     with gguf.open("rb") as stream:
-        for sample in range(_SAMPLES):
-            stream.seek(size * sample // _SAMPLES)
-            digest.update(stream.read(_SAMPLE_BYTES))
+        _sample(digest, stream, 0, size)
     return digest.hexdigest()
 
 
