@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import checkpoint
-from outrider.checkpoint import load_json
 from outrider.config import TrainConfig
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, decode
@@ -24,6 +23,7 @@ from services.draft.devices import choose_devices
 from services.draft.model.formats.target import read_target
 from services.draft.train import report
 from services.draft.train.algorithms import Algorithm, Shape, algorithm_of
+from services.draft.train.algorithms.base import target_config
 from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay
@@ -50,9 +50,7 @@ class Learning:
         """target: its folder. Raises ConfigError for what does not fit it."""
         self.config, self.target = config, read_target(target)
         choose_devices(config.train_device, 1)
-        raw = load_json(target / "config.json")
-        raw = raw.get("text_config") or raw
-        self._softcap = raw.get("final_logit_softcapping")
+        self._softcap = target_config(self.target).get("final_logit_softcapping")
         self.algorithm = self._algorithm()
         self._fed = self.algorithm.model.head.fed
         self._ahead = config.unroll if self._fed else 1

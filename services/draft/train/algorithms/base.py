@@ -79,6 +79,17 @@ class Algorithm(ABC):
         """Write a folder in the published format. params: NumPy arrays or JAX's."""
 
 
+class LastStateHead(Algorithm):
+    """A head that is fed with the target's last state as it is."""
+
+    states = FeatureSpec(final=True)
+
+    def feature(self, params: Params, states: jax.Array) -> jax.Array:
+        """That state."""
+        del params
+        return states
+
+
 def target_config(target: Target) -> dict[str, Any]:
     """config.json of a target's language model."""
     raw = load_json(target.folder / "config.json")

@@ -10,23 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.serving.features import FeatureSpec
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
 from services.draft.model.formats.target import Target
 from services.draft.model.heads import EagleHead, Params
-from services.draft.train.algorithms.base import Algorithm, Shape, llama_config, target_config
+from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, plain, write_folder
 
 
-class Eagle(Algorithm):
+class Eagle(LastStateHead):
     """An EAGLE head of a target."""
 
-    states = FeatureSpec(final=True)
     imitation = 1.0
 
     def __init__(self, target: Target, shape: Shape) -> None:
@@ -61,11 +58,6 @@ class Eagle(Algorithm):
             "fuse_bias": jnp.zeros(hidden, jnp.float32),
             "layers": [first_layer(layer, hidden, dice) for layer in self.model.layers],
         }
-
-    def feature(self, params: Params, states: jax.Array) -> jax.Array:
-        """The target's last state itself."""
-        del params
-        return states
 
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
         """Write config.json and model.safetensors in bfloat16, each in one piece or not at all."""

@@ -10,26 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
-from outrider.serving.features import FeatureSpec
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
 from services.draft.model.formats.target import Target, read_norm
 from services.draft.model.heads import MtpHead, Params
-from services.draft.train.algorithms.base import Algorithm, Shape, llama_config, target_config
+from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, write_folder
 
 _PREFIX = "model.mtp_layers.0."
 
 
-class Mtp(Algorithm):
+class Mtp(LastStateHead):
     """An MTP layer of a target."""
-
-    states = FeatureSpec(final=True)
 
     def __init__(self, target: Target, shape: Shape) -> None:
         """Raises ConfigError for more than one layer."""
@@ -63,11 +59,6 @@ class Mtp(Algorithm):
             "norm": jnp.asarray(read_norm(target).astype(np.float32)),
             "layers": [first_layer(layer, hidden, dice) for layer in self.model.layers],
         }
-
-    def feature(self, params: Params, states: jax.Array) -> jax.Array:
-        """The target's last state itself."""
-        del params
-        return states
 
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
         """Write config.json and model.safetensors in bfloat16, each in one piece or not at all."""
