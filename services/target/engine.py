@@ -359,8 +359,7 @@ class TargetEngine(Engine):
         committed = sum(len(commit.tokens) for commit in output.commits)
         accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
         self._calibration.observe(sum(map(promised, drafts)), accepted)
-        running = [commit for commit in output.commits if commit.finish_reason == FinishReason.RUNNING]
-        waited_for = [commit.session_id for commit in running if commit.wanted]
+        waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         usual = all(work.chunk.stop == work.chunk.start + 1 for work in works)
         self._patience.end(waited_for, len(output.commits), committed, usual=usual)
         output.features = self.features.flush()
@@ -377,7 +376,7 @@ class TargetEngine(Engine):
             self.close(session.id)
         accepted = len(verdict.path)
         entry.calibration.observe(promised(draft), accepted)
-        wanted = self._wanted(entry)
+        wanted = self._wanted(entry) if verdict.reason == FinishReason.RUNNING else 0
         commit = Commit(
             session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
             wanted=wanted, logprobs=told,
