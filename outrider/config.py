@@ -300,6 +300,9 @@ class TrainConfig(ProcessConfig):
     free_prompts: int | None = None
     """Conversations that the target begins, too, the user's turn included; by default none if there is data, and else
     as many as are needed."""
+    free_openings: str | None = None
+    """File of first words that these conversations begin with in turn, a line each; by default those that come along,
+    which ask for tasks of many kinds."""
     tokens: int = 1_000_000
     """Tokens that the target writes."""
     temperature: tuple[float, ...] = (0.0, 1.0)

@@ -8,7 +8,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from services.draft.train.batches import Batches, learnt_rows
-from services.draft.train.prompts import is_held_out, jobs, read_conversations
+from services.draft.train.prompts import is_held_out, jobs, read_conversations, read_openings
 from services.draft.train.store import Store
 from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
 from tests.train.helpers import HIDDEN, random_record, store_of
@@ -72,6 +72,22 @@ def test_jobs_alternate_temperatures_and_repeat_nothing(tmp_path):
     # Those that the target begins are never the same; if all else is greedy, there is an end.
     assert len({job.conversation.name for job in first if job.conversation.free}) > 4
     assert len(list(jobs(asked, None, (0.0,), 0))) == 6
+
+
+def test_those_that_the_target_begins_take_openings_in_turn(tmp_path):
+    own = write(tmp_path, "Summarize:\\n\\n", "", "Who")
+    openings = read_openings(own)
+    assert openings == ["Summarize:\n\n", "Who"]
+    assert len(set(read_openings(None))) == len(read_openings(None)) > 100
+    with pytest.raises(ConfigError, match="no such file"):
+        read_openings(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match="has no line"):
+        read_openings(write(tmp_path, ""))
+
+    begun = list(itertools.islice(jobs([], 4, (0.0, 1.0), 3, openings), 8))
+    assert sorted(job.conversation.opening for job in begun) == ["Summarize:\n\n"] * 4 + ["Who"] * 4
+    assert len({job.conversation.name for job in begun}) == 8
+    assert all(job.conversation.free for job in begun)
 
 
 def test_a_part_of_conversations_is_held_out_whatever_else_there_is():

@@ -30,12 +30,13 @@ from outrider import checkpoint
 from outrider.config import ProcessConfig, TrainConfig
 from outrider.errors import ConfigError
 from outrider.serving import process
+from services.draft.train.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
 # Flags that may be other ones when a run goes on.
 _FREE_FLAGS = {field.name for field in fields(ProcessConfig)} | {
-    "output", "answers", "initial", "target", "data", "checkpoint_seconds", "evaluate", "train_device",
+    "output", "answers", "initial", "target", "data", "free_openings", "checkpoint_seconds", "evaluate", "train_device",
     "max_running_requests", "max_bytes",
 }  # fmt: skip
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
 def train(config: TrainConfig) -> int:
     """Train from what is there already to the end. Returns 0. Raises OutriderError."""
     check(config)
+    keep_freed_memory()
     # JAX reads the number of its threads when it is imported, which is after the process has been put on its cores.
     from services.draft.train.learning import Learning
     from services.draft.train.writing import open_store, write_answers

@@ -6,7 +6,8 @@ other decoders it is paired with token i itself, and says the next one. Rows tha
 rows*; a pack has room for `learnt` of them, in random order, and only these pay for queries and logits. A record with
 more of them brings a random part.
 
-Attention costs a pack's length, so long records have packs of their own, twice as long, and again.
+The longer a pack, the less of it stays empty; but attention costs its length, so long records have packs of their own,
+twice as long, and again.
 
 Which records share a pack depends on the seed, the epoch and the records' lengths alone, so that a run that goes on
 sees what it would have seen.
@@ -27,6 +28,7 @@ from services.draft.train.store import Reader
 
 _OPEN = 64  # packs that are filled at a time
 _LEAST_LENGTH = 768
+_MANY = 4  # packs; with fewer records they are no longer than the longest record
 _ROUND = 16
 _FILL = 0.9
 
@@ -88,7 +90,8 @@ def shapes_of(
     left, most = np.flatnonzero(counts), _LEAST_LENGTH
     longest = -(-int(entries["rows"].max()) // _ROUND) * _ROUND
     while len(left):
-        length = min(most, longest)
+        many = entries["rows"][left].sum() > _MANY * most
+        length = most if many else min(most, longest)
         fits = entries["rows"][left] <= length
         here, left = left[fits], left[~fits]
         if len(here):

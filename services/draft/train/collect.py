@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0  # seconds for the calls before the stream
 _LEAST_NEW = 16  # tokens that a prompt must leave room for
+_SENTENCES = re.compile(r"[^.!?\n]*[.!?\n]+\s*")  # whole ones
 _SENTINEL = "\u2042\u2042\u2042"  # a text that no template has
 
 
@@ -244,7 +246,7 @@ class Collector:
         for turn in turns:
             messages.append({"role": "user", "content": turn})
             prompt, answer = tokenizer.encode_chat(messages), ""
-            first = len(self._opening()) if conversation.free else len(prompt)
+            first = len(self._opening(conversation.opening)) if conversation.free else len(prompt)
             async for record in self._answer(job, prompt, first):
                 yield record
                 answer = tokenizer.decode(record.tokens[len(prompt) :].tolist())
@@ -264,21 +266,22 @@ class Collector:
             first = len(prompt) if first is None else first
             yield Record(tokens, rows, len(prompt), first, job.temperature, job.seed, held_out)
 
-    def _opening(self) -> list[int]:
-        """What a template puts before the user's first words."""
+    def _opening(self, words: str) -> list[int]:
+        """What a template puts before the user's first words, and these."""
         tokenizer = self._writer.tokenizer
-        text = tokenizer.template.render([{"role": "user", "content": _SENTINEL}])
+        text = tokenizer.template.render([{"role": "user", "content": words + _SENTINEL}])
         return tokenizer.encode_rendered(text.partition(_SENTINEL)[0])
 
     async def _user_turn(self, job: Job) -> str:
-        """What the target says in the user's place. Raises InvalidRequest if that is nothing."""
+        """What the target says in the user's place, in whole sentences. Raises InvalidRequest if that is nothing."""
         tokenizer = self._writer.tokenizer
-        prompt = self._opening()
+        opening = job.conversation.opening
+        prompt = self._opening(opening)
         sampling = SamplingParams(temperature=1.0, seed=job.seed ^ 1)
         tokens, _ = await self._writer.write(prompt, sampling, self._limits.new)
+        text = tokenizer.decode(tokens[len(prompt) :].tolist())
         if int(tokens[-1]) not in self._writer.info.eos_token_ids:
-            raise InvalidRequest("the user's turn does not end")
-        text = tokenizer.decode(tokens[len(prompt) :].tolist()).strip()
-        if not text:
+            text = "".join(_SENTENCES.findall(text))
+        if not text.strip():
             raise InvalidRequest("the user's turn is empty")
-        return text
+        return (opening + text).strip()

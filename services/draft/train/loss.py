@@ -7,14 +7,23 @@ their slopes are known at once, and those of states and matrix are formed in the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from services.draft.model.mixed import Mixed, narrow_dot
+from services.draft.model.mixed import Mixed, narrow_dot, narrow_slopes
 
-Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+
+class Product(NamedTuple):
+    """dot: a @ b; slopes: what it hands back, of a, b and its own slope."""
+
+    dot: Callable[[jax.Array, jax.Array], jax.Array]
+    slopes: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+_NARROW = Product(narrow_dot, narrow_slopes)
+_EXACT = Product(jnp.matmul, lambda a, b, slope: (slope @ b.T, a.T @ slope))
 
 
 def cross_entropy(x: jax.Array, head: jax.Array | Mixed, p: jax.Array, weights: jax.Array) -> jax.Array:
@@ -23,32 +32,31 @@ def cross_entropy(x: jax.Array, head: jax.Array | Mixed, p: jax.Array, weights: 
     x: [N, H]; head: [H, V]; p: [N, V], rows that add up to 1; weights: [N]
     """
     if isinstance(head, Mixed):
-        return _weighted(narrow_dot, x, head.numbers, p, weights)
-    return _weighted(jnp.matmul, x, head, p, weights)
+        return _weighted(_NARROW, x, head.numbers, p, weights)
+    return _weighted(_EXACT, x, head, p, weights)
 
 
-def _rows(multiply: Multiply, x: jax.Array, head: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _rows(product: Product, x: jax.Array, head: jax.Array, p: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits, their normalizers, and the cross entropy of each row."""
-    logits = multiply(x, head)
+    logits = product.dot(x, head)
     total = jax.nn.logsumexp(logits, axis=-1)
     return logits, total, total - jnp.sum(p.astype(jnp.float32) * logits, axis=-1)
 
 
-def _weighted_sum(multiply: Multiply, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array) -> jax.Array:
-    return jnp.sum(weights * _rows(multiply, x, head, p)[2])
+def _weighted_sum(product: Product, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(weights * _rows(product, x, head, p)[2])
 
 
 def _forward(
-    multiply: Multiply, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array
+    product: Product, x: jax.Array, head: jax.Array, p: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
-    logits, total, rows = _rows(multiply, x, head, p)
+    logits, total, rows = _rows(product, x, head, p)
     slopes = (jnp.exp(logits - total[:, None]) - p.astype(jnp.float32)) * weights[:, None]
-    kept = multiply(slopes, head.T), multiply(x.T, slopes), p, weights
-    return jnp.sum(weights * rows), kept
+    return jnp.sum(weights * rows), (*product.slopes(x, head, slopes), p, weights)
 
 
-def _backward(multiply: Multiply, kept: Any, slope: jax.Array) -> tuple[jax.Array, ...]:
-    del multiply
+def _backward(product: Product, kept: Any, slope: jax.Array) -> tuple[jax.Array, ...]:
+    del product
     x_slope, head_slope, p, weights = kept
     return slope * x_slope, slope * head_slope, jnp.zeros_like(p), jnp.zeros_like(weights)
 

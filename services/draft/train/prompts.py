@@ -5,6 +5,9 @@ A file has a JSON object a line, each with one of
     prompt      what a user says                        turns      what a user says, one after another
     text        a text that goes on, without template   messages   a conversation, which ends with the user
 
+Where the target begins, each conversation has an opening in turn: the user's first words, which say what kind of task
+it is; the target goes on from there. Without openings a small model writes much of the same.
+
 A job is one conversation at one temperature. Jobs come in passes over all conversations; every pass shuffles them anew,
 and gives each another temperature. A greedy answer is the same every time, so nobody is asked for one twice.
 """
@@ -22,6 +25,7 @@ from typing import Any
 from outrider.errors import ConfigError
 
 _KINDS = ("prompt", "text", "turns", "messages")
+_OPENINGS = Path(__file__).parent / "openings.txt"
 _SOME = 1000  # conversations that the target begins in a pass, if it begins all of them
 
 
@@ -30,12 +34,14 @@ class Conversation:
     """What is asked. name: of this conversation among all, hexadecimal.
 
     text:     goes on without a template
+    opening:  what the user's turn begins with, if the target writes the rest of it
     messages: what was said before `turns`, as (role, content)
     turns:    what the user says, with an answer after each; empty if the target begins itself
     """
 
     name: str
     text: str = ""
+    opening: str = ""
     messages: tuple[tuple[str, str], ...] = ()
     turns: tuple[str, ...] = ()
 
@@ -76,6 +82,20 @@ def read_conversations(files: Sequence[str], limit: int | None = None) -> list[C
     return list(found.values())
 
 
+def read_openings(file: str | None) -> list[str]:
+    """A user's first words, a line each, in which \\n stands for a line's end. file: None for those that come along.
+
+    Raises ConfigError if there is no such file, or nothing in it.
+    """
+    path = Path(file).expanduser() if file else _OPENINGS
+    if not path.is_file():
+        raise ConfigError(f"--free-openings {file}: there is no such file")
+    openings = [line.replace("\\n", "\n") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not openings:
+        raise ConfigError(f"--free-openings {file} has no line; leave it out for those that come along")
+    return openings
+
+
 def _conversation(line: str, where: str) -> Conversation:
     try:
         content = json.loads(line)
@@ -114,13 +134,20 @@ def _with_messages(name: str, messages: list[Any], where: str) -> Conversation:
 
 
 def jobs(
-    conversations: Sequence[Conversation], free: int | None, temperatures: Sequence[float], seed: int
+    conversations: Sequence[Conversation],
+    free: int | None,
+    temperatures: Sequence[float],
+    seed: int,
+    openings: Sequence[str] = ("",),
 ) -> Iterator[Job]:
-    """Jobs without end, unless all are greedy. free: conversations a pass that the target begins; None for all."""
+    """Jobs without end, unless all are greedy. free: conversations a pass that the target begins; None for all.
+
+    openings: what these begin with, in turn
+    """
     begun = (_SOME if not conversations else 0) if free is None else free
     for number in range(10**9):
         # Those that the target begins are new in every pass.
-        own = [Conversation(_hash("free", number, i)) for i in range(begun)]
+        own = [_begun(number, i, openings) for i in range(begun)]
         todo = [*enumerate(conversations), *enumerate(own, start=len(conversations))]
         random.Random(_number("order", seed, number)).shuffle(todo)
         asked = 0
@@ -134,6 +161,12 @@ def jobs(
             yield Job(_number("job", own_seed, temperature), conversation, temperature, own_seed)
         if not asked:
             return
+
+
+def _begun(number: int, i: int, openings: Sequence[str]) -> Conversation:
+    """The i-th conversation of a pass that the target begins."""
+    opening = openings[i % len(openings)]
+    return Conversation(_hash("free", number, i, *([opening] if opening else [])), opening=opening)
 
 
 def is_held_out(name: str, part: float) -> bool:

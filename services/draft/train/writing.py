@@ -19,7 +19,7 @@ from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
 from services.draft.model.formats.target import read_target
 from services.draft.train.collect import Collector, Limits, Writer
 from services.draft.train.progress import Bar
-from services.draft.train.prompts import Job, jobs, read_conversations
+from services.draft.train.prompts import Job, jobs, read_conversations, read_openings
 from services.draft.train.store import Store
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
 async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) -> None:
     """Let the target write until there is enough. Raises OutriderError if it cannot."""
     conversations = read_conversations(config.data, config.data_limit)
+    openings = read_openings(config.free_openings)
     limits = Limits(
         config.max_new_tokens, config.max_length, config.max_running_requests, config.tokens, config.max_bytes
     )
@@ -52,7 +53,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) 
     async with _target(config) as (address, child):
         failures, known = 0, len(store)
         while True:
-            todo = jobs(conversations, config.free_prompts, config.temperature, config.seed)
+            todo = jobs(conversations, config.free_prompts, config.temperature, config.seed, openings)
             if child is not None:
                 await _ready(child)
             try:
