@@ -24,6 +24,7 @@ from gateway.facts import Facts
 from gateway.generation import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
+from gateway.peer_metrics import SpeculationForPeers
 from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -74,6 +75,8 @@ async def serve(config: GatewayConfig) -> int:
             vocab_size=target.info.model.vocab_size,
             max_session_tokens=target.info.max_session_tokens,
         )
+        if not config.disable_vllm_metrics:
+            metrics.registry.register(SpeculationForPeers(metrics.tally, generator.name))
         for address in config.draft:
             orchestrator.attach_draft(DraftLink(address, target.info.model))
         if not config.disable_draft_self_test:

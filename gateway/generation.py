@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
-from gateway.session import Session
+from gateway.report import Report, Round
+from gateway.session import Committed, Session
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
-from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, OutriderError, Overloaded
+from outrider.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, ModelNotFound, OutriderError, Overloaded
 from outrider.serving.messages import Grammar
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -35,7 +36,9 @@ class GenerationRequest:
 
     max_tokens: None is the rest of the context. clamp: a max_tokens that does not fit is cut instead of refused.
     seed: None draws one; numbers below 0 count from the end of 64 bits.
-    grammar, logprobs, prompt_logprobs: as in OpenSession.
+    include_stop: the text ends with what ended it, a stop string or token. verbatim: special tokens are text, too.
+    timeout: seconds after which it ends with DeadlineExceeded.
+    grammar, logprobs, prompt_logprobs, priority, max_draft_tokens: as in OpenSession.
     """
 
     prompt: Sequence[int]
@@ -51,6 +54,11 @@ class GenerationRequest:
     grammar: Grammar | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    include_stop: bool = False
+    verbatim: bool = False
+    timeout: float | None = None
+    priority: int = 0
+    max_draft_tokens: int | None = None
 
 
 class Part(NamedTuple):
@@ -58,6 +66,8 @@ class Part(NamedTuple):
 
     spoken: how many of the tokens are text; a token that ended the answer is not
     logprobs: of the tokens, if asked for; prompt_logprobs: of the prompt's but the first, with the first part alone
+    rounds: the steps that the tokens came from
+    matched: the stop string or the token that ended the answer. report: of the whole answer, with its last part
     """
 
     text: str
@@ -74,6 +84,9 @@ class Part(NamedTuple):
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     weight_version: str
+    rounds: Sequence[Round]
+    matched: str | int | None = None
+    report: Report | None = None
 
 
 class Generator:
@@ -144,9 +157,12 @@ class Generator:
             grammar=request.grammar,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            priority=request.priority,
+            max_draft_tokens=request.max_draft_tokens,
         )
-        text = _Text(self.tokenizer.detokenizer(), request.stops, request.min_tokens)
-        return Generation(self.orchestrator, self.metrics, session, text)
+        detokenizer = self.tokenizer.detokenizer(verbatim=request.verbatim)
+        text = _Text(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
+        return Generation(self.orchestrator, self.metrics, session, text, request.timeout)
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
@@ -169,7 +185,16 @@ class Generator:
 class Generation:
     """One generation under way. Whoever starts it must close it; closing frees its session, wherever it stands."""
 
-    def __init__(self, orchestrator: Orchestrator, metrics: Metrics, session: Session, text: _Text) -> None:
+    def __init__(
+        self,
+        orchestrator: Orchestrator,
+        metrics: Metrics,
+        session: Session,
+        text: _Text,
+        timeout: float | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self._orchestrator = orchestrator
         self._metrics = metrics
         self._session = session
@@ -182,15 +207,19 @@ class Generation:
         """The next part; none follows the one that has a finish reason. Raises the error that ended the session."""
         session, text = self._session, self._text
         try:
-            tokens, finish, told = await session.next()
+            tokens, finish, rounds, told = await (session.next() if self._deadline is None else self._in_time())
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
             raise
         piece, used = text.add(tokens, finish)
         dropped = len(tokens) - used
-        spoken = used - (finish is FinishReason.STOP and not text.stopped)
+        spoken = used - (finish is FinishReason.STOP and not text.stopped and not text.include_stop)
+        matched: str | int | None = None
         if text.stopped:
-            tokens, finish = tokens[:used], FinishReason.STOP
+            tokens, finish, matched = tokens[:used], FinishReason.STOP, text.matched
+            rounds = _cut(rounds, used)
+        elif finish is FinishReason.STOP and tokens:
+            matched = tokens[-1]
         prompt_told, session.prompt_told = session.prompt_told, None
         if finish is not FinishReason.RUNNING:
             self._outcome = finish.name.lower()
@@ -209,6 +238,28 @@ class Generation:
             told.until(used) if told is not None else None,
             prompt_told,
             session.weight_version,
+            rounds,
+            matched,
+            self._report() if finish is not FinishReason.RUNNING else None,
+        )
+
+    async def _in_time(self) -> Committed:
+        """What was committed, unless the time is over first. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._session.next()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the answer was not complete within {self._timeout:g} s") from None
+
+    def _report(self) -> Report:
+        session = self._session
+        return Report(
+            _cut(session.rounds, self._text.count),
+            session.prompt_length,
+            session.cached_tokens,
+            self._text.count,
+            session.first_at - session.opened_at,
+            session.committed_at - session.first_at,
         )
 
     def close(self) -> None:
@@ -231,19 +282,23 @@ class _Text:
     With stop strings it goes token by token, so that neither text nor count depend on how tokens came together.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, *, include_stop: bool = False
+    ) -> None:
         """min_tokens: new tokens before which no stop string is looked for."""
+        self.include_stop = include_stop
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops) if stops else None
         self._min_tokens = min_tokens
         self.count = 0
         self.stopped = False
+        self.matched = ""
 
     def add(self, tokens: list[int], finish: FinishReason) -> tuple[str, int]:
         """The text that can be given out, and how many of the tokens belong to the answer."""
         last = finish is not FinishReason.RUNNING
         # A token that ended the generation counts, but its text is no part of the answer.
-        spoken = tokens[:-1] if finish is FinishReason.STOP else tokens
+        spoken = tokens[:-1] if finish is FinishReason.STOP and not self.include_stop else tokens
         if self._matcher is not None:
             return self._add_one_by_one(self._matcher, tokens, len(spoken), last)
         self.count += len(tokens)
@@ -257,14 +312,28 @@ class _Text:
             piece = self._detokenizer.add((token,))
             out += matcher.push(piece) if self.count > self._min_tokens else piece
             if matcher.stopped:
-                self.stopped = True
-                return out, used
+                return out + self._stop(matcher), used
         self.count += len(tokens) - spoken
         if last:
             out += matcher.push(self._detokenizer.finish())
-            self.stopped = matcher.stopped
-            out += "" if matcher.stopped else matcher.finish()
+            out += self._stop(matcher) if matcher.stopped else matcher.finish()
         return out, len(tokens)
+
+    def _stop(self, matcher: StopMatcher) -> str:
+        """Note the stop string that was found. Returns what is told of it."""
+        self.stopped, self.matched = True, matcher.matched
+        return matcher.matched if self.include_stop else ""
+
+
+def _cut(rounds: Sequence[Round], tokens: int) -> list[Round]:
+    """The steps of the first tokens; of the one in which they end, only what belongs to them."""
+    kept: list[Round] = []
+    for one in rounds:
+        if tokens <= 0:
+            break
+        kept.append(Round(min(one.tokens, tokens), one.verified, min(one.accepted, tokens)))
+        tokens -= one.tokens
+    return kept
 
 
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Part]]:

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from outrider.wire.v1 import common_pb2
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+DEEPEST = 64  # accepted tokens of a step that are told apart
 _LENGTHS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16)
 
 
@@ -53,6 +54,7 @@ class Tally(Collector):
     hits: int = 0
     misses: int = 0
     cached: int = 0
+    drafts: list[int] = field(default_factory=lambda: [0] * (DEEPEST + 1))  # steps by what they accepted
 
     @property
     def accept_length(self) -> float:

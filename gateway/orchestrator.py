@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from gateway import feeding
-from gateway.metrics import Metrics
+from gateway.metrics import DEEPEST, Metrics
 from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
@@ -138,7 +138,9 @@ class Orchestrator:
         return target is not None
 
     def _open_on_draft(self, session: Session, draft: DraftLink | None = None) -> bool:
-        """Open a session on a draft, by default the least loaded. False if none is up."""
+        """Open a session on a draft, by default the least loaded. False if none is up, or it wants no hints."""
+        if session.max_draft_tokens == 0:
+            return False
         if draft is None or not draft.up:
             draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
         self._move(session, session.target, draft)
@@ -235,10 +237,13 @@ class Orchestrator:
                 tally.misses += 1
         else:
             self.metrics.first_token.observe(now - session.opened_at)
+            session.first_at = now
         tally.steps += 1
         tally.tokens += len(new)
         tally.verified += verified
         tally.accepted += accepted
+        if verified:
+            tally.drafts[min(accepted, DEEPEST)] += 1
         session.committed_at = now
 
     def _target_failed(self, target: TargetLink, failure: SessionFailure) -> None:

@@ -104,6 +104,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             grammar=_grammar(request),
             logprobs=given("logprobs"),
             prompt_logprobs=given("prompt_logprobs"),
+            priority=request.priority,
+            max_draft_tokens=given("max_draft_tokens"),
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:

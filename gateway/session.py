@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gateway.report import Round
 from outrider.errors import OutriderError
 from outrider.serving.messages import Grammar, OpenSession
 from outrider.speculation.proposal import FinishReason, Logprobs
@@ -20,10 +21,11 @@ if TYPE_CHECKING:
 
 
 class Committed(NamedTuple):
-    """New tokens of a session. finish: RUNNING unless they are the last."""
+    """New tokens of a session, and the steps that they came from. finish: RUNNING unless they are the last."""
 
     tokens: list[int]
     finish: FinishReason
+    rounds: list[Round]
     logprobs: Logprobs | None = None
 
 
@@ -43,6 +45,8 @@ class Session:
         grammar: Grammar | None = None,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        priority: int = 0,
+        max_draft_tokens: int | None = None,
         counted: bool = True,
     ) -> None:
         """prompt: token ids, at least one. counted: in the metrics. Others as in OpenSession."""
@@ -56,6 +60,8 @@ class Session:
         self.grammar = grammar
         self.logprobs = logprobs
         self.prompt_logprobs = prompt_logprobs
+        self.priority = priority
+        self.max_draft_tokens = max_draft_tokens
         self.prompt_told: Logprobs | None = None  # log-probabilities of the prompt, once they are known
         self.cached_tokens = 0  # of the prompt, found in the first target's prefix cache
         self.target: TargetLink | None = None
@@ -67,11 +73,13 @@ class Session:
         self.verified = 0
         self.accepted = 0
         self.finish = FinishReason.RUNNING
-        self.opened_at = self.committed_at = time.perf_counter()
+        self.rounds: list[Round] = []
+        self.opened_at = self.first_at = self.committed_at = time.perf_counter()
         self.features_until = 0  # positions before it have been sent to the draft
         self.weight_version = ""  # of the last commit
         self.lingers = False  # the target may go on with it after its end, for it was opened there twice
         self._fresh: list[int] = []
+        self._rounds_given = 0  # steps that the client has been told of
         self._told: list[Logprobs] = []  # of the fresh tokens
         self._error: OutriderError | None = None
         self._news = asyncio.Event()
@@ -96,6 +104,8 @@ class Session:
             self.prompt_logprobs,
             feature_spec=feature_spec,
             features_from=self.features_until if feature_spec else 0,
+            priority=self.priority,
+            max_draft_tokens=self.max_draft_tokens,
         )
 
     def commit(
@@ -103,7 +113,9 @@ class Session:
     ) -> None:
         """Append what a step committed, and wake who waits for it."""
         self.tokens += tokens
-        self.steps += bool(tokens)
+        if tokens:
+            self.steps += 1
+            self.rounds.append(Round(len(tokens), verified, accepted))
         self.verified += verified
         self.accepted += accepted
         self.finish = finish
@@ -126,4 +138,5 @@ class Session:
         elif not fresh:
             raise self._error
         told, self._told = self._told, []
-        return Committed(fresh, self.finish, Logprobs.joined(told) if told else None)
+        rounds, self._rounds_given = self.rounds[self._rounds_given :], len(self.rounds)
+        return Committed(fresh, self.finish, rounds, Logprobs.joined(told) if told else None)

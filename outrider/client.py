@@ -77,6 +77,10 @@ class Options(TypedDict, total=False):
     """Regular expression that the answer must match."""
     ebnf: str
     """Grammar that the answer must match, in Lark's or GBNF's notation. Only one of the three can be sent."""
+    max_draft_tokens: int
+    """Draft nodes that a step may verify; 0 is plain decoding. The text is the same in any case."""
+    priority: int
+    """Of requests that wait, those with a lower number go first."""
 
 
 @dataclass(frozen=True)

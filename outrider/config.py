@@ -239,6 +239,10 @@ class GatewayOptions:
     """Largest request body."""
     admin_api_key: str | None = None
     """Key that routes which control the targets ask for; without one, they are open to every client."""
+    disable_vllm_metrics: bool = False
+    """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
+    per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
+    """What answers tell of their speculation and times, in the shapes of vLLM (`metrics`) and llama.cpp (`timings`)."""
     disable_draft_self_test: bool = False
     """Ask no questions when a draft with a model comes up, to see whether it knows the target."""
     connect_timeout: float = 600.0

@@ -6,6 +6,7 @@ OutriderError
 │   └── ContextTooLong    prompt and answer do not fit into the context
 ├── Overloaded            no room at present; the caller may retry later
 ├── Unavailable           a service that is needed is away; the caller may retry later
+├── DeadlineExceeded      the time that the caller gave is over
 ├── ConfigError           flags, files or services that do not fit; refused at start-up
 └── EngineFault           a bug or a broken device; the session is lost, the others go on
 """
@@ -72,6 +73,12 @@ class Unavailable(OutriderError):
     status = Status(grpc.StatusCode.UNAVAILABLE, 503, "server_error", "unavailable")
 
 
+class DeadlineExceeded(OutriderError):
+    """The time that the caller gave is over."""
+
+    status = Status(grpc.StatusCode.DEADLINE_EXCEEDED, 504, "server_error", "deadline_exceeded")
+
+
 class ConfigError(OutriderError):
     """Flags, files or services that do not fit; refused at start-up."""
 
@@ -90,6 +97,7 @@ _BY_GRPC_CODE: dict[int, type[OutriderError]] = {
         ContextTooLong,
         Overloaded,
         Unavailable,
+        DeadlineExceeded,
         ConfigError,
         EngineFault,
     )

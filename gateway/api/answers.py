@@ -15,6 +15,7 @@ import orjson
 
 from gateway.api.logprobs import ChatTeller, CompletionTeller, Teller, joined, prompt_entries
 from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
+from gateway.report import Detail, Round
 from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import FinishReason
 
@@ -79,12 +80,17 @@ COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion")
 
 @dataclass(frozen=True)
 class Telling:
-    """What an answer tells besides text. echo: the prompts' texts, by choice; empty if they are not part of it."""
+    """What an answer tells besides text. echo: the prompts' texts, by choice; empty if they are not part of it.
+
+    steps: of each choice, what every step drafted; detail: of speculation in its metrics.
+    """
 
     pieces: Pieces
     ids: bool = False
     echo: Sequence[str] = ()
     prompt_logprobs: bool = False
+    steps: bool = False
+    detail: Detail = "summary"
 
 
 class Answer:
@@ -128,51 +134,77 @@ class Answer:
         tokens: list[list[int]] = [[] for _ in self._wanted]
         told: list[list[dict[str, Any]]] = [[] for _ in self._wanted]
         extras: list[dict[str, Any]] = [{} for _ in self._wanted]
+        rounds: list[list[Round]] = [[] for _ in self._wanted]
         async for index, part in merged(self.generations):
             text, logprobs, extra = self._content(index, part)
             texts[index].append(text)
             tokens[index] += part.tokens
             told[index] += [logprobs] if logprobs else []
             extras[index] |= extra
+            rounds[index] += part.rounds
             self._last[index] = part
         choices = [
             {
                 "index": index,
                 **self.kind.choice("".join(pieces)),
                 "logprobs": joined(told[index]) if told[index] else None,
-                "finish_reason": _REASONS[self._last[index].finish],
+                **self._ending(index, self._last[index]),
                 **extras[index],
                 **({"token_ids": tokens[index]} if self._telling.ids else {}),
+                **({"speculation": _steps(rounds[index])} if self._telling.steps else {}),
             }
             for index, pieces in enumerate(texts)
         ]
-        ending = {"usage": self.usage(), **self._metadata()}
+        ending = {"usage": self.usage(), **self._metadata(), **self._reports()}
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, **ending})
 
-    async def events(self, *, include_usage: bool) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, up to [DONE]. Raises the error that ends it."""
+    async def events(self, *, include_usage: bool, continuous_usage: bool = False) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, up to [DONE]. Raises the error that ends it.
+
+        include_usage: in an event of its own behind the others; continuous_usage: so far, in every other event, too.
+        """
         head = {**self._head, "object": self.kind.chunk}
         before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        running = len(self.generations)
         async for index, part in merged(self.generations):
-            if index not in self._last and (opening := self.kind.opening()) is not None:
-                yield before + orjson.dumps(self._choice(index, opening, None)) + after
+            first = index not in self._last
             text, logprobs, extra = self._content(index, part)
             self._last[index] = part
+            if continuous_usage:
+                after = b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n"
+            if first and (opening := self.kind.opening()) is not None:
+                yield before + orjson.dumps(self._choice(index, opening, None)) + after
             if text or part.finish or self._telling.ids or logprobs or extra:
                 choice = self._choice(index, self.kind.delta(text), logprobs, part)
+                running -= bool(part.finish)
+                if not running and not include_usage and (reports := self._reports()):
+                    after = b"]," + orjson.dumps(reports)[1:] + b"\n\n"
                 yield before + orjson.dumps(choice | extra) + after
         if include_usage:
-            yield b"data: " + orjson.dumps({**head, "choices": [], "usage": self.usage(), **self._metadata()}) + b"\n\n"
+            last = {**head, "choices": [], "usage": self.usage(), **self._metadata(), **self._reports()}
+            yield b"data: " + orjson.dumps(last) + b"\n\n"
         yield DONE
 
     def _choice(
         self, index: int, content: dict[str, Any], logprobs: dict[str, Any] | None, part: Part | None = None
     ) -> dict[str, Any]:
         """A choice of a chunk; without a part, of the opening one."""
-        reason = _REASONS[part.finish] if part is not None and part.finish else None
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        return choice | ({"token_ids": part.tokens if part is not None else []} if self._telling.ids else {})
+        ending = self._ending(index, part) if part is not None and part.finish else {"finish_reason": None}
+        choice = {"index": index, **content, "logprobs": logprobs, **ending}
+        if self._telling.ids:
+            choice["token_ids"] = part.tokens if part is not None else []
+        if self._telling.steps:
+            choice["speculation"] = _steps(part.rounds if part is not None else ())
+        return choice
+
+    def _ending(self, index: int, part: Part) -> dict[str, Any]:
+        """Why a choice ended. `stop_reason` is the stop string or token of the request, as vLLM has it."""
+        matched = part.matched
+        named = isinstance(matched, str) or matched in self._wanted[index].stop_token_ids
+        ending = {"finish_reason": _REASONS[part.finish], "stop_reason": matched if named else None}
+        several = len(self._wanted) > 1 and self._telling.detail != "off"
+        return ending | self._report(part) if several else ending
 
     def _content(self, index: int, part: Part) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """What a part adds to its choice: text, `logprobs`, and further fields."""
@@ -198,6 +230,15 @@ class Answer:
         version = next(reversed([part.weight_version for part in self._last.values()]), "")
         return {"metadata": {"weight_version": version}} if version else {}
 
+    def _reports(self) -> dict[str, Any]:
+        """Reports of an answer that is complete; where there are several choices, each has its own."""
+        return self._report(self._last[0]) if len(self._wanted) == 1 and self._telling.detail != "off" else {}
+
+    def _report(self, part: Part) -> dict[str, Any]:
+        report = part.report
+        assert report is not None, "the last part has a report"
+        return {"metrics": report.metrics(self._telling.detail), "timings": report.timings()}
+
     def usage(self) -> dict[str, Any]:
         """Tokens of all choices; a prompt counts once, however many choices it has."""
         parts = self._last.values()
@@ -216,3 +257,12 @@ class Answer:
                 "reasoning_tokens": 0,
             },
         }
+
+
+def _steps(rounds: Sequence[Round]) -> dict[str, list[int]]:
+    """Step by step: tokens, of which the first `accepted` were drafted, of so many that were verified."""
+    return {
+        "tokens": [one.tokens for one in rounds],
+        "verified": [one.verified for one in rounds],
+        "accepted": [one.accepted for one in rounds],
+    }

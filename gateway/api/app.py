@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from gateway.generation import Generator
 from outrider.errors import InvalidRequest, ModelNotFound
 
 MAX_GENERATIONS = 128
+_TIMEOUT = "x-request-timeout"  # a header, in seconds
 
 
 def build(generator: Generator, facts: Facts) -> FastAPI:
@@ -35,16 +37,20 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
         body.check_supported()
         messages = [message.rendered() for message in body.messages]
         prompt = await generator.encode_chat(messages, **body.template_options())
-        return await _answer(generator, facts, CHAT, body, [(prompt, "")], request)
+        return await _answer(generator, facts, CHAT, body, [(body.cut(prompt), "")], request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         generator.check_model(body.model)
         body.check_supported()
-        prompts = [
-            (await generator.encode(p), p) if isinstance(p, str) else (p, generator.decode(p) if body.echoes else "")
-            for p in body.prompts()
-        ]
+        prompts: list[tuple[list[int], str]] = []
+        for prompt in body.prompts():
+            whole = await generator.encode(prompt) if isinstance(prompt, str) else prompt
+            tokens = body.cut(whole)
+            if isinstance(prompt, str) and len(tokens) == len(whole):
+                prompts.append((tokens, prompt))
+            else:
+                prompts.append((tokens, generator.decode(tokens) if body.echoes else ""))
         return await _answer(generator, facts, COMPLETION, body, prompts, request)
 
     @app.get("/v1/models")
@@ -90,6 +96,7 @@ async def _answer(
     request: Request,
 ) -> Response:
     """Start a generation for each choice of each prompt, and answer with all of them. prompts: tokens and text."""
+    body.timeout = body.timeout or _timeout(request)
     wanted = [body.request(prompt, index) for prompt, _ in prompts for index in range(body.choices)]
     if len(wanted) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {len(wanted)}", param="prompt")
@@ -98,6 +105,8 @@ async def _answer(
         ids=body.return_token_ids,
         echo=[text for _, text in prompts for _ in range(body.choices)] if body.echoes else (),
         prompt_logprobs=body.prompt_logprobs is not None,
+        steps=body.reports_steps,
+        detail=facts.config.per_request_spec_decode_metrics,
     )
     answer = Answer(
         kind,
@@ -111,7 +120,7 @@ async def _answer(
     try:
         answer.start(generator)
         if body.stream:
-            events = answer.events(include_usage=body.include_usage)
+            events = answer.events(include_usage=body.include_usage, continuous_usage=body.continuous_usage)
             # What is wrong before the first event still has a status of its own.
             first = await unless_gone(request.receive, _first(events))
             return EventStream(answer, first, events)
@@ -124,6 +133,20 @@ async def _answer(
         raise
     answer.close()
     return Response(whole, media_type="application/json")
+
+
+def _timeout(request: Request) -> float | None:
+    """Seconds that the caller gives the answer, by a header. Raises InvalidRequest."""
+    given = request.headers.get(_TIMEOUT)
+    if given is None:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"{_TIMEOUT} must be a number of seconds above 0, not {given}", param=_TIMEOUT)
+    return seconds
 
 
 async def _first(events: AsyncIterator[bytes]) -> bytes:

@@ -15,7 +15,7 @@ from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS
 from outrider.speculation.sampling import SamplingParams
 
-MAX_CHOICES = 8
+MAX_CHOICES = 128  # as OpenAI has it
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as OpenAI has it
 
 Count = Annotated[int, Field(strict=True)]
@@ -33,10 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None, []),
     "bad_words": (None, []),
     "use_beam_search": (None, False),
-    "truncate_prompt_tokens": (None,),
-    "continue_final_message": (None, False),
-    "include_stop_str_in_output": (None, False),
-    "skip_special_tokens": (None, True),
+    "truncation_side": (None, "left"),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
     "audio": (None,),
@@ -44,9 +41,23 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides text."""
+    """What a stream tells besides text. continuous_usage_stats: with every chunk."""
 
     include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
+
+
+class SpeculationBody(BaseModel):
+    """How a request's text is found, which is the same text in any case.
+
+    max_draft_tokens: most draft nodes that a step verifies. report: tell which tokens were drafted, step by step.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    enabled: Flag = True
+    max_draft_tokens: Count | None = Field(None, ge=0, lt=2**31)
+    report: Flag = False
 
 
 class GenerationBody(BaseModel):
@@ -70,6 +81,13 @@ class GenerationBody(BaseModel):
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     ignore_eos: Flag = False
+    include_stop_str_in_output: Flag | None = None
+    no_stop_trim: Flag | None = None
+    skip_special_tokens: Flag | None = None
+    truncate_prompt_tokens: Count | None = Field(None, ge=1)
+    priority: Count | None = Field(None, ge=-(2**31), lt=2**31)
+    timeout: Number | None = Field(None, gt=0)
+    speculation: SpeculationBody | Literal["off", "auto"] | None = None
     cache_salt: str | None = None
     n: Count | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: Count | None = None
@@ -86,6 +104,20 @@ class GenerationBody(BaseModel):
     def include_usage(self) -> bool:
         """True if a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if every chunk of a stream tells the usage so far."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def reports_steps(self) -> bool:
+        """True if the answer tells which tokens were drafted."""
+        return isinstance(self.speculation, SpeculationBody) and self.speculation.report
+
+    def cut(self, prompt: list[int]) -> list[int]:
+        """The part of a prompt that is wanted: its last tokens."""
+        return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
 
     def check_supported(self) -> None:
         """Raise InvalidRequest for a field that is not supported and not neutral."""
@@ -137,7 +169,17 @@ class GenerationBody(BaseModel):
             grammar=grammar_of(self.model_extra or {}),
             logprobs=self.likeliest(),
             prompt_logprobs=self._prompt_likeliest(),
+            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            verbatim=self.skip_special_tokens is False,
+            timeout=self.timeout,
+            priority=self.priority or 0,
+            max_draft_tokens=self._most_drafted(),
         )
+
+    def _most_drafted(self) -> int | None:
+        if isinstance(self.speculation, SpeculationBody):
+            return self.speculation.max_draft_tokens if self.speculation.enabled else 0
+        return 0 if self.speculation == "off" else None
 
     def _prompt_likeliest(self) -> int | None:
         echoed = self.likeliest() if self.echoes else None
@@ -211,12 +253,23 @@ class ChatBody(GenerationBody):
     logprobs: Flag | None = None
     top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: Flag = True
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     reasoning_effort: str | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """What the template is told besides the messages."""
-        options = {"add_generation_prompt": self.add_generation_prompt, **(self.chat_template_kwargs or {})}
+        """What the template is told besides the messages. Raises InvalidRequest."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "`continue_final_message` and `add_generation_prompt` exclude one another",
+                param="continue_final_message",
+            )
+        begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        options = {
+            "add_generation_prompt": begins,
+            "continue_final_message": bool(self.continue_final_message),
+            **(self.chat_template_kwargs or {}),
+        }
         return options if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort} | options
 
     def likeliest(self) -> int | None:

@@ -1,6 +1,6 @@
 """Incremental detokenizing: tokens in, text out, never half a character.
 
-The pieces put together are what decoding all tokens at once gives. Special tokens are left out.
+The pieces put together are what decoding all tokens at once gives. Special tokens are left out unless asked for.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ class Detokenizer(ABC):
         """What has waited: an incomplete character is given out as replacement characters."""
 
 
-def factory(tokenizer: Tokenizer, decoder_type: str | None) -> Callable[[], Detokenizer]:
-    """How to make a detokenizer. decoder_type: as named in tokenizer.json."""
+def factory(tokenizer: Tokenizer, decoder_type: str | None, *, verbatim: bool = False) -> Callable[[], Detokenizer]:
+    """How to make a detokenizer. decoder_type: as named in tokenizer.json. verbatim: with special tokens."""
+    left_out = set() if verbatim else _special_ids(tokenizer)
     if decoder_type == "ByteLevel":
-        table = _Bytes(tokenizer)
+        table = _Bytes(tokenizer, left_out)
         return lambda: ByteLevelDetokenizer(table)
-    kinds = _Kinds(tokenizer)
+    kinds = _Kinds(tokenizer, left_out)
     return lambda: WindowDetokenizer(tokenizer, kinds)
 
 
@@ -56,12 +57,12 @@ class ByteLevelDetokenizer(Detokenizer):
 
 
 class _Bytes(dict[int, bytes]):
-    """Bytes of each token, filled as tokens are met; special and unknown tokens have none."""
+    """Bytes of each token, filled as tokens are met; those left out and unknown ones have none."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, left_out: set[int]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._special = _special_ids(tokenizer)
+        self._special = left_out
         self._byte_of = byte_alphabet()
 
     def __missing__(self, token: int) -> bytes:
@@ -94,10 +95,10 @@ class _Kind(Enum):
 class _Kinds(dict[int, _Kind]):
     """Kind of each token, filled as tokens are met."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, left_out: set[int]) -> None:
         super().__init__()
         self._tokenizer = tokenizer
-        self._special = _special_ids(tokenizer)
+        self._special = left_out
 
     def __missing__(self, token: int) -> _Kind:
         text = None if token in self._special else self._tokenizer.id_to_token(token)
@@ -146,7 +147,7 @@ class WindowDetokenizer(Detokenizer):
         return piece
 
     def _decode(self) -> str:
-        return str(self._tokenizer.decode(self._window))
+        return str(self._tokenizer.decode(self._window, skip_special_tokens=False))  # they are not in the window
 
 
 def _special_ids(tokenizer: Tokenizer) -> set[int]:

@@ -13,16 +13,18 @@ class StopMatcher:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.stopped = False
+        self.matched = ""  # the stop string that was found
 
     def push(self, text: str) -> str:
         """The text that can be given out. Sets `stopped` once a stop string is complete; what follows is dropped."""
         if not self._stops:
             return text
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
+            place, self.matched = min(found, key=lambda pair: pair[0])
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            return text[:place]
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -19,11 +19,12 @@ class ModelTokenizer(Tokenizer):
         super().__init__(files)
         decoder = _decoder_type(self.content.get("decoder"))
         self._new_detokenizer = detokenizer.factory(self._tokenizer, decoder)
+        self._new_verbatim = detokenizer.factory(self._tokenizer, decoder, verbatim=True)
         self.pieces = Pieces(self._tokenizer, decoder)
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh detokenizer."""
-        return self._new_detokenizer()
+    def detokenizer(self, *, verbatim: bool = False) -> Detokenizer:
+        """A fresh detokenizer. verbatim: special tokens are given out by their names, too."""
+        return self._new_verbatim() if verbatim else self._new_detokenizer()
 
 
 def _decoder_type(decoder: Any) -> str | None:

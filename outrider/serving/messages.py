@@ -59,6 +59,8 @@ class OpenSession:
         likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
     feature_spec: id of the FeatureSpec whose hidden states are wanted from position `features_from` on; 0 for none
     hints_unwanted: a draft need not work for it before a commit says that hints are wanted
+    priority: of sessions that wait, those with a lower number are admitted first
+    max_draft_tokens: draft nodes that a step may verify; None is as many as pay, 0 plain decoding
     """
 
     session_id: int
@@ -73,6 +75,8 @@ class OpenSession:
     feature_spec: int = 0
     features_from: int = 0
     hints_unwanted: bool = False
+    priority: int = 0
+    max_draft_tokens: int | None = None
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""

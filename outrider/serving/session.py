@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from outrider.paging.prefix import PrefixCache, SharedTable
 from outrider.serving.messages import OpenSession
 
+UNBOUNDED = 1 << 30  # draft nodes in a step
+
 
 class Session:
     """Tokens, cache lengths and pages of one session; one owner, the engine thread.
@@ -27,6 +29,8 @@ class Session:
         self.sampling = request.sampling
         self.stop = request.stop
         self.prompt_length = request.prompt_length
+        self.priority = request.priority
+        self.max_draft_tokens = UNBOUNDED if request.max_draft_tokens is None else request.max_draft_tokens
         self.length = len(request.tokens)
         self.opened_length = self.length
         self.computed = 0

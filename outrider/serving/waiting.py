@@ -4,13 +4,14 @@
     lpm    the longest prefix match first: whose pages are in the prefix cache costs little and must not wait until they
            are gone. Nobody is passed over more than a few times.
 
-A session that was preempted goes before all others.
+Of arrivals with different priorities, the policy chooses among those with the lowest number. A session that was
+preempted goes before all others.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from outrider.config import SchedulePolicy
 from outrider.serving.session import Session
@@ -29,6 +30,7 @@ class WaitingQueue:
         self._returned: deque[Session] = deque()  # preempted, the earliest first
         self._arrived: dict[int, Session] = {}  # by id
         self._passed: dict[int, int] = {}  # by id: later sessions that were admitted before
+        self._ranked = 0  # arrivals that have a priority of their own
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._arrived)
@@ -40,6 +42,7 @@ class WaitingQueue:
     def add(self, session: Session) -> None:
         """Queue a new session."""
         self._arrived[session.id] = session
+        self._ranked += session.priority != 0
 
     def give_back(self, session: Session) -> None:
         """Queue a session that was preempted."""
@@ -50,6 +53,7 @@ class WaitingQueue:
         if self._arrived.get(session.id) is session:
             del self._arrived[session.id]
             self._passed.pop(session.id, None)
+            self._ranked -= session.priority != 0
         elif session in self._returned:
             self._returned.remove(session)
 
@@ -57,10 +61,14 @@ class WaitingQueue:
         """The session to admit next. The queue must not be empty."""
         if self._returned:
             return self._returned[0]
-        first = next(iter(self._arrived.values()))
+        arrived: Iterable[Session] = self._arrived.values()
+        if self._ranked:
+            lowest = min(session.priority for session in arrived)
+            arrived = [session for session in arrived if session.priority == lowest]
+        first = next(iter(arrived))
         if self._policy == "fcfs" or len(self._arrived) > _MOST_MATCHED or self._passed.get(first.id, 0) >= MOST_PASSED:
             return first
-        return max(self._arrived.values(), key=lambda session: session.table.peek(session.sharable)[0])
+        return max(arrived, key=lambda session: session.table.peek(session.sharable)[0])
 
     def take(self, session: Session) -> None:
         """Take the next session out; those that came before it have been passed over."""

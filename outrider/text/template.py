@@ -43,16 +43,32 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt of a conversation, ending where the assistant speaks. Raises InvalidRequest."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, continue_final_message: bool = False, **options: Any
+    ) -> str:
+        """The prompt of a conversation, ending where the assistant speaks. Raises InvalidRequest.
+
+        continue_final_message: it ends with the last message's text, which the answer goes on from
+        """
         if self._template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
         # Published templates ask `tools is not none`, which an undefined name would answer wrongly.
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         try:
-            return self._template.render(**(defaults | options | {"messages": messages}))
+            text = self._template.render(**(defaults | options | {"messages": messages}))
         except Exception as error:  # templates are programs, and fail as programs do
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
+        return _until_end_of(messages[-1]["content"], text) if continue_final_message else text
+
+
+def _until_end_of(content: str, text: str) -> str:
+    """The text up to the end of what the last message says; many templates strip it. Raises InvalidRequest."""
+    for wanted in (content, content.strip()):
+        if wanted and (place := text.rfind(wanted)) >= 0:
+            return text[: place + len(wanted)]
+    raise InvalidRequest(
+        "the chat template leaves nothing of the last message to go on from", param="continue_final_message"
+    )
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:

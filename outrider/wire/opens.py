@@ -32,6 +32,8 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         features_from=request.features_from,
         hints_unwanted=request.hints_unwanted,
         grammar=_grammar_to_pb(request.grammar),
+        priority=request.priority,
+        max_draft_tokens=request.max_draft_tokens,
     )
 
 
@@ -51,6 +53,8 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         feature_spec=message.feature_spec,
         features_from=message.features_from,
         hints_unwanted=message.hints_unwanted,
+        priority=message.priority,
+        max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
     )
 
 

@@ -270,11 +270,12 @@ class TargetEngine(Engine):
         depth = self._room(entry.session) - 1  # the bonus token needs a place too
         if self._max_depth is not None:
             depth = min(depth, self._max_depth)
-        if depth < 1:
+        most = min(entry.session.max_draft_tokens, self.max_rows - 1)
+        if depth < 1 or most < 1:
             return EMPTY_SLICE
         admits = entry.admits if entry.matcher is not None else None
         lowest = -math.inf if entry.calibration.due else least_score(least, entry.calibration.ratio)
-        return entry.tree.select(self.max_rows - 1, depth, self._max_children, lowest, admits)
+        return entry.tree.select(most, depth, self._max_children, lowest, admits)
 
     def _reserve(self, session: Session, draft: TreeSlice) -> TreeSlice:
         """As much of a draft as there are pages for, which it gets."""
@@ -385,11 +386,12 @@ class TargetEngine(Engine):
 
     def _wanted(self, entry: Entry) -> int:
         """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        most = min(entry.session.max_draft_tokens, self.max_rows - 1)
         if self._patience.way is Way.PLAIN:
             return 0
         if self._fixed_rows or min(entry.calibration.ratio, 1.0) > self._least:
-            return self.max_rows - 1
-        return int(entry.calibration.due)
+            return most
+        return min(int(entry.calibration.due), most)
 
     @staticmethod
     def _first(entry: Entry) -> dict[str, Any]:

@@ -151,7 +151,8 @@ class Gateway:
         self.command += ["--draft", *drafts] if drafts else []
         self.command += [] if self_test else ["--disable-draft-self-test"]
         for name, value in settings.items():
-            self.command += [f"--{name.replace('_', '-')}", str(value)]
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            self.command += [f"--{name.replace('_', '-')}", *map(str, values)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(self.command, stderr=log)
         self.client = httpx.Client(base_url=self.url, timeout=30)

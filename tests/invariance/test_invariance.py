@@ -166,6 +166,19 @@ def test_a_draft_killed_midway(target, drafters, plain, drafter, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sessions_bound_what_is_verified_of_them(target, drafters, plain, temperature):
+    """Some decode plainly, some verify two nodes a step, some all, in one batch."""
+    bounds = [(0, 2, None)[i % 3] for i in range(len(PROMPTS))]
+    bounded = [replace(r, max_draft_tokens=most) for r, most in zip(requests(temperature), bounds, strict=True)]
+    run = Pair(target, drafters["self"]).run(bounded)
+    assert run.tokens == plain[temperature]
+    for most in (0, 2):
+        alone = Pair(target, drafters["self"]).run([replace(requests(temperature)[0], max_draft_tokens=most)])
+        assert alone.tokens[0] == plain[temperature][0]
+        assert (alone.verified, alone.steps) == (0, LENGTH) if most == 0 else 0 < alone.verified <= 2 * alone.steps
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_two_drafters_in_one_session(target, drafters, plain, temperature):
     """Two drafts that know nothing of one another feed the same trees."""
 

@@ -72,7 +72,7 @@ def opened():
     stop = StopConditions(9, 2, (5, 6), True)
     grammar = Grammar(GrammarKind.REGEX, "[aä]+")
     return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", grammar, 3, 0,
-                       hints_unwanted=True)  # fmt: skip
+                       hints_unwanted=True, priority=-3, max_draft_tokens=0)  # fmt: skip
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))

@@ -19,11 +19,11 @@ def scheduler(pages=8, page_size=4, max_running=4, step=16, **limits):
     return Scheduler(PrefixCache(PageAllocator(pages, page_size)), Limits(max_running, step, **limits))
 
 
-def session(s, session_id, length, *, shared=0, committed=()):
+def session(s, session_id, length, *, shared=0, committed=(), **options):
     """A session that shares its first tokens with others, and no later one."""
     own = range(1000 * session_id + shared + 1, 1000 * session_id + length + 1)
     tokens = np.array([*range(1, shared + 1), *own, *committed], np.uint32)
-    return Session(OpenSession(session_id, tokens, length, SamplingParams(), StopConditions(100)), s.prefix)
+    return Session(OpenSession(session_id, tokens, length, SamplingParams(), StopConditions(100), **options), s.prefix)
 
 
 def spans(chunks):
@@ -307,6 +307,19 @@ def test_the_longest_match_is_next_but_nobody_is_passed_over_for_ever():
         order.append(next(iter(s)).id)
     assert order[:MOST_PASSED] == list(range(2, MOST_PASSED + 2))
     assert order[MOST_PASSED] == 1
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_lower_numbers_of_priority_go_first_and_equal_ones_in_order(policy):
+    s = scheduler(pages=1000, step=100, max_running=1, policy=policy)
+    for i, priority in enumerate([0, 0, 5, -1, 5, 0]):
+        s.add(session(s, i, 5, priority=priority))
+    order = []
+    while len(s):
+        s.plan()
+        order.append(next(iter(s)).id)
+        s.remove(next(iter(s)))
+    assert order == [3, 0, 1, 5, 2, 4]
 
 
 def test_first_come_first_served_looks_at_no_match():

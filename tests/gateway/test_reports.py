@@ -1,0 +1,118 @@
+"""Reports of speculation and time in the shapes that others' tools read."""
+
+import json
+
+import openai
+import pytest
+
+from gateway.report import Report, Round
+from tests.gateway.services import Gateway
+
+ROUNDS = [Round(1, 0, 0), Round(3, 3, 2), Round(1, 3, 0), Round(4, 3, 3), Round(1, 0, 0)]
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def report(rounds=ROUNDS, completion=10):
+    return Report(rounds, 8, 3, completion, 0.5, 2.0)
+
+
+def test_a_report_in_vllm_s_shape():
+    told = report().metrics("detailed")
+    assert told["time_to_first_token_ms"] == 500
+    assert told["mean_itl_ms"] == pytest.approx(2000 / 9)
+    assert told["tokens_per_second"] == pytest.approx(4.5)
+    assert told["speculative_decoding"] == {
+        "mean_acceptance_length": pytest.approx(1 + 5 / 3),
+        "draft_acceptance_rate": pytest.approx(5 / 9),
+        "acceptance_histogram": [1, 0, 1, 1],
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 5,
+        "num_draft_tokens": 9,
+        "num_spec_tokens": 3,
+        "per_step_accepted": [2, 0, 3],
+        "per_step_drafted": [3, 3, 3],
+    }
+    assert "per_step_accepted" not in report().metrics("summary")["speculative_decoding"]
+    plain = report(ROUNDS[:1], 1).metrics("detailed")
+    assert plain["mean_itl_ms"] is None
+    assert plain["speculative_decoding"]["mean_acceptance_length"] is None
+    assert plain["speculative_decoding"]["acceptance_histogram"] == []
+
+
+def test_a_report_in_llama_cpp_s_shape():
+    told = report().timings()
+    assert (told["cache_n"], told["prompt_n"], told["predicted_n"]) == (3, 5, 10)
+    assert (told["draft_n"], told["draft_n_accepted"]) == (9, 5)
+    assert told["predicted_per_second"] == pytest.approx(5)
+    assert "draft_n" not in report(ROUNDS[:1], 1).timings()
+
+
+def test_a_report_in_sglang_s_shape():
+    told = report().meta_info()
+    assert (told["spec_verify_ct"], told["spec_accept_length"]) == (5, 2.0)
+    assert told["spec_accept_rate"] == pytest.approx(5 / 9)
+    assert told["spec_num_correct_drafts"] == told["spec_accept_token_num"] == told["spec_accepted_drafts"] == 5
+    assert told["spec_num_proposed_drafts"] == told["spec_draft_token_num"] == told["spec_proposed_drafts"] == 9
+    assert told["spec_accept_histogram"] == told["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
+
+
+def test_answers_tell_of_their_speculation(client):
+    answer = client.completions.create(model="default", prompt="A", max_tokens=90, temperature=0)
+    told, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
+    assert told["num_accepted_draft_tokens"] == usage.accepted_prediction_tokens > 0
+    assert told["num_draft_tokens"] == usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
+    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
+    assert answer.metrics["time_to_first_token_ms"] > 0
+    assert answer.timings["predicted_n"] == 90
+    assert answer.timings["draft_n"] == told["num_draft_tokens"]
+
+
+def test_several_choices_have_their_own_reports(client):
+    answer = client.completions.create(model="default", prompt="A", max_tokens=30, n=2, seed=0)
+    assert not hasattr(answer, "metrics")
+    for choice in answer.choices:
+        assert choice.metrics["speculative_decoding"]["num_spec_steps"] > 0
+        assert choice.timings["predicted_n"] == 30
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_the_last_event_of_a_stream_has_the_report(client, usage):
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    chunks = list(client.chat.completions.create(
+        model="default", messages=[{"role": "user", "content": "x"}], max_tokens=30, temperature=0, stream=True,
+        **options,
+    ))  # fmt: skip
+    assert [hasattr(chunk, "timings") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].timings["predicted_n"] == 30
+
+
+def test_vllm_s_counters_tell_what_ours_do(gateway):
+    gateway.complete("A", max_tokens=90)
+    name = "vllm:spec_decode_num_"
+    drafts = gateway.metric(f"{name}drafts_total", model_name="counting", engine="0")
+    accepted = gateway.metric(f"{name}accepted_tokens_total")
+    assert accepted == gateway.metric("outrider_accepted_draft_tokens_total") > 0
+    assert gateway.metric(f"{name}draft_tokens_total") == gateway.metric("outrider_verified_draft_tokens_total")
+    by_position = [gateway.metric(f"{name}accepted_tokens_per_pos_total", position=i) for i in range(5)]
+    assert drafts >= by_position[0] > 0
+    assert by_position[0] >= by_position[1]
+    assert by_position[2:] == [0, 0, 0]  # the third proposed token is always wrong
+    assert sum(by_position) == accepted
+
+
+def test_reports_can_be_left_out(folder, target, draft):
+    flags = {"per_request_spec_decode_metrics": "off", "disable_vllm_metrics": True}
+    quiet = Gateway(folder, [target.address], [draft.address], **flags).wait()
+    try:
+        body = quiet.complete("A", max_tokens=4)
+        assert "metrics" not in body
+        assert "timings" not in body
+        stream = quiet.client.post("/v1/completions", json={"prompt": "A", "stream": True}).text
+        assert "timings" not in json.loads(stream.split("\n\n")[-3].removeprefix("data: "))
+        assert "vllm:" not in quiet.client.get("/metrics").text
+    finally:
+        assert quiet.stop() == 0
