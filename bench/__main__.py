@@ -1,43 +1,75 @@
-"""`python -m bench [NAME] [flags]`: runs one benchmark, or all of them; results go to docs/benchmarks/."""
+"""`outrider bench NAME [flags]`, or `python -m bench`: runs one benchmark, or all of them, and writes their reports."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
+from bench import report
+
+# Name to module, and what it says; in the order in which `all` runs them.
 BENCHMARKS = {
-    "streams": "bench.streams.run",
-    "system": "bench.system",
-    "accept": "bench.accept",
-    "online": "bench.online",
-    "target": "bench.target",
-    "draft": "bench.draft",
-    "draft-kernels": "bench.draft_kernels",
-    "quality": "bench.quality",
-    "deterministic": "bench.deterministic",
-    "gpu": "bench.gpu",
+    "streams": ("bench.streams.run", "what gateway, services and wire cost a step"),
+    "system": ("bench.system", "the whole system against transformers generate"),
+    "serve": ("bench.serve.run", "load on any OpenAI-style server: throughput and latencies"),
+    "accept": ("bench.accept", "how much drafters foretell, by kind of prompt"),
+    "online": ("bench.online", "a draft that learns while it serves"),
+    "target": ("bench.target", "steps of the target against their floors; hints against plain decoding"),
+    "draft": ("bench.draft", "rounds of growth of the draft against their floors"),
+    "draft-kernels": ("bench.draft_kernels", "the draft's attention on an accelerator"),
+    "quality": ("bench.quality", "what narrow weights and caches cost in quality"),
+    "deterministic": ("bench.deterministic", "what --deterministic costs"),
+    "gpu": ("bench.gpu", "a step of a large model on a GPU against its floor"),
 }
-# These need what not every machine has: a file of prompts, a draft, an accelerator of JAX's.
-_ASKED_FOR = (BENCHMARKS["accept"], BENCHMARKS["online"], BENCHMARKS["draft-kernels"])
+# These need what not every machine has: a server, a file of prompts, a draft, an accelerator of JAX's, much time.
+_ASKED_FOR = ("serve", "accept", "online", "draft-kernels")
 
 
-def main() -> None:
-    """Dispatch by name."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a benchmark has started ends with it
-    name, *argv = sys.argv[1:] or ["all"]
+def usage() -> str:
+    """What `--help` shows."""
+    lines = [f"  {name:<14} {text}" for name, (_, text) in BENCHMARKS.items()]
+    return "\n".join([
+        "usage: outrider bench NAME [--output FOLDER] [FLAGS]        (NAME --help shows a benchmark's flags)",
+        "",
+        *lines,
+        f"  {'all':<14} all of them but {', '.join(_ASKED_FOR)}, and gpu only where there is one",
+        "",
+        "Reports go to docs/benchmarks in a checkout and to ./benchmarks elsewhere; --output names another folder.",
+    ])  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Dispatch by name. Returns the exit code."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["all"]
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return 0
     if name not in (*BENCHMARKS, "all"):
-        sys.exit(f"there is no benchmark {name}; choose among {', '.join(BENCHMARKS)} and all")
-    for module in BENCHMARKS.values() if name == "all" else [BENCHMARKS[name]]:
-        if name == "all" and (module in _ASKED_FOR or (module == BENCHMARKS["gpu"] and not _has_gpu())):
-            continue
-        importlib.import_module(module).main(argv)
+        print(f"there is no benchmark {name}; choose among {', '.join(BENCHMARKS)} and all", file=sys.stderr)
+        return 2
+    common = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    common.add_argument("--output", type=Path)
+    chosen, flags = common.parse_known_args(rest)
+    if chosen.output is not None:
+        report.write_into(chosen.output)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a benchmark has started ends with it
+    try:
+        codes = [importlib.import_module(BENCHMARKS[one][0]).main(flags) or 0 for one in _chosen(name)]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return max(codes)
 
 
-def _has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None
+def _chosen(name: str) -> list[str]:
+    if name != "all":
+        return [name]
+    return [one for one in BENCHMARKS if one not in _ASKED_FOR and (one != "gpu" or shutil.which("nvidia-smi"))]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress
 
-from bench.report import RESULTS, Report
+from bench.prompts import Prompt, first_of_each, read_prompts
+from bench.report import Report, results
 from bench.serving import Answer, ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve
 from outrider.drafts import has_head
@@ -42,31 +43,11 @@ DRAFTERS = {
 }
 
 
-class Prompt(NamedTuple):
-    """What a user says, turn by turn."""
-
-    category: str
-    turns: tuple[str, ...]
-
-
 class Result(NamedTuple):
     """What a drafter brought at one temperature: seconds, and the answers to every prompt."""
 
     seconds: float
     answers: list[list[Answer]]
-
-
-def read_prompts(file: Path, limit: int | None) -> list[Prompt]:
-    """The prompts of a file, or the first `limit` of every category, in the file's order."""
-    seen: dict[str, int] = {}
-    prompts = []
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        category = row.get("category", "all")
-        seen[category] = seen.get(category, 0) + 1
-        if limit is None or seen[category] <= limit:
-            prompts.append(Prompt(category, tuple(row["turns"] if "turns" in row else [row["prompt"]])))
-    return prompts
 
 
 def named_drafter(text: str) -> tuple[str, tuple[str, ...]]:
@@ -121,7 +102,7 @@ def add_rows(
 
 def main(argv: list[str]) -> None:
     """Run the benchmark and write docs/benchmarks/accept.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench accept", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench accept", description=__doc__)
     parser.add_argument("prompts", type=Path, help='JSON lines with "category" and "turns" or "prompt"')
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="auto", help="of the target")
@@ -141,11 +122,11 @@ def main(argv: list[str]) -> None:
         if unknown := set(args.only) - drafters.keys():
             parser.error(f"--only: there is no drafter {', '.join(sorted(unknown))}; there are {', '.join(drafters)}")
         drafters = {name: flags for name, flags in drafters.items() if name == _PLAIN or name in args.only}
-    model, prompts = args.model_path, read_prompts(args.prompts, args.limit)
+    model, prompts = args.model_path, first_of_each(read_prompts(args.prompts), args.limit)
     report = Report("accept", "How much drafters foretell: accept length by category")
     report.notes = _notes(args, model, prompts)
-    if args.resume and (RESULTS / "accept.json").exists():
-        report.rows = _rows_of(RESULTS / "accept.json", report.notes)
+    if args.resume and (results() / "accept.json").exists():
+        report.rows = _rows_of(results() / "accept.json", report.notes)
     known = {row["drafter"] for row in report.rows}
     plain: dict[float, Result] = {}
     for name, flags in drafters.items():
@@ -202,5 +183,4 @@ def _plot(report: Report) -> None:
     axes.set_xticks(range(len(categories)), categories, rotation=45, ha="right", fontsize=7)
     axes.set_yticks(range(len(rows)), [f"{r['drafter']}, T={r['temperature']:g}" for r in rows], fontsize=7)
     figure.colorbar(image, label="accept length")
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
+    report.save(figure)

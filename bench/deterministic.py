@@ -36,7 +36,7 @@ MEASURED: dict[str, Callable[[TargetEngine, int], float]] = {
 
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/deterministic.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench deterministic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench deterministic", description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="timed steps of each figure")
     parser.add_argument("--models", nargs="+", default=["moe", "dense"])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.draft_kernels import device_bandwidth
-from bench.report import RESULTS, Report
+from bench.report import Report
 from outrider.config import DraftAttentionBackend
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -64,7 +63,7 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/draft-steps.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench draft", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench draft", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--kinds", nargs="+", default=KINDS, help="kernels/number format; plain ones are measured less")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="sessions x nodes of each")
@@ -316,7 +315,7 @@ class Drive:
             self.engine.close(i)
 
 
-def plot(report: Report, folder: Path = RESULTS) -> None:
+def plot(report: Report) -> None:
     """Device and host time over the floor, by shape, greedy at the shorter context."""
     import matplotlib as mpl
 
@@ -335,6 +334,5 @@ def plot(report: Report, folder: Path = RESULTS) -> None:
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(xlabel="sessions x nodes", ylabel="step / floor", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{report.name}.png", dpi=120)
+    report.save(figure)
     plt.close(figure)

@@ -53,7 +53,7 @@ TINY = Size(4, 2, 16, ((1, 2, 40), (2, 2, 24)), 2, 1 << 20)
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/draft-kernels.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench draft-kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench draft-kernels", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="interpreted on the CPU, to see that this program works")
     flags = parser.parse_args(argv)
     platform = jax.default_backend()

@@ -75,7 +75,7 @@ TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/gpu.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench gpu", description=__doc__)
     parser.add_argument(
         "--parts", nargs="+", default=["step", "engine", "compiled", "attention"], help="what to measure"
     )

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress
 
-from bench.accept import Prompt, read_prompts
-from bench.report import RESULTS, Report
+from bench.prompts import Prompt, read_prompts
+from bench.report import Report
 from bench.serving import Answer, ask, served, speculation, text_of
 from outrider.checkpoint import resolve
 
@@ -80,7 +80,7 @@ def add_rows(report: Report, learning: Sequence[Round], still: Sequence[Round]) 
 
 def main(argv: list[str]) -> None:
     """Run the benchmark and write docs/benchmarks/online.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench online", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench online", description=__doc__)
     parser.add_argument("prompts", type=Path, help='JSON lines with "turns" or "prompt", and perhaps "category"')
     parser.add_argument("--draft", required=True, help="the draft's folder")
     parser.add_argument("--algorithm", default="EAGLE3")
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--flags", type=shlex.split, default="--speculative-always",
                         help="further flags of both systems, as one word")  # fmt: skip
     args = parser.parse_args(argv)
-    prompts = [prompt for prompt in read_prompts(args.prompts, None) if args.category in (None, prompt.category)]
+    prompts = [prompt for prompt in read_prompts(args.prompts) if args.category in (None, prompt.category)]
     rounds = rounds_of(prompts, args.rounds)
     if not rounds or not rounds[0]:
         parser.error(f"{args.prompts} has {len(prompts)} such prompts; {args.rounds} rounds need one each")
@@ -140,5 +140,4 @@ def _plot(report: Report) -> None:
     axes.set(xlabel="round", ylabel="accept length", title="prompts that the draft has not seen")
     axes.set_ylim(bottom=1.0)
     axes.legend()
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
+    report.save(figure)

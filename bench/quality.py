@@ -52,7 +52,7 @@ FORMATS: dict[str, dict[str, str]] = {
 
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/quality.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench quality", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench quality", description=__doc__)
     parser.add_argument("--model", default="default")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSON lines with a "prompt" each')
     parser.add_argument("--count", type=int, default=64, help="prompts, at most")

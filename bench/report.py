@@ -5,15 +5,42 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_CHECKOUT = Path(__file__).parents[1]
+_chosen: Path | None = None
+
+
+def write_into(folder: Path) -> None:
+    """Let this process's reports go to a folder."""
+    global _chosen  # noqa: PLW0603 - set once, by the entry point
+    _chosen = folder
+
+
+def results() -> Path:
+    """Where reports go: the folder that was chosen, docs/benchmarks of a checkout, or ./benchmarks."""
+    pages = _CHECKOUT / "docs" / "benchmarks"
+    return _chosen or (pages if pages.is_dir() else Path("benchmarks"))
+
+
+def command() -> str:
+    """How this process was called, as a stranger would type it; without secrets."""
+    arguments = [
+        "..." if before in ("--api-key", "--header") else re.sub(r"^(--api-key|--header)=.*", r"\1=...", word)
+        for before, word in zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
+    ]
+    return "outrider bench " + shlex.join(arguments[1:] if arguments[:1] == ["bench"] else arguments)
 
 
 def hardware() -> dict[str, Any]:
@@ -42,16 +69,22 @@ def commit() -> str:
     """The commit of the code that was measured; "+changes" if the tree differs from it."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(RESULTS.parents[1]), *arguments]
+        command = ["git", "-C", str(_CHECKOUT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     dirty = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if dirty else "")
 
 
+def recipe() -> dict[str, Any]:
+    """What a figure needs beside it so that others can take it again."""
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {"command": command(), "commit": commit(), "date": date, "hardware": hardware()}
+
+
 @dataclass
 class Report:
-    """A benchmark's result under way; `write` puts it into docs/benchmarks."""
+    """A benchmark's result under way; `write` and `save` put it into the folder of results."""
 
     name: str
     title: str
@@ -64,14 +97,14 @@ class Report:
         self.rows.append(row)
         print("  ".join(f"{key}={_text(value)}" for key, value in row.items()), flush=True)
 
-    def write(self, folder: Path = RESULTS) -> None:
+    def save(self, figure: Figure) -> None:
+        """Write NAME.png, which the page then shows."""
+        results().mkdir(parents=True, exist_ok=True)
+        figure.savefig(results() / f"{self.name}.png", dpi=130)
+
+    def write(self) -> None:
         """Write NAME.json and NAME.md."""
-        facts = {
-            "command": "python -m bench " + " ".join(sys.argv[1:]),
-            "commit": commit(),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-            "hardware": hardware(),
-        }
+        facts, folder = recipe(), results()
         folder.mkdir(parents=True, exist_ok=True)
         content = {"title": self.title, **facts, "notes": self.notes, "rows": self.rows}
         (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.report import RESULTS, Report
+from bench.report import Report
 from bench.serving import ask, new_tokens, served, speculation, text_of
 from outrider.checkpoint import resolve, weight_files
 from outrider.drafts import has_head
@@ -77,7 +77,7 @@ def tensor_headers(file: Path) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     """Run the benchmark and write docs/benchmarks/system.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench system", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench system", description=__doc__)
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="auto", help="of Outrider's target; auto is the checkpoint's own on a CPU")
     parser.add_argument("--transformers-dtype", default="float32", help="on CPUs the faster one there")
@@ -143,5 +143,4 @@ def _plot(report: Report) -> None:
     axes.set(xlabel="new tokens per second")
     axes.margins(x=0.08)
     axes.tick_params(axis="y", labelsize=7)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
+    report.save(figure)

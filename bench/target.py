@@ -14,13 +14,12 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.report import RESULTS, Report
+from bench.report import Report
 from outrider import checkpoint
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
@@ -44,7 +43,7 @@ Hints = Callable[[int, list[int]], Proposal | None]
 
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/target.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench target", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench target", description=__doc__)
     parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--steps", type=int, default=60, help="timed steps of each figure")
@@ -275,7 +274,7 @@ def hints_of(kind: str, prompts: dict[int, NDArray[np.uint32]], texts: dict[int,
     return hint
 
 
-def plot(report: Report, folder: Path = RESULTS) -> None:
+def plot(report: Report) -> None:
     """Ratios by sessions."""
     import matplotlib as mpl
 
@@ -290,6 +289,5 @@ def plot(report: Report, folder: Path = RESULTS) -> None:
     axes.set(xscale="log", xlabel="sessions", ylabel="tokens a second / plain", ylim=(0, None))
     axes.set_xticks(sessions, [str(n) for n in sessions])
     axes.legend(frameon=False)
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{report.name}.png", dpi=120)
+    report.save(figure)
     plt.close(figure)

@@ -26,6 +26,7 @@ Speculative decoding for large language models, as services.
   draft         start the draft service: proposes tokens ahead of the target (JAX)
   gateway       start the gateway: OpenAI-style REST and gRPC for clients
   train         train a draft for a target: it writes answers, and a head learns to foretell them
+  bench         measure: load on any server, drafters side by side, steps against their floors
   doctor        show versions, devices, cores, caches and models of this machine
   healthcheck   ask whether a service is up; the exit code is 0 if it is, 1 if not
 
@@ -38,8 +39,9 @@ _PROCESSES = {
     "draft": ("services.draft.__main__", "draft"),
     "gateway": ("gateway.__main__", "gateway"),
     "train": ("services.draft.train.__main__", "train"),
+    "bench": ("bench.__main__", "bench"),
 }
-_OWN_PACKAGES = ("outrider", "services", "gateway")
+_OWN_PACKAGES = ("outrider", "services", "gateway", "bench")
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def _run_process(verb: str, flags: list[str]) -> int:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in _OWN_PACKAGES:
+        missing, _, ours = (error.name or "").partition(".")
+        if ours and missing in _OWN_PACKAGES:
             raise
         raise ConfigError(
             f"the {verb} needs {missing}, which is not installed; run `make install`, "

@@ -21,7 +21,7 @@ import grpc
 import httpx
 import uvloop
 
-from bench.report import RESULTS, Report
+from bench.report import Report
 from bench.streams.pingpong import round_trips
 from bench.system import free_port
 from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
@@ -79,7 +79,7 @@ async def generate(grpc_port: int, sessions: int, tokens: int) -> float:
 
 def main(argv: list[str]) -> None:
     """Run the benchmark and write docs/benchmarks/streams.*."""
-    parser = argparse.ArgumentParser(prog="python -m bench streams", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench streams", description=__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--steps", type=int, default=1500)
     args = parser.parse_args(argv)
@@ -128,5 +128,4 @@ def _plot(report: Report) -> None:
     axes.set(xscale="log", yscale="log", xlabel="sessions", ylabel="microseconds a step", xticks=x, xticklabels=x)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
+    report.save(figure)

@@ -3,7 +3,7 @@
 import torch
 
 from bench import draft_kernels, gpu, online
-from bench.accept import Prompt
+from bench.prompts import Prompt
 from bench.report import Report
 
 
@@ -47,6 +47,6 @@ def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     assert report.rows == [
         {"round": 1, "learning": 2.0, "as_it_was": 1.0, "steps": 32, "kept": 1, "rejected": 0, "same_text": "1/2"}
     ]
-    monkeypatch.setattr(online, "RESULTS", tmp_path)
+    monkeypatch.setattr("bench.report._chosen", tmp_path)
     online._plot(report)
     assert (tmp_path / "online.png").exists()

@@ -2,11 +2,17 @@
 
 import asyncio
 import contextlib
+import importlib.util
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 
+from bench import report
+from bench.__main__ import BENCHMARKS
+from bench.__main__ import main as bench_main
 from outrider import __version__, cli
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor import doctor
@@ -23,7 +29,7 @@ def test_help_names_every_verb():
         result = outrider(*flags)
         assert result.returncode == 0
         assert result.stderr == ""
-    for verb in ("serve", "target", "draft", "gateway", "doctor", "healthcheck"):
+    for verb in ("serve", "target", "draft", "gateway", "train", "bench", "doctor", "healthcheck"):
         assert f"\n  {verb} " in result.stdout
     assert outrider().returncode == 2
     assert outrider("--version").stdout == f"outrider {__version__}\n"
@@ -76,6 +82,43 @@ def test_a_broken_module_of_our_own_is_no_missing_extra(monkeypatch):
     monkeypatch.setattr(cli.importlib, "import_module", fail)
     with pytest.raises(ModuleNotFoundError):
         cli.main(["target"])
+
+
+def test_benchmarks_by_their_names(monkeypatch, tmp_path):
+    """`outrider bench NAME` and `python -m bench NAME` are the same, also from a folder that is no checkout."""
+    python = [sys.executable, "-m"]
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
+    monkeypatch.setenv("COLUMNS", "120")
+    for flags in (["--help"], ["serve", "--help"], ["sevre"], ["serve", "--concurrency", "none"]):
+        one, other = (
+            subprocess.run([*python, *program, *flags], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+            for program in (["outrider", "bench"], ["bench"])
+        )
+        assert (one.returncode, one.stdout, one.stderr) == (other.returncode, other.stdout, other.stderr)
+        assert one.returncode == (0 if "--help" in flags else 2)
+    assert set(BENCHMARKS) >= {"serve", "system", "accept", "target", "draft"}
+    for module, _ in BENCHMARKS.values():
+        assert importlib.util.find_spec(module) is not None
+
+
+def test_reports_go_where_they_are_wanted(monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.report._chosen", None)
+    monkeypatch.setattr("sys.argv", ["outrider", "bench", "x", "--api-key", "s3cret", "--prompts", "a b.jsonl"])
+    assert report.command() == "outrider bench x --api-key ... --prompts 'a b.jsonl'"
+    assert report.results() == Path(cli.__file__).parents[1] / "docs" / "benchmarks"
+    monkeypatch.setattr("bench.report._CHECKOUT", tmp_path / "site-packages")
+    assert report.results() == Path("benchmarks")
+
+    def main(flags):
+        made = report.Report("x", "A title")
+        made.add(flags=" ".join(flags))
+        made.write()
+
+    module = types.SimpleNamespace(main=main)
+    monkeypatch.setattr("bench.__main__.importlib.import_module", lambda name: module)
+    assert bench_main(["target", "--output", str(tmp_path / "here"), "--quick"]) == 0
+    assert "| --quick |" in (tmp_path / "here" / "x.md").read_text()
+    assert bench_main(["nothing"]) == 2
 
 
 @contextlib.asynccontextmanager

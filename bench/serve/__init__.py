@@ -1,0 +1,1 @@
+"""Load on any OpenAI-style server, and what its clients saw."""

@@ -1,0 +1,139 @@
+"""One client of an OpenAI-style server: asks, and notes when each piece of the answer comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import orjson
+
+from bench.serve.outcome import Outcome, take
+
+Endpoint = Literal["chat", "completions"]
+_PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Whom to ask, and how. body: of every request; timeout: seconds that an answer may take."""
+
+    base_url: str
+    endpoint: Endpoint = "chat"
+    model: str = "default"
+    body: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    timeout: float = 600.0
+
+
+def root_of(url: str) -> str:
+    """A server's root, also where its API's root was given."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class Events:
+    """The data of server-sent events, from bytes that are cut anywhere."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data lines that are complete with these bytes; comments and other fields are left out."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+    def end(self) -> list[bytes]:
+        """What is left when the stream has ended."""
+        return self.feed(b"\n")
+
+
+class Client:
+    """Asks one server. Use as an async context; `clock` gives seconds since the load's start."""
+
+    def __init__(self, target: Target, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.target, self.clock = target, clock
+
+    async def __aenter__(self) -> Client:
+        # Servers close idle connections after 5 s or more; one that is about to be closed must not be used.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            headers=dict(self.target.headers),
+            timeout=aiohttp.ClientTimeout(total=self.target.timeout, sock_connect=30),
+            read_bufsize=2**20,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def ask(self, outcome: Outcome, content: Mapping[str, Any]) -> Outcome:
+        """Send a request and note its answer in the outcome; failures are noted there, too.
+
+        content: what is asked beside the body of every request: messages or prompt, and what differs.
+        """
+        target = self.target
+        body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {**target.body, **content}
+        if not body["stream"]:
+            del body["stream_options"]
+        outcome.sent = self.clock()
+        try:
+            await self._ask(outcome, orjson.dumps(body))
+        except TimeoutError:
+            outcome.fail("timeout", f"no whole answer in {target.timeout:g} s")
+        except aiohttp.ClientConnectorError as error:
+            outcome.fail("no connection", str(error))
+        except aiohttp.ClientError as error:
+            outcome.fail("broken stream" if outcome.pieces else "connection lost", f"{type(error).__name__}: {error}")
+        except ValueError as error:
+            outcome.fail("no JSON", str(error))
+        outcome.ended = self.clock()
+        if not outcome.pieces:
+            outcome.fail("empty answer", "no piece of text came")
+        if not outcome.counted:
+            outcome.output_tokens = len(outcome.pieces)
+        return outcome
+
+    async def _ask(self, outcome: Outcome, body: bytes) -> None:
+        url = root_of(self.target.base_url) + _PATHS[self.target.endpoint]
+        headers = {"content-type": "application/json"}
+        async with self._session.post(url, data=body, headers=headers) as response:
+            if response.status != 200:
+                outcome.fail(f"HTTP {response.status}", await _message(response))
+            elif response.content_type == "text/event-stream":
+                await self._stream(outcome, response)
+            else:
+                take(outcome, orjson.loads(await response.read()), self.clock())
+
+    async def _stream(self, outcome: Outcome, response: aiohttp.ClientResponse) -> None:
+        events, done, outcome.streamed = Events(), False, True
+        async for data in response.content.iter_any():
+            now = self.clock()
+            for event in events.feed(data):
+                done = done or event == b"[DONE]"
+                if event and event != b"[DONE]":
+                    take(outcome, orjson.loads(event), now)
+        if not (done or outcome.finish):
+            outcome.fail("broken stream", "it ended without a finish reason and without [DONE]")
+
+    async def get(self, path: str) -> str | None:
+        """A page of the server; None if it has none or cannot be reached."""
+        try:
+            async with self._session.get(root_of(self.target.base_url) + path) as response:
+                return await response.text() if response.status == 200 else None
+        except (TimeoutError, aiohttp.ClientError):
+            return None
+
+
+async def _message(response: aiohttp.ClientResponse) -> str:
+    """What an error's body says; error bodies come in many shapes."""
+    text = await response.text(errors="replace")
+    try:
+        body = orjson.loads(text)
+        error = body.get("error", body)
+        return str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        return text

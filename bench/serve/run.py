@@ -1,0 +1,208 @@
+"""Load on any OpenAI-style server: Outrider, vLLM, SGLang, llama-server and their like.
+
+Prompts come from a file (JSON lines with "turns" or "prompt" and perhaps "category", as of Spec-Bench and MT-bench, or
+ShareGPT's JSON) or are made of random words (--input-len, --output-len). Without --request-rate, --concurrency users
+each ask again as soon as they have their answer; with it, conversations begin at random times, whether or not the
+server keeps up. Answers are streamed. Speculation is shown where the server tells of it, in its answers or on /metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from bench.prompts import Prompt, read_prompts, sample, synthetic
+from bench.serve import counters, load, show
+from bench.serve.client import Client, Target, root_of
+from bench.serve.measures import LIMITS, Speculation, by_category, seconds_of, summarize
+from bench.serve.outcome import Outcome
+
+_DEFAULT_COUNT = 100
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(
+        prog="outrider bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    to = made.add_argument_group("the server")
+    to.add_argument("--base-url", default="http://127.0.0.1:30000", help="with or without /v1 (default: %(default)s)")
+    to.add_argument("--model", help="by default the first one that /v1/models names")
+    to.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
+    to.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="by default $OPENAI_API_KEY")
+    to.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="a further header")
+    to.add_argument("--timeout", type=_positive, default=600.0, help="seconds that an answer may take")
+    what = made.add_argument_group("what is asked")
+    what.add_argument("--prompts", type=Path, help="a file of prompts; without one they are made of random words")
+    what.add_argument("--num-prompts", type=_count, help="of a file all by default, categories taking turns; "
+                      f"of random words {_DEFAULT_COUNT}")  # fmt: skip
+    what.add_argument("--turns", type=_count, default=1, help="turns of each conversation at most (default: 1)")
+    what.add_argument("--input-len", type=_count, default=256, help="random words of a prompt (default: 256)")
+    what.add_argument("--output-len", type=_count, default=128, help="tokens of its answer, whole ones (default: 128)")
+    what.add_argument("--range-ratio", type=_share, default=0.0, help="lengths are uniform within 1 +- this ratio")
+    what.add_argument("--max-tokens", type=_count, default=256, help="of an answer to a prompt of a file")
+    what.add_argument("--ignore-eos", action="store_true", help="answers go on to their greatest length")
+    what.add_argument("--temperature", type=float, default=0.0)
+    what.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="further fields of every request")
+    what.add_argument("--no-stream", action="store_true", help="whole answers; only their latency can be told then")
+    what.add_argument("--seed", type=int, default=0, help="of the prompts' order, the arrivals and the requests")
+    when = made.add_argument_group("when")
+    when.add_argument("--concurrency", type=_count, help="conversations at a time: 1 by default; with --request-rate "
+                      "a limit, by default none")  # fmt: skip
+    when.add_argument("--request-rate", type=_positive, help="conversations that begin in a second")
+    when.add_argument(
+        "--burstiness", type=_positive, default=1.0, help="of arrivals: 1 Poisson, below bursts, above even"
+    )
+    when.add_argument("--warmup", type=int, default=2, help="requests before the load, of random words (default: 2)")
+    out = made.add_argument_group("what comes out")
+    out.add_argument("--goodput", nargs="+", type=_limit, metavar="NAME:MS", help="count requests that keep limits of "
+                     f"{', '.join(LIMITS)} in milliseconds")  # fmt: skip
+    out.add_argument("--json", type=Path, help="write all figures and a line a request to a file")
+    out.add_argument("--plot", type=Path, help="write distributions of latencies and throughput over time to a picture")
+    return made
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{value:g} is not in [0, 1)")
+    return value
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+    return value
+
+
+def _limit(text: str) -> tuple[str, float]:
+    name, _, value = text.partition(":")
+    if name not in LIMITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MS with a name of {', '.join(LIMITS)}")
+    return name, _positive(value) / 1e3
+
+
+def prompts_of(args: argparse.Namespace) -> list[Prompt]:
+    """What the flags ask for. Raises ValueError, OSError."""
+    if args.prompts is None:
+        count = args.num_prompts or _DEFAULT_COUNT
+        return synthetic(count, args.input_len, args.output_len, args.range_ratio, args.seed)
+    chosen = sample(read_prompts(args.prompts), args.num_prompts, args.seed)
+    turns = args.turns if args.endpoint == "chat" else 1
+    return [prompt._replace(turns=prompt.turns[:turns]) for prompt in chosen]
+
+
+def target_of(args: argparse.Namespace) -> Target:
+    """Whom the flags name."""
+    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    for header in args.header:
+        name, _, value = header.partition(":")
+        headers[name.strip()] = value.strip()
+    body: dict[str, Any] = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    if args.ignore_eos or args.prompts is None:
+        body["ignore_eos"] = True
+    if args.no_stream:
+        body["stream"] = False
+    body |= args.extra_body
+    return Target(root_of(args.base_url), args.endpoint, args.model or "", body, headers, args.timeout)
+
+
+async def measure(
+    target: Target, prompts: Sequence[Prompt], plan: load.Plan, warmup: int, console: Console
+) -> tuple[Target, list[Outcome], Speculation | None]:
+    """Put a load on. Returns the target with its model's name, what came of it, and what the metrics tell.
+
+    Raises RuntimeError if the server cannot be reached or has no model.
+    """
+    async with Client(target) as client:
+        if not target.model:
+            target = replace(target, model=await _first_model(client))
+        if warmup > 0:
+            warm = await load.warm_up(target, warmup, min(warmup, plan.concurrency or warmup), plan.seed)
+            if failed := [o for o in warm if o.error]:
+                console.print(f"[yellow]warm-up: {failed[0].error}: {failed[0].detail}[/yellow]")
+        before = counters.read(await client.get("/metrics"))
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                   TimeRemainingColumn())  # fmt: skip
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("requests", total=sum(len(prompt.turns) for prompt in prompts))
+            so_far = [0, 0]
+
+            def done(outcome: Outcome) -> None:
+                so_far[0] += outcome.output_tokens
+                so_far[1] += bool(outcome.error)
+                progress.update(bar, advance=1, description=f"{so_far[0]:,} tokens, {so_far[1]} failed")
+
+            outcomes = await load.run(target, prompts, plan, done)
+        after = counters.read(await client.get("/metrics"))
+    return target, outcomes, counters.speculation(before, after)
+
+
+async def _first_model(client: Client) -> str:
+    page = await client.get("/v1/models")
+    if page is None:
+        raise RuntimeError(
+            f"{client.target.base_url} does not answer GET /v1/models; is it up? (--model names a model)"
+        )
+    models = json.loads(page).get("data") or []
+    if not models:
+        raise RuntimeError(f"{client.target.base_url}/v1/models names no model; --model names one")
+    return str(models[0]["id"])
+
+
+def main(argv: list[str]) -> int:
+    """Put the load on, and show what came of it. Returns 1 if no request succeeded."""
+    flags = parser()
+    args = flags.parse_args(argv)
+    try:
+        prompts = prompts_of(args)
+    except (OSError, ValueError) as error:
+        flags.error(f"--prompts: {error}")
+    if not prompts:
+        flags.error(f"--prompts: there is none in {args.prompts}")
+    concurrency = args.concurrency or (None if args.request_rate else 1)
+    plan = load.Plan(concurrency, args.request_rate, args.burstiness, args.seed)
+    # A pipe has no width; wide tables stay whole in it.
+    console, progress = Console(width=None if sys.stdout.isatty() else 120), Console(stderr=True)
+    try:
+        work = measure(target_of(args), prompts, plan, args.warmup, progress)
+        target, outcomes, told = uvloop.run(work)
+    except RuntimeError as error:
+        print(f"outrider bench serve: error: {error}", file=sys.stderr)
+        return 1
+    seconds = seconds_of(outcomes)
+    summary = summarize(outcomes, seconds, dict(args.goodput) if args.goodput else None)
+    categories = by_category(outcomes, seconds)
+    show.show(console, summary, categories, outcomes, told)
+    parameters = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    parameters |= {"model": target.model, "concurrency": concurrency, "api_key": None, "header": len(args.header)}
+    if args.json is not None:
+        show.write_json(args.json, parameters, summary, categories, outcomes, told)
+    if args.plot is not None:
+        show.plot(args.plot, f"{target.model} at {target.base_url}", outcomes)
+    return 0 if summary.requests else 1

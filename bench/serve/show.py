@@ -1,0 +1,173 @@
+"""Figures of a load for people and programs: tables, a JSON file, a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import recipe
+from bench.serve.measures import Distribution, Speculation, Summary, errors, tokens_over_time
+from bench.serve.outcome import Outcome
+
+_BINS = 60
+
+
+def show(
+    console: Console,
+    summary: Summary,
+    categories: Mapping[str, Summary],
+    outcomes: Sequence[Outcome],
+    counters: Speculation | None,
+) -> None:
+    """Print the tables. counters: what the server's metrics tell of speculation, if they do."""
+    console.print(_totals(summary))
+    console.print(_latencies(summary))
+    for title, speculation in (("answers", summary.speculation), ("metrics", counters)):
+        if speculation is not None:
+            console.print(f"[bold]speculation[/bold], as the {title} tell: {_told(speculation)}", soft_wrap=True)
+    if len(categories) > 1:
+        console.print(_categories(categories))
+    if summary.uncounted:
+        console.print(
+            f"[yellow]{summary.uncounted} answers came without usage: pieces of text stand for their tokens[/yellow]"
+        )
+    if failures := errors(outcomes):
+        table = Table("failed requests", "count", "for example", title_justify="left", style="red")
+        for kind, (count, example) in failures.items():
+            table.add_row(kind, str(count), example)
+        console.print(table)
+
+
+def _totals(summary: Summary) -> Table:
+    table = Table(show_header=False)
+    rows = [
+        ("requests, successful / failed", f"{summary.requests} / {summary.failed}"),
+        ("duration", f"{summary.seconds:.2f} s"),
+        ("input tokens / output tokens", f"{summary.input_tokens:,} / {summary.output_tokens:,}"),
+        ("requests per second", f"{summary.requests_per_s:.3f}"),
+        ("output tokens per second", f"{summary.output_tokens_per_s:,.1f}"),
+        ("output tokens per piece of text", f"{summary.tokens_per_piece:.2f}"),
+    ]
+    if summary.goodput is not None:
+        rows.append(("goodput, requests per second", f"{summary.goodput:.3f}"))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _latencies(summary: Summary) -> Table:
+    table = Table("milliseconds", "mean", "median", "p90", "p99", "largest")
+    for name, taken in (
+        ("time to first token", summary.ttft),
+        ("time per output token after it", summary.tpot),
+        ("time between pieces of text", summary.itl),
+        ("whole request", summary.latency),
+    ):
+        table.add_row(name, *_cells(taken))
+    return table
+
+
+def _cells(taken: Distribution | None) -> list[str]:
+    values = () if taken is None else (taken.mean, taken.median, taken.p90, taken.p99, taken.largest)
+    return [f"{1e3 * value:,.1f}" for value in values] or ["-"] * 5
+
+
+def _told(speculation: Speculation) -> str:
+    words = [f"accept length {speculation.accept_length:.2f}"]
+    if speculation.acceptance_rate is not None:
+        words.append(f"acceptance rate {speculation.acceptance_rate:.1%}")
+    if speculation.per_position:
+        words.append("by position " + " ".join(f"{share:.1%}" for share in speculation.per_position))
+    return ", ".join(words) + f" ({speculation.source})"
+
+
+def _categories(categories: Mapping[str, Summary]) -> Table:
+    columns = ("category", "requests", "failed", "output tokens", "median TTFT, ms", "median TPOT, ms", "accept length")
+    table = Table(*columns)
+    for name, one in categories.items():
+        table.add_row(
+            name,
+            str(one.requests),
+            str(one.failed),
+            f"{one.output_tokens:,}",
+            f"{1e3 * one.ttft.median:,.1f}" if one.ttft else "-",
+            f"{1e3 * one.tpot.median:,.1f}" if one.tpot else "-",
+            f"{one.speculation.accept_length:.2f}" if one.speculation else "-",
+        )
+    return table
+
+
+def write_json(
+    file: Path,
+    parameters: Mapping[str, Any],
+    summary: Summary,
+    categories: Mapping[str, Summary],
+    outcomes: Sequence[Outcome],
+    counters: Speculation | None,
+) -> None:
+    """All figures, what is needed to take them again, and a line a request. Times are in seconds.
+
+    The hardware is that of the machine the load came from.
+    """
+    content = {
+        **recipe(),
+        "parameters": dict(parameters),
+        "summary": summary.as_json(),
+        "server_speculation": asdict(counters) if counters else None,
+        "categories": {name: one.as_json() for name, one in categories.items()},
+        "errors": {kind: {"count": count, "example": example} for kind, (count, example) in errors(outcomes).items()},
+        "requests": [_line(outcome) for outcome in outcomes],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _line(outcome: Outcome) -> dict[str, Any]:
+    fields = ("category", "turn", "due", "sent", "ended", "prompt_tokens", "output_tokens", "counted", "drafted",
+              "accepted", "finish", "error")  # fmt: skip
+    line: dict[str, Any] = {name: getattr(outcome, name) for name in fields}
+    timed = not outcome.error
+    return line | {"ttft": outcome.ttft if timed else None, "tpot": outcome.tpot if timed else None}
+
+
+def plot(file: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+    """Distributions of latencies, and throughput over time, as a picture whose kind the file's ending says."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+
+    good = [o for o in outcomes if not o.error]
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    latencies, tokens, over_time = figure.subplots(1, 3)
+    whole = {
+        "first token": [o.ttft for o in good if o.ttft is not None],
+        "whole request": [o.latency for o in good],
+    }
+    each = {
+        "per output token": [o.tpot for o in good if o.tpot is not None],
+        "between pieces": [gap for o in good for gap in o.gaps],
+    }
+    for axes, named in ((latencies, whole), (tokens, each)):
+        for name, values in named.items():
+            if values:
+                axes.ecdf([1e3 * value for value in values], label=name)
+        axes.set(xlabel="milliseconds", ylabel="share of them" if axes is latencies else None)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="lower right")
+    begins, rates = tokens_over_time(outcomes, _BINS)
+    if begins:
+        over_time.stairs(rates, [*begins, begins[-1] + (begins[1] - begins[0])], fill=True, alpha=0.6)
+    over_time.set(xlabel="seconds", ylabel="output tokens per second")
+    over_time.grid(alpha=0.3)
+    figure.suptitle(title, fontsize=10)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)

@@ -1,0 +1,176 @@
+"""The load generator against a real server on this machine that also misbehaves."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from bench.__main__ import main
+from bench.prompts import Prompt
+from bench.serve.client import Events, Target, root_of
+from bench.serve.load import Plan, run
+from tests.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, running
+
+
+def prompts(*texts):
+    return [Prompt("x", (text,)) for text in texts]
+
+
+async def test_a_good_answer_is_timed_and_counted():
+    async with running() as (server, url):
+        (outcome,) = await run(Target(url, "chat", "tiny"), prompts("one two three"), Plan())
+    assert outcome.error == ""
+    assert outcome.text == "".join(WORDS)
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.counted) == (3, TOKENS, True)
+    assert (outcome.drafted, outcome.accepted) == (DRAFTED, ACCEPTED)
+    assert len(outcome.pieces) == len(WORDS), "the opening chunk has no text"
+    assert outcome.ttft >= STEP
+    assert outcome.tpot >= STEP * (len(WORDS) - 1) / TOKENS
+    assert outcome.due <= outcome.sent < outcome.pieces[0] < outcome.pieces[-1] <= outcome.ended
+    assert server.requests[0]["model"] == "tiny"
+    assert server.requests[0]["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+async def test_every_misbehaviour_has_its_name(endpoint):
+    kinds = {
+        "429": "HTTP 429",
+        "500": "HTTP 500",
+        "broken": "broken stream",
+        "short": "broken stream",
+        "error": "error in the stream",
+        "garbage": "no JSON",
+        "empty": "empty answer",
+        "slow": "timeout",
+        "good": "",
+    }
+    async with running() as (_, url):
+        outcomes = await run(Target(url, endpoint, "tiny", timeout=0.8), prompts(*kinds), Plan(concurrency=4))
+    found = {text: outcome.error for text, outcome in zip(kinds, outcomes, strict=True)}
+    assert found == kinds
+    details = dict(zip(kinds, (outcome.detail for outcome in outcomes), strict=True))
+    assert details["429"] == "no: 429"
+    assert details["error"] == "out of pages"
+
+
+async def test_answers_without_usage():
+    async with running() as (_, url):
+        bare, llama = await run(Target(url, "chat", "tiny"), prompts("bare", "llama"), Plan())
+    assert (bare.error, bare.counted, bare.output_tokens) == ("", False, len(WORDS))
+    assert (llama.error, llama.counted, llama.output_tokens, llama.prompt_tokens) == ("", True, TOKENS, 7)
+    assert (llama.drafted, llama.accepted) == (DRAFTED, ACCEPTED)
+
+
+async def test_whole_answers():
+    async with running() as (_, url):
+        (outcome,) = await run(Target(url, "chat", "tiny", {"stream": False}), prompts("good"), Plan())
+    assert (outcome.error, outcome.output_tokens, outcome.ttft) == ("", TOKENS, None)
+    assert outcome.latency > 0
+
+
+async def test_no_server():
+    (outcome,) = await run(Target("http://127.0.0.1:9", "chat", "tiny"), prompts("x"), Plan())
+    assert outcome.error == "no connection"
+
+
+async def test_as_many_at_a_time_as_asked_for():
+    async with running() as (server, url):
+        await run(Target(url, "chat", "tiny"), prompts(*"abcdefghij"), Plan(concurrency=3))
+        assert server.most == 3
+        server.most = 0
+        await run(Target(url, "chat", "tiny"), prompts(*"abcdef"), Plan(concurrency=None, rate=1000.0))
+        assert server.most == 6
+
+
+async def test_arrivals_wait_for_nobody_and_waiting_counts():
+    """Three requests come at once and one is served at a time: what the others wait is part of their latency."""
+    async with running() as (_, url):
+        free = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(None, rate=1000.0))
+        held = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(1, rate=1000.0))
+    assert free[2].sent < free[0].ended
+    assert held[2].sent >= held[1].ended
+    assert held[2].ttft > held[1].ended - held[2].due
+
+
+async def test_a_conversation_goes_on_with_its_answers_and_ends_where_it_fails():
+    async with running() as (server, url):
+        talk = [Prompt("x", ("one", "two", "three")), Prompt("x", ("one", "500", "never"))]
+        outcomes = await run(Target(url, "chat", "tiny"), talk, Plan(seed=40))
+    assert [(o.turn, o.error) for o in outcomes] == [(0, ""), (1, ""), (2, ""), (0, ""), (1, "HTTP 500")]
+    said = server.requests[2]["messages"]
+    assert [m["role"] for m in said] == ["user", "assistant", "user", "assistant", "user"]
+    assert said[1]["content"] == "".join(WORDS)
+    assert [r["seed"] for r in server.requests] == [40, 40, 40, 41, 41]
+
+
+def test_events_are_cut_anywhere():
+    raw = ': ping\r\ndata: {"a": "é"}\r\n\r\nevent: x\ndata:[DONE]\n\n'.encode()
+    for cut in range(len(raw)):
+        events = Events()
+        assert events.feed(raw[:cut]) + events.feed(raw[cut:]) == ['{"a": "é"}'.encode(), b"[DONE]"]
+
+
+def test_addresses_with_and_without_the_version():
+    assert {root_of(u) for u in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")} == {"http://a:1"}
+
+
+@pytest.fixture
+def address():
+    """A server in a thread, for programs that run an event loop of their own."""
+    ready, end, found = threading.Event(), asyncio.Event(), []
+
+    async def serve():
+        async with running() as (_, url):
+            found.extend([url, asyncio.get_running_loop()])
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert ready.wait(10)
+    yield found[0]
+    found[1].call_soon_threadsafe(end.set)
+    thread.join(10)
+
+
+def test_the_program_from_flags_to_files(address, tmp_path, capsys):
+    rows = [{"category": c, "turns": [t, "again"]} for c, t in (("a", "good"), ("a", "fine"), ("b", "429"), ("b", "x"))]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--base-url", f"{address}/v1", "--prompts", str(file), "--concurrency", "2", "--turns", "2"]
+    flags += ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png"), "--goodput", "ttft:5000"]
+    assert main(["serve", *flags, "--api-key", "secret"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("6 / 1", "HTTP 429", "accept length 2.00", "by position 100.0% 0.0% 0.0%", "goodput"):
+        assert words in shown
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert content["parameters"]["model"] == "tiny"
+    assert "secret" not in json.dumps(content)
+    assert content["summary"]["output_tokens"] == 6 * TOKENS
+    assert content["summary"]["speculation"]["accept_length"] == 2.0
+    assert content["server_speculation"]["per_position"] == [1.0, 0.0, 0.0]
+    assert content["categories"]["b"]["failed"] == 1
+    assert len(content["requests"]) == 7
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_synthetic_prompts_at_a_rate(address, capsys):
+    flags = ["--base-url", address, "--endpoint", "completions", "--input-len", "12", "--output-len", "5"]
+    assert main(["serve", *flags, "--num-prompts", "4", "--request-rate", "100", "--warmup", "0"]) == 0
+    assert "48 / 40" in capsys.readouterr().out
+
+
+def test_mistakes_are_told(address, tmp_path, capsys):
+    assert main(["serve", "--base-url", "http://127.0.0.1:9"]) == 1
+    assert "is it up?" in capsys.readouterr().err
+    wrong = (["--prompts", str(tmp_path / "none")], ["--goodput", "speed:1"], ["--request-rate", "0"],
+             ["--num-prompts", "0"], ["--extra-body", "[1]"], ["--extra-body", "{"])  # fmt: skip
+    for flags in wrong:
+        with pytest.raises(SystemExit) as caught:
+            main(["serve", "--base-url", address, *flags])
+        assert caught.value.code == 2
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "500"}')
+    assert main(["serve", "--base-url", address, "--prompts", str(bad), "--warmup", "0"]) == 1
+    assert "HTTP 500" in capsys.readouterr().out
