@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,8 +18,7 @@ from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.report import Report, Round
 from gateway.session import Committed, Session
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop import StopMatcher
+from gateway.text.answer import AnswerText
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, ModelNotFound, OutriderError, Overloaded
 from outrider.serving.messages import Grammar
@@ -109,22 +108,23 @@ class Generator:
         self.name = name
         self.vocab_size = vocab_size
         self.max_session_tokens = max_session_tokens
+        self._running: dict[str, set[Generation]] = {}  # by request
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless the name is the served model's, "default" or nothing."""
         if name not in (None, "", "default", self.name):
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a raw prompt. Long ones are tokenized in a thread, for commits must not wait."""
         if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+            return self.tokenizer.encode(text, special=special)
+        return await asyncio.to_thread(partial(self.tokenizer.encode, text, special=special))
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of a prompt that came as tokens. Raises InvalidRequest for tokens that there are not."""
-        self._check_tokens(tokens, "prompt")
-        return self.tokenizer.decode(tokens)
+    def decode(self, tokens: Sequence[int], param: str = "prompt", *, verbatim: bool = False) -> str:
+        """Text of tokens. Raises InvalidRequest for tokens that there are not. verbatim: with special ones."""
+        self._check_tokens(tokens, param)
+        return self.tokenizer.decode(tokens, verbatim=verbatim)
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation. Raises InvalidRequest."""
@@ -132,8 +132,11 @@ class Generator:
             return self.tokenizer.encode_chat(messages, **options)
         return await asyncio.to_thread(partial(self.tokenizer.encode_chat, messages, **options))
 
-    def start(self, request: GenerationRequest) -> Generation:
-        """Check a request against the model and open its session. Raises InvalidRequest, Unavailable."""
+    def start(self, request: GenerationRequest, request_id: str = "") -> Generation:
+        """Check a request against the model and open its session. Raises InvalidRequest, Unavailable.
+
+        request_id: by which it can be aborted
+        """
         self._check(request)
         rest = self.max_session_tokens - len(request.prompt)
         max_tokens = rest if request.max_tokens is None else request.max_tokens
@@ -161,8 +164,28 @@ class Generator:
             max_draft_tokens=request.max_draft_tokens,
         )
         detokenizer = self.tokenizer.detokenizer(verbatim=request.verbatim)
-        text = _Text(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
-        return Generation(self.orchestrator, self.metrics, session, text, request.timeout)
+        text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
+        generation = Generation(self.orchestrator, self.metrics, session, text, request.timeout)
+        self._running.setdefault(request_id, set()).add(generation)
+        generation.on_close = partial(self._forget, request_id, generation)
+        return generation
+
+    def _forget(self, request_id: str, generation: Generation) -> None:
+        of_request = self._running[request_id]
+        of_request.discard(generation)
+        if not of_request:
+            del self._running[request_id]
+
+    def abort(self, request_id: str) -> int:
+        """End a request's generations; its client keeps what it has got. Returns how many there were.
+
+        Where it has several prompts or choices, their ids go on behind its own with a hyphen.
+        """
+        found = [own for name, own in self._running.items() if name == request_id or name.startswith(f"{request_id}-")]
+        generations = [generation for own in found for generation in own]
+        for generation in generations:
+            generation.abort()
+        return len(generations)
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
@@ -190,7 +213,7 @@ class Generation:
         orchestrator: Orchestrator,
         metrics: Metrics,
         session: Session,
-        text: _Text,
+        text: AnswerText,
         timeout: float | None = None,
     ) -> None:
         self._timeout = timeout
@@ -201,6 +224,7 @@ class Generation:
         self._text = text
         self._outcome = "abort"
         self._closed = False
+        self.on_close: Callable[[], None] = lambda: None
         metrics.running_requests.inc()
 
     async def next(self) -> Part:
@@ -262,6 +286,10 @@ class Generation:
             session.committed_at - session.first_at,
         )
 
+    def abort(self) -> None:
+        """End it where it stands; its last part says so."""
+        self._orchestrator.abort(self._session)
+
     def close(self) -> None:
         """Free the session. May be called twice."""
         if self._closed:
@@ -269,60 +297,12 @@ class Generation:
         self._closed = True
         session, metrics = self._session, self._metrics
         self._orchestrator.close(session)
+        self.on_close()
         metrics.running_requests.dec()
         metrics.requests.labels(self._outcome).inc()
         metrics.duration.observe(time.perf_counter() - session.opened_at)
         if session.steps:
             metrics.accept_length.observe(session.new_tokens / session.steps)
-
-
-class _Text:
-    """Text of one generation: detokenized, and cut at stop strings.
-
-    With stop strings it goes token by token, so that neither text nor count depend on how tokens came together.
-    """
-
-    def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], min_tokens: int, *, include_stop: bool = False
-    ) -> None:
-        """min_tokens: new tokens before which no stop string is looked for."""
-        self.include_stop = include_stop
-        self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops) if stops else None
-        self._min_tokens = min_tokens
-        self.count = 0
-        self.stopped = False
-        self.matched = ""
-
-    def add(self, tokens: list[int], finish: FinishReason) -> tuple[str, int]:
-        """The text that can be given out, and how many of the tokens belong to the answer."""
-        last = finish is not FinishReason.RUNNING
-        # A token that ended the generation counts, but its text is no part of the answer.
-        spoken = tokens[:-1] if finish is FinishReason.STOP and not self.include_stop else tokens
-        if self._matcher is not None:
-            return self._add_one_by_one(self._matcher, tokens, len(spoken), last)
-        self.count += len(tokens)
-        piece = self._detokenizer.add(spoken)
-        return (piece + self._detokenizer.finish() if last else piece), len(tokens)
-
-    def _add_one_by_one(self, matcher: StopMatcher, tokens: list[int], spoken: int, last: bool) -> tuple[str, int]:
-        out = ""
-        for used, token in enumerate(tokens[:spoken], start=1):
-            self.count += 1
-            piece = self._detokenizer.add((token,))
-            out += matcher.push(piece) if self.count > self._min_tokens else piece
-            if matcher.stopped:
-                return out + self._stop(matcher), used
-        self.count += len(tokens) - spoken
-        if last:
-            out += matcher.push(self._detokenizer.finish())
-            out += self._stop(matcher) if matcher.stopped else matcher.finish()
-        return out, len(tokens)
-
-    def _stop(self, matcher: StopMatcher) -> str:
-        """Note the stop string that was found. Returns what is told of it."""
-        self.stopped, self.matched = True, matcher.matched
-        return matcher.matched if self.include_stop else ""
 
 
 def _cut(rounds: Sequence[Round], tokens: int) -> list[Round]:

@@ -124,9 +124,14 @@ class Orchestrator:
         """End all sessions; their clients keep what they have got. Returns how many there were."""
         sessions = list(self.sessions.values())
         for session in sessions:
+            self.abort(session)
+        return len(sessions)
+
+    def abort(self, session: Session) -> None:
+        """End a session, unless it has ended by itself."""
+        if session.finish is FinishReason.RUNNING:
             session.commit([], 0, 0, FinishReason.ABORT)
             self.close(session)
-        return len(sessions)
 
     def _open_on_target(self, session: Session) -> bool:
         """Open a session on the least loaded target, rather on one that has not refused it. False if none is up."""

@@ -61,7 +61,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Stream the parts of one generation."""
         request_id = f"gen-{secrets.token_hex(12)}"
         async with statuses(context):
-            generation = self._ready().start(await self._request(request))
+            generation = self._ready().start(await self._request(request), request_id)
             try:
                 finish = FinishReason.RUNNING
                 while finish is FinishReason.RUNNING:

@@ -14,12 +14,12 @@ from typing import Any
 import orjson
 
 from gateway.api.logprobs import ChatTeller, CompletionTeller, Teller, joined, prompt_entries
+from gateway.api.streaming import DONE
 from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
 from gateway.report import Detail, Round
 from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import FinishReason
 
-DONE = b"data: [DONE]\n\n"
 _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
@@ -83,6 +83,7 @@ class Telling:
     """What an answer tells besides text. echo: the prompts' texts, by choice; empty if they are not part of it.
 
     steps: of each choice, what every step drafted; detail: of speculation in its metrics.
+    usage: in an event of its own behind the others; usages: so far, in every other event, too.
     """
 
     pieces: Pieces
@@ -91,6 +92,8 @@ class Telling:
     prompt_logprobs: bool = False
     steps: bool = False
     detail: Detail = "summary"
+    usage: bool = False
+    usages: bool = False
 
 
 class Answer:
@@ -110,6 +113,7 @@ class Answer:
         """wanted: the choices. model: the name that is served. per_prompt: choices that share a prompt."""
         self.kind = kind
         self.id = kind.prefix + request_id
+        self._request_id = request_id
         self.generations: list[Generation] = []
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._wanted = wanted
@@ -121,7 +125,7 @@ class Answer:
     def start(self, generator: Generator) -> None:
         """Open a session for each choice. Raises InvalidRequest, Unavailable."""
         for one in self._wanted:
-            self.generations.append(generator.start(one))
+            self.generations.append(generator.start(one, self._request_id))
 
     def close(self) -> None:
         """Free the sessions."""
@@ -158,11 +162,9 @@ class Answer:
         ending = {"usage": self.usage(), **self._metadata(), **self._reports()}
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, **ending})
 
-    async def events(self, *, include_usage: bool, continuous_usage: bool = False) -> AsyncIterator[bytes]:
-        """The answer as server-sent events, up to [DONE]. Raises the error that ends it.
-
-        include_usage: in an event of its own behind the others; continuous_usage: so far, in every other event, too.
-        """
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events, up to [DONE]. Raises the error that ends it."""
+        include_usage = self._telling.usage
         head = {**self._head, "object": self.kind.chunk}
         before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
@@ -171,7 +173,7 @@ class Answer:
             first = index not in self._last
             text, logprobs, extra = self._content(index, part)
             self._last[index] = part
-            if continuous_usage:
+            if self._telling.usages:
                 after = b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n"
             if first and (opening := self.kind.opening()) is not None:
                 yield before + orjson.dumps(self._choice(index, opening, None)) + after

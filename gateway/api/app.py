@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from gateway.api import control, errors
+from gateway.api import control, errors, health, native, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.middleware import REQUEST_ID
+from gateway.api.native import NativeBody
 from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.api.streaming import ClientGone, EventStream, unless_gone
+from gateway.api.streaming import respond
 from gateway.control import Control
 from gateway.facts import Facts
 from gateway.generation import Generator
@@ -27,20 +28,23 @@ _TIMEOUT = "x-request-timeout"  # a header, in seconds
 
 def build(generator: Generator, facts: Facts) -> FastAPI:
     """The app with all routes. facts: what the gateway tells of itself."""
-    app = FastAPI(title="Outrider", version=facts.version, redirect_slashes=False)
+    app = FastAPI(title="Outrider", version=facts.version, redirect_slashes=False, responses=errors.RESPONSES)
+    errors.describe(app)
     errors.install(app)
     started = int(time.time())
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", tags=["generation"])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """The assistant's answer to a conversation."""
         generator.check_model(body.model)
         body.check_supported()
         messages = [message.rendered() for message in body.messages]
         prompt = await generator.encode_chat(messages, **body.template_options())
         return await _answer(generator, facts, CHAT, body, [(body.cut(prompt), "")], request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", tags=["generation"])
     async def completions(body: CompletionBody, request: Request) -> Response:
+        """What follows prompts, which are texts or token ids."""
         generator.check_model(body.model)
         body.check_supported()
         prompts: list[tuple[list[int], str]] = []
@@ -64,11 +68,16 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{generator.name}`", param="model")
         return _json(_model(generator, started))
 
-    @app.get("/health")
-    async def health() -> Response:
-        missing = generator.orchestrator.missing()
-        body = {"status": "ok"} if not missing else {"status": "unavailable", "missing": missing}
-        return _json(body, 503 if missing else 200)
+    @app.post("/generate", tags=["generation"])
+    @app.put("/generate", tags=["generation"], include_in_schema=False)
+    async def generate(body: NativeBody, request: Request) -> Response:
+        """SGLang's own form: text or token ids in and out."""
+        body.check_supported()
+        prompts = [await generator.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        answers = native.wanted(body, prompts, request.scope[REQUEST_ID], _timeout(request))
+        pieces = generator.tokenizer.pieces
+        reply = native.NativeReply(answers, pieces, several=body.several, texts=body.return_text_in_logprobs)
+        return await respond(request, reply, generator, stream=body.stream)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -83,7 +92,9 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
     async def version() -> Response:
         return _json({"version": facts.version})
 
-    control.install(app, Control(generator.orchestrator, facts), generator.orchestrator, facts)
+    health.install(app, generator)
+    tokens.install(app, generator)
+    control.install(app, Control(generator.orchestrator, facts), generator, facts)
     return app
 
 
@@ -107,32 +118,19 @@ async def _answer(
         prompt_logprobs=body.prompt_logprobs is not None,
         steps=body.reports_steps,
         detail=facts.config.per_request_spec_decode_metrics,
+        usage=body.include_usage,
+        usages=body.continuous_usage,
     )
     answer = Answer(
         kind,
         wanted,
         telling,
-        request_id=request.scope[REQUEST_ID],
+        request_id=body.request_id or body.rid or request.scope[REQUEST_ID],
         model=generator.name,
         fingerprint=facts.fingerprint,
         per_prompt=body.choices,
     )
-    try:
-        answer.start(generator)
-        if body.stream:
-            events = answer.events(include_usage=body.include_usage, continuous_usage=body.continuous_usage)
-            # What is wrong before the first event still has a status of its own.
-            first = await unless_gone(request.receive, _first(events))
-            return EventStream(answer, first, events)
-        whole = await unless_gone(request.receive, answer.whole())
-    except ClientGone:
-        answer.close()
-        return Response(status_code=499)  # nobody reads it
-    except BaseException:
-        answer.close()
-        raise
-    answer.close()
-    return Response(whole, media_type="application/json")
+    return await respond(request, answer, generator, stream=bool(body.stream))
 
 
 def _timeout(request: Request) -> float | None:
@@ -147,10 +145,6 @@ def _timeout(request: Request) -> float | None:
     if not 0 < seconds < math.inf:
         raise InvalidRequest(f"{_TIMEOUT} must be a number of seconds above 0, not {given}", param=_TIMEOUT)
     return seconds
-
-
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
 
 
 def _model(generator: Generator, created: int) -> dict[str, Any]:

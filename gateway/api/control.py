@@ -6,6 +6,7 @@ pickled tensors would run whatever they contain.
 
 from __future__ import annotations
 
+import re
 import secrets
 from typing import Annotated, Any
 
@@ -17,10 +18,11 @@ from starlette.responses import Response
 
 from gateway.control import Control, PauseMode
 from gateway.facts import Facts
-from gateway.orchestrator import Orchestrator
+from gateway.generation import Generator
 from outrider.errors import InvalidRequest
 from outrider.wire.v1 import common_pb2
 
+_PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")  # before the request's own name in the id of its answer
 _FORMATS = (None, "auto", "safetensors")
 
 
@@ -59,20 +61,22 @@ class PauseBody(BaseModel):
 
 
 class AbortBody(BaseModel):
-    """POST /abort_request."""
+    """POST /abort_request. rid: what the request was called, by the field `rid` or the header X-Request-Id."""
 
+    rid: str = ""
     abort_all: bool = False
 
 
-def install(app: FastAPI, control: Control, orchestrator: Orchestrator, facts: Facts) -> None:
+def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) -> None:
     """Give an app these routes."""
-    admin = [Depends(_key_check(facts.config.admin_api_key))]
+    check_key = _key_check(facts.config.admin_api_key)
+    admin = [Depends(check_key)]
 
-    @app.post("/update_weights_from_disk", dependencies=admin)
+    @app.post("/update_weights_from_disk", dependencies=admin, tags=["control"])
     async def update_weights_from_disk(body: DiskBody) -> Response:
         return _updated(await control.update_from_disk(body.model_path, body.update()))
 
-    @app.post("/update_weights_from_tensor", dependencies=admin)
+    @app.post("/update_weights_from_tensor", dependencies=admin, tags=["control"])
     async def update_weights_from_tensor(request: Request, options: Annotated[UpdateBody, Query()]) -> Response:
         if request.headers.get("content-type", "").startswith("application/json"):
             raise InvalidRequest(
@@ -81,30 +85,32 @@ def install(app: FastAPI, control: Control, orchestrator: Orchestrator, facts: F
             )
         return _updated(await control.update_from_tensors(request.stream(), options.update()))
 
-    @app.get("/flush_cache", dependencies=admin)
-    @app.post("/flush_cache", dependencies=admin)
+    @app.get("/flush_cache", dependencies=admin, tags=["control"])
+    @app.post("/flush_cache", dependencies=admin, tags=["control"])
     async def flush_cache() -> Response:
         await control.flush_cache()
         return _json({"success": True, "message": "Cache flushed."})
 
-    @app.post("/pause_generation", dependencies=admin)
+    @app.post("/pause_generation", dependencies=admin, tags=["control"])
     async def pause_generation(body: PauseBody | None = None) -> Response:
         mode = body.mode if body is not None else "abort"
         await control.pause(mode)
         return _json({"status": "ok", "message": f"Generation is paused, mode {mode}."})
 
-    @app.post("/continue_generation", dependencies=admin)
+    @app.post("/continue_generation", dependencies=admin, tags=["control"])
     async def continue_generation() -> Response:
         await control.proceed()
         return _json({"status": "ok", "message": "Generation goes on."})
 
-    @app.post("/abort_request", dependencies=admin)
-    async def abort_request(body: AbortBody) -> Response:
-        if not body.abort_all:
-            raise InvalidRequest(
-                "only `abort_all` is supported; a client that closes its connection aborts its request"
-            )
-        return _json({"success": True, "aborted_requests": orchestrator.abort_all()})
+    @app.post("/abort_request", tags=["control"])
+    async def abort_request(body: AbortBody, request: Request) -> Response:
+        """End one request, or all, which asks for the key of --admin-api-key. Clients keep what they have got."""
+        if body.abort_all:
+            await check_key(request)
+            return _json({"success": True, "aborted_requests": generator.orchestrator.abort_all()})
+        if not body.rid:
+            raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
+        return _json({"success": True, "aborted_requests": generator.abort(_PREFIX.sub("", body.rid))})
 
     @app.get("/get_weight_version")
     @app.get("/weight_version")
@@ -119,6 +125,7 @@ def install(app: FastAPI, control: Control, orchestrator: Orchestrator, facts: F
             "model_path": model.model_path,
             "tokenizer_path": model.model_path,
             "is_generation": True,
+            "preferred_sampling_params": None,
             "weight_version": control.weight_version,
             "architecture": model.architecture,
             "fingerprint": model.fingerprint,

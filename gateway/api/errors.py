@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -16,6 +17,33 @@ from outrider.errors import OutriderError
 log = logging.getLogger(__name__)
 
 _KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+
+
+class ErrorDetails(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every error."""
+
+    error: ErrorDetails
+
+
+# What any route may answer, for the OpenAPI page.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field."},
+    401: {"model": ErrorBody, "description": "The key is missing or wrong."},
+    404: {"model": ErrorBody, "description": "There is no such route or model."},
+    413: {"model": ErrorBody, "description": "The body is too large."},
+    429: {"model": ErrorBody, "description": "Too many requests of this key are under way."},
+    503: {"model": ErrorBody, "description": "No room or no target at present; `Retry-After` says when to come back."},
+    504: {"model": ErrorBody, "description": "The time that the request gave is over."},
+}
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
@@ -36,6 +64,20 @@ def response_to(error: OutriderError) -> Response:
     elif error.status.http >= 500:
         headers["x-should-retry"] = "false"
     return _json(error.status.http, body_of(error), headers)
+
+
+def describe(app: FastAPI) -> None:
+    """Leave the framework's own errors out of the OpenAPI page: ours stand in their place."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        page = made()
+        for route in page["paths"].values():
+            for operation in route.values():
+                operation["responses"].pop("422", None)
+        return page
+
+    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def install(app: FastAPI) -> None:
@@ -82,5 +124,5 @@ def _validation_body(error: RequestValidationError) -> bytes:
 
 def _param(place: list[str]) -> str | None:
     """The field as the caller knows it, such as messages.0.role: without the union's members that pydantic names."""
-    members = ("str", "int", "float", "bool", "TextPart", "SpeculationBody")
+    members = ("str", "int", "float", "bool", "TextPart", "SpeculationBody", "NativeSampling")
     return ".".join(part for part in place if "[" not in part and part not in members) or None

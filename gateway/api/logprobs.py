@@ -35,7 +35,7 @@ class ChatTeller(Teller):
         """As in Teller."""
         content = [
             self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
-            for token, logprob, top in _rows(tokens, told)
+            for token, logprob, top in rows(tokens, told)
         ]
         return {"content": content, "refusal": None}
 
@@ -46,7 +46,7 @@ class ChatTeller(Teller):
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._pieces.text(token),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": list(self._pieces[token]),
         }
 
@@ -60,7 +60,7 @@ class CompletionTeller(Teller):
 
     def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
         """As in Teller."""
-        return self._lists(_rows(tokens, told), told.top_tokens.shape[1] > 0)
+        return self._lists(rows(tokens, told), told.top_tokens.shape[1] > 0)
 
     def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
         """As in Teller; the first token has no log-probability."""
@@ -71,8 +71,8 @@ class CompletionTeller(Teller):
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, logprob, top in rows:
             text = self._pieces.text(token)
-            own = None if logprob is None else _finite(logprob)
-            best: dict[str, float | None] = {self._pieces.text(other): _finite(value) for other, value in top}
+            own = None if logprob is None else finite(logprob)
+            best: dict[str, float | None] = {self._pieces.text(other): finite(value) for other, value in top}
             lists["text_offset"].append(self._offset)
             lists["token_logprobs"].append(own)
             lists["tokens"].append(text)
@@ -90,26 +90,27 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def prompt_entries(pieces: Pieces, tokens: Sequence[int], told: Logprobs | None) -> list[dict[str, Any] | None]:
     """`prompt_logprobs`, as vLLM has it: for each token but the first, by id, those likely in its place and itself."""
     entries: list[dict[str, Any] | None] = [None]
-    for token, logprob, top in [] if told is None else _rows(tokens[1:], told):
+    for token, logprob, top in [] if told is None else rows(tokens[1:], told):
         named: dict[int, tuple[float, int | None]] = {
             other: (value, rank) for rank, (other, value) in enumerate(top, start=1)
         }
         named.setdefault(token, (logprob, None))
         entries.append(
             {
-                str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": pieces.text(other)}
+                str(other): {"logprob": finite(value), "rank": rank, "decoded_token": pieces.text(other)}
                 for other, (value, rank) in named.items()
             }
         )
     return entries
 
 
-def _rows(tokens: Sequence[int], told: Logprobs) -> list[tuple[int, float, list[tuple[int, float]]]]:
+def rows(tokens: Sequence[int], told: Logprobs) -> list[tuple[int, float, list[tuple[int, float]]]]:
     """Of each token: itself, its log-probability, and the likeliest tokens with theirs."""
     tops = zip(told.top_tokens.tolist(), told.top_values.tolist(), strict=True)
     rows = zip(tokens, told.values.tolist(), tops, strict=False)
     return [(token, value, list(zip(*top, strict=True))) for token, value, top in rows]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A number that JSON knows."""
     return logprob if math.isfinite(logprob) else _LEAST

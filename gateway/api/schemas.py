@@ -88,6 +88,8 @@ class GenerationBody(BaseModel):
     priority: Count | None = Field(None, ge=-(2**31), lt=2**31)
     timeout: Number | None = Field(None, gt=0)
     speculation: SpeculationBody | Literal["off", "auto"] | None = None
+    rid: str | None = Field(None, min_length=1, max_length=128)
+    request_id: str | None = Field(None, min_length=1, max_length=128)
     cache_salt: str | None = None
     n: Count | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: Count | None = None
@@ -153,7 +155,7 @@ class GenerationBody(BaseModel):
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            logit_bias=tuple((_token_id(key), bias) for key, bias in (self.logit_bias or {}).items()),
+            logit_bias=biases(self.logit_bias),
         )
         return GenerationRequest(
             prompt,
@@ -184,6 +186,27 @@ class GenerationBody(BaseModel):
     def _prompt_likeliest(self) -> int | None:
         echoed = self.likeliest() if self.echoes else None
         return max((n for n in (self.prompt_logprobs, echoed) if n is not None), default=None)
+
+
+def biases(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
+    """Pairs of token ids and what is added to their logits. Raises InvalidRequest."""
+    return tuple((_token_id(key), bias) for key, bias in (given or {}).items())
+
+
+def conversation_options(
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    kwargs: dict[str, Any] | None,
+    tools: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """What a chat template is told besides the messages. Raises InvalidRequest."""
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude one another", param="continue_final_message"
+        )
+    begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+    options = {"add_generation_prompt": begins, "continue_final_message": bool(continue_final_message)}
+    return options | ({"tools": tools} if tools else {}) | (kwargs or {})
 
 
 def _token_id(key: str) -> int:
@@ -259,17 +282,9 @@ class ChatBody(GenerationBody):
 
     def template_options(self) -> dict[str, Any]:
         """What the template is told besides the messages. Raises InvalidRequest."""
-        if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(
-                "`continue_final_message` and `add_generation_prompt` exclude one another",
-                param="continue_final_message",
-            )
-        begins = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
-        options = {
-            "add_generation_prompt": begins,
-            "continue_final_message": bool(self.continue_final_message),
-            **(self.chat_template_kwargs or {}),
-        }
+        options = conversation_options(
+            self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
+        )
         return options if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort} | options
 
     def likeliest(self) -> int | None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.api.answers import DONE, Answer
 from gateway.api.errors import body_of
+from gateway.generation import Generator
 from outrider.errors import OutriderError
 
 Result = TypeVar("Result")
 
+DONE = b"data: [DONE]\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -43,16 +45,56 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
+class Reply(Protocol):
+    """An answer that can be told whole or in events. Whoever starts it must close it."""
+
+    def start(self, generator: Generator) -> None:
+        """Open its sessions. Raises InvalidRequest, Unavailable."""
+
+    async def whole(self) -> bytes:
+        """All of it, as JSON."""
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events. Raises the error that ends them."""
+
+    def close(self) -> None:
+        """Free its sessions."""
+
+
+async def respond(request: Request, reply: Reply, generator: Generator, *, stream: bool) -> Response:
+    """Start a reply, and answer with it. Raises what is wrong before anything has been said."""
+    try:
+        reply.start(generator)
+        if stream:
+            events = reply.events()
+            # What is wrong before the first event still has a status of its own.
+            first = await unless_gone(request.receive, _first(events))
+            return EventStream(reply, first, events)
+        whole = await unless_gone(request.receive, reply.whole())
+    except ClientGone:
+        reply.close()
+        return Response(status_code=499)  # nobody reads it
+    except BaseException:
+        reply.close()
+        raise
+    reply.close()
+    return Response(whole, media_type="application/json")
+
+
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
 class EventStream(Response):
-    """Server-sent events of an answer, one message an event. Closes the answer, however it ends."""
+    """Server-sent events of a reply, one message an event. Closes the reply, however it ends."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, first: bytes, rest: AsyncIterator[bytes]) -> None:
+    def __init__(self, reply: Reply, first: bytes, rest: AsyncIterator[bytes]) -> None:
         """first: the first event, which has come; the status depended on it. rest: the others."""
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
-        self._answer = answer
+        self._reply = reply
         self._first = first
         self._rest = rest
 
@@ -63,7 +105,7 @@ class EventStream(Response):
             with contextlib.suppress(ClientGone):
                 await unless_gone(receive, self._send(send))
         finally:
-            self._answer.close()
+            self._reply.close()
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -34,10 +34,16 @@ class Tokenizer:
         }
         self._begin = self._tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
         self._add_begin: bool | None = settings.get("add_bos_token")
+        self.settings = settings
         self.template = ChatTemplate(_template_source(files, settings), special)
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a raw prompt, with a begin token if the tokenizer puts one before texts, but never two."""
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Tokens of a raw prompt, with a begin token if the tokenizer puts one before texts, but never two.
+
+        special: False adds no token of its own
+        """
+        if not special:
+            return self.encode_rendered(text)
         tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_begin is None).ids
         if self._begin is None:
             return tokens
@@ -57,9 +63,9 @@ class Tokenizer:
             raise InvalidRequest("the chat template makes an empty prompt of these messages", param="messages")
         return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-        return str(self._tokenizer.decode(list(tokens)))
+    def decode(self, tokens: Sequence[int], *, verbatim: bool = False) -> str:
+        """The text of tokens, without special ones. verbatim: with them."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not verbatim))
 
 
 def load_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
