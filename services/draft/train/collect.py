@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0  # seconds for the calls before the stream
 _LEAST_NEW = 16  # tokens that a prompt must leave room for
+# Of what the target says in the user's place: a small model at temperature 1 soon talks nonsense, and answers in kind.
+_USER_TEMPERATURE, _USER_TOP_P = 0.7, 0.9
 _SENTENCES = re.compile(r"[^.!?\n]*[.!?\n]+\s*")  # whole ones
 _SENTINEL = "\u2042\u2042\u2042"  # a text that no template has
 
@@ -277,7 +279,7 @@ class Collector:
         tokenizer = self._writer.tokenizer
         opening = job.conversation.opening
         prompt = self._opening(opening)
-        sampling = SamplingParams(temperature=1.0, seed=job.seed ^ 1)
+        sampling = SamplingParams(temperature=_USER_TEMPERATURE, top_p=_USER_TOP_P, seed=job.seed ^ 1)
         tokens, _ = await self._writer.write(prompt, sampling, self._limits.new)
         text = tokenizer.decode(tokens[len(prompt) :].tolist())
         if int(tokens[-1]) not in self._writer.info.eos_token_ids:
