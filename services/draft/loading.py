@@ -99,12 +99,8 @@ def _read_to_teach(origin: Path, config: DraftConfig) -> tuple[Path, Draft, Path
     options = options_of(config)
     if options is None:
         return origin, *_read(origin, config), None
-    try:
-        from services.draft.online.loading import Teaching, folder_to_serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--online needs the package {error.name}, which comes with the extra train: pip install 'outrider[train]'"
-        ) from None
+    from services.draft.online.loading import Teaching, folder_to_serve
+
     folder = folder_to_serve(origin, options.output)
     draft, target = _read(folder, config)
     return folder, draft, target, Teaching(options, folder, read_target(target), draft, checkpoint.fingerprint(origin))
