@@ -25,23 +25,20 @@ async def _hand_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter, sec
             if (left := due - loop.time()) > 0:
                 await asyncio.sleep(left)
             if not piece:
+                sink.write_eof()
                 return
             sink.write(piece)
             await sink.drain()
 
     delivery = asyncio.create_task(deliver())
     try:
-        while True:
+        piece = b"-"
+        while piece:
             piece = await source.read(_PIECE)
             under_way.put_nowait((loop.time() + seconds, piece))
-            if not piece:
-                break
         await delivery
-    except (ConnectionError, asyncio.CancelledError):
-        pass
     finally:
         delivery.cancel()
-        sink.close()
 
 
 async def serve(listen: str, connect: str, seconds: float) -> None:
@@ -53,7 +50,13 @@ async def serve(listen: str, connect: str, seconds: float) -> None:
         except OSError:
             writer.close()
             return
-        await asyncio.gather(_hand_on(reader, far_writer, seconds), _hand_on(far_reader, writer, seconds))
+        try:
+            await asyncio.gather(_hand_on(reader, far_writer, seconds), _hand_on(far_reader, writer, seconds))
+        except ConnectionError:
+            pass
+        finally:
+            far_writer.close()
+            writer.close()
 
     server = await asyncio.start_unix_server(met, listen)
     async with server:

@@ -22,7 +22,7 @@ import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from bench.report import RESULTS, Report
+from bench.report import Report
 from bench.scale.system import Draft, gateway, remember, target, tell
 from bench.scale.theory import speedup
 from bench.system import PROMPTS
@@ -98,7 +98,7 @@ def measure(
             yield rates[0], rates[1], statistics.mean(t.accept for t in told[True])
 
 
-def main(argv: list[str]) -> None:
+def main(argv: Sequence[str]) -> None:
     """Run the benchmark and write docs/benchmarks/scale.*."""
     names = ["context", "sessions", "acceptance", "draft ms", "network ms"]
     parser = argparse.ArgumentParser(prog="python -m bench scale", description=__doc__)
@@ -193,6 +193,5 @@ def _plot(report: Report, axes: Sequence[str]) -> None:
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("with hints / without")
     panels[0][-1].legend(fontsize=7)
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    figure.savefig(RESULTS / f"{report.name}.png", dpi=130)
+    report.save(figure)
     plt.close(figure)

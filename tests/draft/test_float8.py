@@ -1,4 +1,4 @@
-"""Numbers of 8 bits with a fraction, in the three formats that files have, against PyTorch's reading of the same bytes."""
+"""Numbers of 8 bits with a fraction, in the three formats of files, against PyTorch's reading of the same bytes."""
 
 import numpy as np
 import pytest

@@ -12,10 +12,10 @@ from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.speculation.tree import SpeculationTree
 from outrider.supervisor.app import check_flags
-from services.draft.flags import check, tree_limits
 from services.draft.drafters.base import Drafter, Growth
 from services.draft.drafters.model import growth_shapes
 from services.draft.engine import DraftEngine
+from services.draft.flags import check, tree_limits
 from services.draft.frontier import TreeLimits
 from tests.checkpoints.heads import eagle, write_head
 from tests.draft.helpers import OracleTarget, fed, request, settle, standalone, torch_logits

@@ -1,0 +1,93 @@
+"""What `bench scale` stands on: the draft that knows the answers, the slow network, and what theory expects."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from bench.scale.delay import serve
+from bench.scale.oracle import OracleEngine, Text
+from bench.scale.theory import expected_tokens, going_on, speedup, waiting
+from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import Commit, FinishReason, path_hash
+from outrider.speculation.sampling import SamplingParams, StopConditions
+
+TEXT = np.arange(100, 400, dtype=np.uint32)
+
+
+def oracle(acceptance, count=8):
+    engine = OracleEngine([Text(0, TEXT.tolist(), acceptance)], acceptance, 0.0, count)
+    engine.open(OpenSession(1, TEXT[:10], 10, SamplingParams(), StopConditions(500)))
+    return engine
+
+
+def commit(start, tokens, reason=FinishReason.RUNNING):
+    tokens = np.asarray(tokens, np.uint32)
+    root = path_hash(np.concatenate([TEXT[:start], tokens]))
+    return Commit(1, start, tokens, root, finish_reason=reason)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.7, 1.0])
+def test_the_oracle_is_right_as_often_as_it_is_told(acceptance):
+    engine = oracle(acceptance)
+    right = []
+    for start in range(10, 290):
+        engine.receive((), [commit(start, TEXT[start : start + 1])])
+        (proposal,) = engine.step().proposals
+        assert (proposal.anchor_length, proposal.anchor_hash) == (start + 1, path_hash(TEXT[: start + 1]))
+        assert proposal.parents.tolist() == list(range(-1, len(proposal.tokens) - 1))
+        right.append(bool(proposal.tokens[0] == TEXT[start + 1]))
+    assert engine.idle
+    assert np.mean(right) == pytest.approx(acceptance, abs=0.1)
+    assert {0.0: not any(right), 1.0: all(right)}.get(acceptance, True)
+
+
+def test_it_falls_silent_where_the_text_is_another_one_or_over():
+    for last in (commit(10, [7]), commit(10, TEXT[10:12], FinishReason.LENGTH)):
+        engine = oracle(1.0)
+        engine.receive((), [last])
+        assert engine.idle
+
+
+def test_the_network_hands_everything_on_in_order_and_late(tmp_path):
+    near, far, delay = str(tmp_path / "near"), str(tmp_path / "far"), 0.05
+
+    async def echo(reader, writer):
+        while piece := await reader.read(1 << 16):
+            writer.write(piece)
+        writer.close()
+
+    async def talk():
+        server = await asyncio.start_unix_server(echo, far)
+        network = asyncio.create_task(serve(near, far, delay))
+        await asyncio.sleep(0.05)
+        reader, writer = await asyncio.open_unix_connection(near)
+        sent = np.random.default_rng(0).bytes(1 << 20)
+        start = time.monotonic()
+        writer.write(b"ping")
+        assert await reader.readexactly(4) == b"ping"
+        assert time.monotonic() - start >= 2 * delay
+        writer.write(sent)
+        writer.write_eof()
+        assert await reader.read() == sent
+        writer.close()
+        network.cancel()
+        server.close()
+
+    asyncio.run(talk())
+
+
+def test_theory_at_its_ends():
+    def cost(hints):
+        return 0.01 + 0.0005 * hints
+
+    assert expected_tokens(0.0, 5) == 1.0
+    assert expected_tokens(1.0, 5) == 6.0
+    assert expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
+    assert speedup(0.0, cost, 0.001, 8) == 1.0  # plain steps at worst
+    assert speedup(1.0, cost, 10.0, 8) == pytest.approx(8 * cost(0) / cost(7), rel=1e-6)  # never waits for a slow draft
+    assert waiting(0.8, 4, cost, 0.0) > waiting(0.8, 4, cost, 0.02)
+    assert going_on(0.8, 4, cost, 0.02, 8) >= 1 / cost(0)
+    ratios = [speedup(a / 10, cost, 0.002, 8) for a in range(11)]
+    assert ratios == sorted(ratios)
