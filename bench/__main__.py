@@ -16,6 +16,7 @@ from bench import report
 BENCHMARKS = {
     "streams": ("bench.streams.run", "what gateway, services and wire cost a step"),
     "system": ("bench.system", "the whole system against transformers generate"),
+    "speculation": ("bench.speculation.run", "drafters and their trees side by side; proposes the best flags"),
     "serve": ("bench.serve.run", "load on any OpenAI-style server: throughput and latencies"),
     "scale": ("bench.scale.run", "how speculation grows with context, sessions, acceptance, latencies"),
     "accept": ("bench.accept", "how much drafters foretell, by kind of prompt"),
@@ -28,7 +29,7 @@ BENCHMARKS = {
     "gpu": ("bench.gpu", "a step of a large model on a GPU against its floor"),
 }
 # These need what not every machine has: a server, a file of prompts, a draft, an accelerator of JAX's, much time.
-_ASKED_FOR = ("serve", "scale", "accept", "online", "draft-kernels")
+_ASKED_FOR = ("serve", "speculation", "scale", "accept", "online", "draft-kernels")
 
 
 def usage() -> str:

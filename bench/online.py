@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress
 
-from bench.prompts import Prompt, read_prompts
+from bench.prompts import Prompt, read_prompts, rounds_of
 from bench.report import Report
 from bench.serving import Answer, ask, served, speculation, text_of
 from outrider.checkpoint import resolve
@@ -31,12 +31,6 @@ class Round(NamedTuple):
 
     answers: list[Answer]
     learnt: dict[str, int]
-
-
-def rounds_of(prompts: Sequence[Prompt], count: int) -> list[list[Prompt]]:
-    """The prompts in `count` parts of equal size; those that are left over are not asked."""
-    size = len(prompts) // count
-    return [list(prompts[i * size : (i + 1) * size]) for i in range(count)]
 
 
 def counted(metrics: str) -> dict[str, int]:

@@ -84,6 +84,12 @@ def sample(prompts: Sequence[Prompt], count: int | None, seed: int) -> list[Prom
     return mixed if count is None else list(itertools.islice(itertools.cycle(mixed), count if mixed else 0))
 
 
+def rounds_of(prompts: Sequence[Prompt], count: int) -> list[list[Prompt]]:
+    """The prompts in `count` parts of equal size; those that are left over are not asked."""
+    size = len(prompts) // count
+    return [list(prompts[i * size : (i + 1) * size]) for i in range(count)]
+
+
 def synthetic(count: int, input_len: int, output_len: int, spread: float, seed: int) -> list[Prompt]:
     """Prompts of random common words, about `input_len` of them, for answers of about `output_len` tokens.
 

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider import __version__
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -66,7 +68,9 @@ def _gpu() -> str | None:
 
 
 def commit() -> str:
-    """The commit of the code that was measured; "+changes" if the tree differs from it."""
+    """The commit of the code that was measured, "+changes" if the tree differs from it; elsewhere the version."""
+    if not (_CHECKOUT / ".git").exists():
+        return f"of version {__version__}"
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_CHECKOUT), *arguments]
@@ -91,11 +95,12 @@ class Report:
     notes: list[str] = field(default_factory=list)
     columns: Sequence[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
+    more: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)  # further tables, with titles
 
     def add(self, **row: Any) -> None:
         """Add a row and print it."""
         self.rows.append(row)
-        print("  ".join(f"{key}={_text(value)}" for key, value in row.items()), flush=True)
+        print(line_of(row), flush=True)
 
     def save(self, figure: Figure) -> None:
         """Write NAME.png, which the page then shows."""
@@ -107,12 +112,13 @@ class Report:
         facts, folder = recipe(), results()
         folder.mkdir(parents=True, exist_ok=True)
         content = {"title": self.title, **facts, "notes": self.notes, "rows": self.rows}
+        if self.more:
+            content["more"] = dict(self.more)
         (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
         (folder / f"{self.name}.md").write_text(self._markdown(facts, (folder / f"{self.name}.png").exists()))
 
     def _markdown(self, facts: dict[str, Any], plot: bool) -> str:
         machine = facts["hardware"]
-        columns = self.columns or list(dict.fromkeys(key for row in self.rows for key in row))
         where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB"
         where += f", {machine['gpu']}" if machine["gpu"] else ""
         lines = [
@@ -120,15 +126,29 @@ class Report:
             "",
             f"`{facts['command']}`, commit {facts['commit']}, {facts['date']}; {where}",
             "",
-            "| " + " | ".join(columns) + " |",
-            "|" + " --- |" * len(columns),
-            *("| " + " | ".join(_text(row.get(c, "")) for c in columns) + " |" for row in self.rows),
+            *_table(self.rows, self.columns),
             "",
             *(f"- {note}" for note in self.notes),
         ]
+        for title, rows in self.more:
+            lines += ["", f"## {title}", "", *_table(rows)]
         if plot:
             lines += ["", f"![{self.title}]({self.name}.png)"]
         return "\n".join(lines) + "\n"
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row for a terminal."""
+    return "  ".join(f"{key}={_text(value)}" for key, value in row.items())
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = ()) -> list[str]:
+    columns = columns or list(dict.fromkeys(key for row in rows for key in row))
+    return [
+        "| " + " | ".join(columns) + " |",
+        "|" + " --- |" * len(columns),
+        *("| " + " | ".join(_text(row.get(c, "")) for c in columns) + " |" for row in rows),
+    ]
 
 
 def _text(value: Any) -> str:

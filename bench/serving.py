@@ -26,12 +26,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def served(model: str, flags: Sequence[str], dtype: str) -> Iterator[str]:
-    """`outrider serve` while the context lasts; yields its base URL. "{model}" in flags is the model."""
+def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Iterator[str]:
+    """`outrider serve` while the context lasts; yields its base URL. Raises RuntimeError if it does not come up.
+
+    flags: "{model}" in them is the model. most: requests that run together.
+    """
     port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "outrider", "serve", "--model-path", model, "--dtype", dtype]
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
-    command += ["--max-running-requests", "8", "--disable-draft-self-test"]
+    command += ["--max-running-requests", str(most), "--disable-draft-self-test"]
     command += [flag.replace("{model}", model) for flag in flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

@@ -127,6 +127,15 @@ class Client:
         except (TimeoutError, aiohttp.ClientError):
             return None
 
+    async def post(self, path: str) -> None:
+        """Ask for something that has no answer, such as a flush. Raises RuntimeError if it is refused."""
+        try:
+            async with self._session.post(root_of(self.target.base_url) + path) as response:
+                if response.status != 200:
+                    raise RuntimeError(f"POST {path}: HTTP {response.status}: {await _message(response)}")
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise RuntimeError(f"POST {path}: {error}") from error
+
 
 async def _message(response: aiohttp.ClientResponse) -> str:
     """What an error's body says; error bodies come in many shapes."""

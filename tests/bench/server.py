@@ -10,21 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from aiohttp import web
 
 WORDS = ["Once", " upon", " a", " time", " é"]
-STEP = 0.01  # seconds between pieces
+STEP = 0.01
 # Two tokens a piece; a step of two tokens accepted one of the three drafted.
 TOKENS, DRAFTED, ACCEPTED = 2 * len(WORDS), 3 * len(WORDS), len(WORDS)
 
 
 class Server:
-    """What was asked of it, and how many at a time."""
+    """What was asked of it, and how many at a time. step: seconds between pieces."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: float = STEP) -> None:
+        self.step, self.flushed = step, 0
         self.requests: list[dict[str, Any]] = []
         self.running = self.most = self.drafts = 0
         self.over = asyncio.Event()
@@ -43,6 +45,10 @@ class Server:
             for p, n in shares.items()
         ]
         return web.Response(text="\n".join(lines) + "\n")
+
+    async def flush(self, _: web.Request) -> web.Response:
+        self.flushed += 1
+        return web.Response(text="flushed")
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -79,7 +85,7 @@ class Server:
         if chat:
             await send({"choices": [{"delta": {"role": "assistant", "content": ""}}], "usage": None})
         for number, word in enumerate(WORDS):
-            await asyncio.sleep(STEP)
+            await asyncio.sleep(self.step)
             if number == 2:
                 if text == "broken":
                     request.transport.abort()
@@ -115,12 +121,13 @@ def usage(text: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[tuple[Server, str]]:
+async def running(step: float = STEP) -> AsyncIterator[tuple[Server, str]]:
     """A server, and its address."""
-    server = Server()
+    server = Server(step)
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/metrics", server.metrics)
+    app.router.add_post("/flush_cache", server.flush)
     app.router.add_post("/v1/chat/completions", server.answer)
     app.router.add_post("/v1/completions", server.answer)
     runner = web.AppRunner(app, shutdown_timeout=0)
@@ -132,3 +139,25 @@ async def running() -> AsyncIterator[tuple[Server, str]]:
     finally:
         server.over.set()
         await runner.cleanup()
+
+
+@contextlib.contextmanager
+def in_a_thread(step: float = STEP) -> Iterator[str]:
+    """Its address; it runs in a thread, for programs that run an event loop of their own."""
+    ready, end = threading.Event(), asyncio.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        async with running(step) as (_, url):
+            found.extend([url, asyncio.get_running_loop()])
+            ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield found[0]
+    finally:
+        found[1].call_soon_threadsafe(end.set)
+        thread.join(10)

@@ -1,8 +1,6 @@
 """The load generator against a real server on this machine that also misbehaves."""
 
-import asyncio
 import json
-import threading
 
 import pytest
 
@@ -10,7 +8,7 @@ from bench.__main__ import main
 from bench.prompts import Prompt
 from bench.serve.client import Events, Target, root_of
 from bench.serve.load import Plan, run
-from tests.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, running
+from tests.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, in_a_thread, running
 
 
 def prompts(*texts):
@@ -117,21 +115,8 @@ def test_addresses_with_and_without_the_version():
 
 @pytest.fixture
 def address():
-    """A server in a thread, for programs that run an event loop of their own."""
-    ready, end, found = threading.Event(), asyncio.Event(), []
-
-    async def serve():
-        async with running() as (_, url):
-            found.extend([url, asyncio.get_running_loop()])
-            ready.set()
-            await end.wait()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert ready.wait(10)
-    yield found[0]
-    found[1].call_soon_threadsafe(end.set)
-    thread.join(10)
+    with in_a_thread() as url:
+        yield url
 
 
 def test_the_program_from_flags_to_files(address, tmp_path, capsys):

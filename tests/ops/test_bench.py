@@ -3,7 +3,7 @@
 import torch
 
 from bench import draft_kernels, gpu, online
-from bench.prompts import Prompt
+from bench.prompts import Prompt, rounds_of
 from bench.report import Report
 
 
@@ -26,7 +26,7 @@ def test_the_benchmark_of_the_drafts_kernels_runs():
 def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     """Every prompt is asked once, and a row tells of both systems."""
     prompts = [Prompt("x", (str(i),)) for i in range(11)]
-    rounds = online.rounds_of(prompts, 3)
+    rounds = rounds_of(prompts, 3)
     assert [[prompt.turns[0] for prompt in part] for part in rounds] == [
         ["0", "1", "2"],
         ["3", "4", "5"],

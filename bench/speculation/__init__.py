@@ -1,0 +1,1 @@
+"""Drafters and their trees side by side: what each setting brings over plain decoding on this machine."""

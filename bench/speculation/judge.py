@@ -1,0 +1,107 @@
+"""Which setting is better, from rounds that were taken in turns. Pure functions.
+
+A setting's ratio in a round is its tokens a second over those of plain decoding, which had the same prompts next to it.
+One setting beats another if its ratio is the larger one in every round; else they tie.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+Verdict = Literal["win", "tie", "lose"]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Over rounds: the geometric mean, and the smallest and the largest."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def ratio(ratios: Sequence[float]) -> Ratio:
+    """Of the ratios of rounds, of which there is at least one."""
+    return Ratio(math.exp(sum(map(math.log, ratios)) / len(ratios)), min(ratios), max(ratios))
+
+
+def verdict(ours: Sequence[float], others: Sequence[float]) -> Verdict:
+    """Of ratios in the same rounds."""
+    pairs = list(zip(ours, others, strict=True))
+    if all(a > b for a, b in pairs):
+        return "win"
+    return "lose" if all(a < b for a, b in pairs) else "tie"
+
+
+def over_plain(ratios: Sequence[float]) -> Verdict:
+    """Against plain decoding."""
+    return verdict(ratios, [1.0] * len(ratios))
+
+
+def adaptive_against_fixed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For every drafter, temperature and concurrency: trees that adapt beside the explicit tree that was best there.
+
+    The best of many is in part the luckiest, so the comparison favours explicit trees a little.
+    """
+    cells = dict.fromkeys((r["drafter"], r["temperature"], r["concurrency"]) for r in rows if r["kind"] != "plain")
+    compared = []
+    for drafter, temperature, concurrency in cells:
+        here = [
+            r for r in rows if (r["drafter"], r["temperature"], r["concurrency"]) == (drafter, temperature, concurrency)
+        ]
+        adaptive = next((r for r in here if r["kind"] == "adaptive"), None)
+        if adaptive is None:
+            continue
+        line = {
+            "drafter": drafter,
+            "temperature": temperature,
+            "concurrency": concurrency,
+            "adaptive": adaptive["ratio"],
+            "over_plain": over_plain(adaptive["rounds"]),
+        }
+        fixed = max((r for r in here if r["kind"] == "fixed"), key=lambda r: r["ratio"], default=None)
+        if fixed is not None:
+            line |= {"best_fixed": fixed["setting"], "its_ratio": fixed["ratio"]}
+            line |= {"over_best_fixed": verdict(adaptive["rounds"], fixed["rounds"])}
+        compared.append(line)
+    return compared
+
+
+class Proposal(NamedTuple):
+    """A setting to serve with, its flags, and its ratio over plain decoding in all rounds and at all temperatures."""
+
+    setting: str
+    flags: str
+    ratio: Ratio
+
+
+def proposals(rows: Sequence[Row]) -> dict[int, Proposal | None]:
+    """The setting to serve with, by concurrency, over all temperatures; None for plain decoding.
+
+    Of those that beat plain decoding it is the one with the largest ratio, or one that adapts, if that one does not
+    beat it: where two tie, the one that also suits other loads is the better choice.
+    """
+    return {
+        concurrency: _proposal([r for r in rows if r["concurrency"] == concurrency and r["kind"] != "plain"])
+        for concurrency in dict.fromkeys(r["concurrency"] for r in rows)
+    }
+
+
+def _proposal(rows: Sequence[Row]) -> Proposal | None:
+    """Of rows of one concurrency."""
+    rounds: dict[str, list[float]] = {}
+    for row in rows:
+        rounds.setdefault(row["setting"], []).extend(row["rounds"])
+    good = [name for name, ratios in rounds.items() if over_plain(ratios) == "win"]
+    if not good:
+        return None
+    chosen = best = max(good, key=lambda name: ratio(rounds[name]).mean)
+    adaptive = [row["setting"] for row in rows if row["kind"] == "adaptive" and row["setting"] in good]
+    if adaptive:
+        other = max(adaptive, key=lambda name: ratio(rounds[name]).mean)
+        chosen = best if verdict(rounds[best], rounds[other]) == "win" else other
+    return Proposal(chosen, next(r["flags"] for r in rows if r["setting"] == chosen), ratio(rounds[chosen]))

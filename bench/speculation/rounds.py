@@ -1,0 +1,89 @@
+"""Rounds in which two systems take turns over the same prompts, so that the machine's moods meet both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from bench.prompts import Prompt
+from bench.serve import load
+from bench.serve.client import Client, Target
+from bench.serve.measures import seconds_of
+from bench.serve.outcome import Outcome
+from bench.speculation.judge import ratio
+
+
+class Cell(NamedTuple):
+    """A load: how random answers are, and how many conversations there are at a time."""
+
+    temperature: float
+    concurrency: int
+
+
+class Pair(NamedTuple):
+    """What came of one round: of a setting's requests, and of plain decoding's."""
+
+    setting: Sequence[Outcome]
+    plain: Sequence[Outcome]
+
+
+def speed(outcomes: Sequence[Outcome]) -> float:
+    """Output tokens a second."""
+    return sum(o.output_tokens for o in outcomes) / seconds_of(outcomes)
+
+
+async def take_turns(
+    setting: Target,
+    plain: Target,
+    parts: Sequence[Sequence[Prompt]],
+    cell: Cell,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Pair]:
+    """One round for every part of the prompts; who begins changes from round to round.
+
+    Both systems forget what they know of earlier texts before the first round. advance: called after every part that
+    one of them has done. Raises RuntimeError if a request fails, for its round would say nothing.
+    """
+    targets = [replace(one, body={**one.body, "temperature": cell.temperature}) for one in (setting, plain)]
+    for target in targets:
+        async with Client(target) as client:
+            await client.post("/flush_cache")
+        _check(await load.warm_up(target, 2 * cell.concurrency, cell.concurrency, seed=0))
+    pairs = []
+    for number, prompts in enumerate(parts):
+        plan = load.Plan(cell.concurrency, seed=1000 * number)
+        outcomes: list[Sequence[Outcome]] = [(), ()]
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            outcomes[side] = _check(await load.run(targets[side], prompts, plan))
+            advance()
+        pairs.append(Pair(*outcomes))
+    return pairs
+
+
+def _check(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    for outcome in outcomes:
+        silent = outcome.error == "empty answer" and outcome.counted  # a model may have nothing to say
+        if outcome.error and not silent:
+            raise RuntimeError(f"a request failed: {outcome.error}: {outcome.detail}")
+    return outcomes
+
+
+def facts_of(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """What a report's row says of a setting in a cell."""
+    own = [o for pair in pairs for o in pair.setting]
+    plain = [o for pair in pairs for o in pair.plain]
+    tokens, accepted = sum(o.output_tokens for o in own), sum(o.accepted or 0 for o in own)
+    ratios = [speed(pair.setting) / speed(pair.plain) for pair in pairs]
+    over = ratio(ratios)
+    return {
+        "tokens_per_s": tokens / sum(seconds_of(pair.setting) for pair in pairs),
+        "plain_tokens_per_s": sum(o.output_tokens for o in plain) / sum(seconds_of(pair.plain) for pair in pairs),
+        "ratio": over.mean,
+        "low": over.low,
+        "high": over.high,
+        "accept_length": tokens / max(1, tokens - accepted),
+        "acceptance_rate": accepted / max(1, sum(o.drafted or 0 for o in own)),
+        "same_text": f"{sum(a.text == b.text for a, b in zip(own, plain, strict=False))}/{len(own)}",
+        "rounds": ratios,
+    }

@@ -1,0 +1,185 @@
+"""Settings side by side: which there are, how they are measured in turns, and what follows from their rounds."""
+
+import argparse
+import contextlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import report
+from bench.prompts import Prompt
+from bench.serve.client import Target
+from bench.speculation import judge
+from bench.speculation.page import command
+from bench.speculation.rounds import Cell, facts_of, take_turns
+from bench.speculation.run import main
+from bench.speculation.settings import PLAIN, Setting, grid, named, shapes
+from tests.bench.server import TOKENS, in_a_thread, running
+
+
+def test_the_grid_has_every_tree_that_there_can_be():
+    assert shapes([1, 3], [1, 4], [4, 8, 64]) == [(1, 1, 2), (1, 4, 4), (3, 1, 4), (3, 4, 4), (3, 4, 8)]
+    assert shapes([5], [4], [4]) == [], "four rows are never five steps deep"
+    settings = grid(["NGRAM", "EAGLE3+NGRAM"], [3], [1, 4], [8], "head")
+    assert [(s.name, s.kind) for s in settings] == [
+        ("NGRAM, adaptive", "adaptive"),
+        ("NGRAM, 8 rows", "fixed"),
+        ("EAGLE3+NGRAM, adaptive", "adaptive"),
+        ("EAGLE3+NGRAM, 3x1x4", "fixed"),
+        ("EAGLE3+NGRAM, 3x4x8", "fixed"),
+    ]
+    assert settings[1].flags == ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+    assert " ".join(settings[4].flags) == (
+        "--speculative-algorithm EAGLE3 --speculative-draft-model-path head --speculative-ngram-beside "
+        "--speculative-num-steps 3 --speculative-eagle-topk 4 --speculative-num-draft-tokens 8"
+    )
+    assert PLAIN.kind == "plain"
+
+
+def test_settings_of_the_command_line():
+    assert named("mine=--speculative-algorithm NGRAM --speculative-num-draft-tokens=4") == Setting(
+        "mine", "mine", ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens=4")
+    )
+    assert named("mine=--speculative-algorithm NGRAM --speculative-num-draft-tokens=4").kind == "fixed"
+    with pytest.raises(ValueError, match="NAME=FLAGS"):
+        named("--speculative-algorithm NGRAM")
+
+
+def row(setting, kind, *rounds, concurrency=1, temperature=0.0, drafter="D"):
+    over = judge.ratio(rounds)
+    return {"setting": setting, "kind": kind, "drafter": drafter, "flags": f"--{setting}", "temperature": temperature,
+            "concurrency": concurrency, "ratio": over.mean, "rounds": list(rounds)}  # fmt: skip
+
+
+def test_a_verdict_needs_every_round():
+    assert judge.verdict([1.1, 1.2], [1.0, 1.1]) == "win"
+    assert judge.verdict([1.1, 1.0], [1.0, 1.1]) == "tie"
+    assert judge.verdict([0.9, 1.0], [1.0, 1.1]) == "lose"
+    assert judge.verdict([1.0], [1.0]) == "tie"
+    assert judge.over_plain([1.01, 1.3]) == "win"
+    over = judge.ratio([0.5, 2.0])
+    assert (over.mean, over.low, over.high) == (1.0, 0.5, 2.0)
+
+
+def test_trees_that_adapt_beside_the_best_explicit_one():
+    rows = [
+        row("a", "adaptive", 1.5, 1.4),
+        row("f1", "fixed", 1.2, 1.1),
+        row("f2", "fixed", 1.3, 1.3),
+        row("a", "adaptive", 0.9, 1.0, concurrency=8),
+        row("f1", "fixed", 1.1, 1.1, concurrency=8),
+        row("f2", "fixed", 0.5, 0.5, concurrency=8),
+        row("n", "adaptive", 1.0, 1.1, drafter="N"),
+    ]
+    first, second, third = judge.adaptive_against_fixed(rows)
+    assert (first["best_fixed"], first["over_best_fixed"], first["over_plain"]) == ("f2", "win", "win")
+    assert (second["best_fixed"], second["over_best_fixed"], second["over_plain"]) == ("f1", "lose", "tie")
+    assert "best_fixed" not in third
+
+
+def proposed(*rows):
+    return {concurrency: best and best.setting for concurrency, best in judge.proposals(rows).items()}
+
+
+def test_what_is_proposed():
+    adapts, tree = row("a", "adaptive", 1.4, 1.5), row("f", "fixed", 1.6, 1.45)
+    assert proposed(adapts, tree) == {1: "a"}, "they tie, and what adapts suits other loads, too"
+    assert proposed(adapts, row("f", "fixed", 1.6, 1.55)) == {1: "f"}
+    assert proposed(row("f", "fixed", 1.6, 0.9)) == {1: None}, "plain decoding was faster once"
+    assert proposed(row("f", "fixed", 1.6, 0.9), row("g", "fixed", 1.1, 1.1)) == {1: "g"}
+    assert proposed(row("a", "adaptive", 0.9, 0.8, concurrency=8), tree) == {8: None, 1: "f"}
+    hot = [row("a", "adaptive", 0.9, temperature=1.0), row("f", "fixed", 1.1, temperature=1.0)]
+    both = judge.proposals([row("a", "adaptive", 1.4), row("f", "fixed", 1.3), *hot])[1]
+    assert (both.setting, both.flags, both.ratio.low) == ("f", "--f", 1.1), "over all temperatures"
+    assert judge.proposals([]) == {}
+
+
+def test_the_command_that_is_proposed():
+    args = argparse.Namespace(model_path="my model", dtype="float32", flags=["--page-size", "32"])
+    assert command(args, "--speculative-algorithm NONE") == (
+        "outrider serve --model-path 'my model' --dtype float32 --page-size 32 --speculative-algorithm NONE"
+    )
+
+
+async def test_systems_take_turns():
+    parts = [[Prompt("x", ("one two",)), Prompt("x", ("three",))]] * 3
+    async with running(0.002) as (fast, url), running(0.02) as (slow, other):
+        target, plain = (Target(address, body={"max_tokens": 9}) for address in (url, other))
+        pairs = await take_turns(target, plain, parts, Cell(0.5, 2))
+        assert (fast.flushed, slow.flushed) == (1, 1)
+        assert fast.most == slow.most == 2
+        bodies = fast.requests[4:]
+        assert [body["seed"] for body in bodies] == [0, 1, 1000, 1001, 2000, 2001]
+        assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.5, 9)}
+        assert slow.requests[4:] == bodies
+        with pytest.raises(RuntimeError, match="HTTP 500"):
+            await take_turns(target, plain, [[Prompt("x", ("500",))]], Cell(0.0, 1))
+    facts = facts_of(pairs)
+    assert len(facts["rounds"]) == 3
+    assert facts["low"] <= facts["ratio"] <= facts["high"]
+    assert facts["ratio"] > 1.5
+    assert facts["tokens_per_s"] > 1.5 * facts["plain_tokens_per_s"]
+    assert (facts["accept_length"], facts["acceptance_rate"], facts["same_text"]) == (2.0, pytest.approx(1 / 3), "6/6")
+    assert sum(o.output_tokens for pair in pairs for o in pair.plain) == 6 * TOKENS
+
+
+@pytest.fixture
+def prompts(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "_chosen", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["outrider", "bench", "speculation", "x"])
+    monkeypatch.setattr("bench.speculation.page.resolve", Path)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"number {i}"}) for i in range(4)))
+    return file
+
+
+def test_the_program_goes_on_where_it_ended(prompts, tmp_path, capsys):
+    served = []
+
+    @contextlib.contextmanager
+    def serve(model, flags, dtype, most):
+        served.append(" ".join(flags))
+        if "8" in flags:
+            raise RuntimeError("out of memory")
+        with in_a_thread(0.01 if "NONE" in flags else 0.002) as url:
+            yield url
+
+    flags = [str(prompts), "--model-path", "tiny", "--drafters", "NGRAM", "--rounds", "2", "--concurrency", "1", "2"]
+    flags += ["--temperature", "0"]
+    assert main([*flags, "--num-draft-tokens", "4", "8"], serve) == 0
+    assert [line.split()[-1] for line in served] == ["NONE", "NGRAM", "4", "8"]
+    page = (tmp_path / "speculation.md").read_text()
+    assert "- NGRAM, 8 rows: not measured: out of memory" in page
+    assert "## What to serve with, by concurrency" in page
+    assert "outrider serve --model-path tiny --speculative-algorithm NGRAM" in page
+    content = json.loads((tmp_path / "speculation.json").read_text())
+    assert [(r["setting"], r["concurrency"]) for r in content["rows"]] == [
+        ("NGRAM, adaptive", 1), ("NGRAM, adaptive", 2), ("NGRAM, 4 rows", 1), ("NGRAM, 4 rows", 2),
+    ]  # fmt: skip
+    assert (tmp_path / "speculation.png").stat().st_size > 5_000
+    assert "over_best_fixed=" in capsys.readouterr().out
+    served.clear()
+    assert main([*flags, "--num-draft-tokens", "4", "6", "--resume"], serve) == 0
+    assert [line.split()[-1] for line in served] == ["NONE", "6"]
+    assert len(json.loads((tmp_path / "speculation.json").read_text())["rows"]) == 6
+    served.clear()
+    assert main([*flags, "--num-draft-tokens", "4", "--max-tokens", "64", "--resume"], serve) == 0
+    assert len(served) == 3, "answers of another length are another measurement"
+
+
+def test_no_prompt_is_asked_twice(prompts, capsys):
+    with pytest.raises(SystemExit):
+        main([str(prompts), "--rounds", "2", "--concurrency", "8"])
+    assert "too few for 8 at a time" in capsys.readouterr().err
+
+
+def test_a_system_that_does_not_start_is_told(prompts, capsys):
+    @contextlib.contextmanager
+    def serve(*_):
+        raise RuntimeError("outrider serve ended with code 2")
+        yield
+
+    assert main([str(prompts), "--model-path", "tiny", "--rounds", "2", "--concurrency", "1"], serve) == 1
+    assert "ended with code 2" in capsys.readouterr().err
