@@ -3,6 +3,7 @@
 1. bind the REST and gRPC ports, so that a port in use is said at once; answer 503 meanwhile
 2. wait for a target, and learn its facts and tokenizer
 3. serve until a signal, and meet the other services: one that does not fit ends the process
+4. let nobody in any more, and let who is in finish, for a while
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from typing import Any, TypeVar
 
 import tyro
 import uvicorn
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from gateway import self_test
+from gateway.admission import Admission, Keys
 from gateway.api import app as rest
-from gateway.api.middleware import Edge
+from gateway.api.middleware import Edge, Gate
 from gateway.facts import Facts
 from gateway.generation import Generator
 from gateway.metrics import Metrics
@@ -55,6 +59,7 @@ async def serve(config: GatewayConfig) -> int:
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
     metrics = Metrics()
+    admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     orchestrator = Orchestrator([TargetLink(address) for address in config.target], [], metrics)
     listener = bind(config.host, config.port)
@@ -74,6 +79,8 @@ async def serve(config: GatewayConfig) -> int:
             name=config.served_model_name or target.info.model.model_path,
             vocab_size=target.info.model.vocab_size,
             max_session_tokens=target.info.max_session_tokens,
+            admission=admission,
+            timeout=config.request_timeout,
         )
         if not config.disable_vllm_metrics:
             metrics.registry.register(SpeculationForPeers(metrics.tally, generator.name))
@@ -81,17 +88,35 @@ async def serve(config: GatewayConfig) -> int:
             orchestrator.attach_draft(DraftLink(address, target.info.model))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
-        edge.app = rest.build(generator, facts)
-        servicer.serve(generator, facts)
+        edge.app = _guarded(rest.build(generator, facts), keys, config.allowed_origins)
+        servicer.serve(generator, facts, keys)
         await grpc_server.set_serving(True)
         log.info("REST on http://%s:%d, gRPC on %s:%d", config.host, config.port, config.host, config.grpc_port)
         await unless(stop, meet(orchestrator, target))
+        if admission.running:
+            log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
+        await grpc_server.set_serving(False)
+        await admission.drain(config.drain_timeout)
         return 0
     finally:
         for task in (stop, *tests):
             task.cancel()
         await orchestrator.stop()
         await asyncio.gather(stop_rest(rest_server), grpc_server.stop())
+
+
+def _guarded(app: ASGIApp, keys: Keys, origins: Sequence[str]) -> ASGIApp:
+    """The app behind a look at callers' keys; browsers ask first, without any."""
+    guarded = Gate(app, keys)
+    if not origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "PUT", "OPTIONS"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
 
 
 async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> Result | None:

@@ -37,7 +37,7 @@ class Facts:
         """Flags, services and speculation so far; the keys that SGLang has keep SGLang's names."""
         orchestrator, tally = generator.orchestrator, generator.metrics.tally
         return {
-            **{name: value for name, value in asdict(self.config).items() if name != "admin_api_key"},
+            **{name: value for name, value in asdict(self.config).items() if "api_key" not in name},
             "version": self.version,
             "served_model_name": generator.name,
             "model_path": self.target.model.model_path,

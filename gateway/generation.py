@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from gateway.admission import Admission
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.report import Report, Round
@@ -100,8 +101,12 @@ class Generator:
         name: str,
         vocab_size: int,
         max_session_tokens: int,
+        admission: Admission | None = None,
+        timeout: float | None = None,
     ) -> None:
-        """name: of the served model. max_session_tokens: prompt and answer together."""
+        """name: of the served model. max_session_tokens: of prompt and answer. timeout: of any answer, seconds."""
+        self.admission = admission or Admission()
+        self._timeout = timeout
         self.orchestrator = orchestrator
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -133,7 +138,7 @@ class Generator:
         return await asyncio.to_thread(partial(self.tokenizer.encode_chat, messages, **options))
 
     def start(self, request: GenerationRequest, request_id: str = "") -> Generation:
-        """Check a request against the model and open its session. Raises InvalidRequest, Unavailable.
+        """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.
 
         request_id: by which it can be aborted
         """
@@ -152,6 +157,16 @@ class Generator:
         stop = StopConditions(max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
         sampling = replace(request.sampling, seed=seed)
+        self.admission.enter()
+        try:
+            return self._open(request, request_id, sampling, stop)
+        except BaseException:
+            self.admission.leave()
+            raise
+
+    def _open(
+        self, request: GenerationRequest, request_id: str, sampling: SamplingParams, stop: StopConditions
+    ) -> Generation:
         session = self.orchestrator.open(
             request.prompt,
             sampling,
@@ -165,12 +180,14 @@ class Generator:
         )
         detokenizer = self.tokenizer.detokenizer(verbatim=request.verbatim)
         text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
-        generation = Generation(self.orchestrator, self.metrics, session, text, request.timeout)
+        timeout = min((t for t in (request.timeout, self._timeout) if t is not None), default=None)
+        generation = Generation(self.orchestrator, self.metrics, session, text, timeout)
         self._running.setdefault(request_id, set()).add(generation)
         generation.on_close = partial(self._forget, request_id, generation)
         return generation
 
     def _forget(self, request_id: str, generation: Generation) -> None:
+        self.admission.leave()
         of_request = self._running[request_id]
         of_request.discard(generation)
         if not of_request:

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.session import Session
 from outrider.wire.v1 import common_pb2
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -165,6 +166,26 @@ class Metrics:
         self._learning = Learning()
         registry.register(self._learning)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
+
+    def count(self, session: Session, tokens: int, verified: int, accepted: int, now: float) -> None:
+        """Count what a step committed in a session. now: by the clock of time.perf_counter."""
+        tally = self.tally
+        if session.steps:
+            self.inter_token.observe((now - session.committed_at) / max(1, tokens))
+            if verified:
+                tally.hits += 1
+            else:
+                tally.misses += 1
+        else:
+            self.first_token.observe(now - session.opened_at)
+            session.first_at = now
+        tally.steps += 1
+        tally.tokens += tokens
+        tally.verified += verified
+        tally.accepted += accepted
+        if verified:
+            tally.drafts[min(accepted, DEEPEST)] += 1
+        session.committed_at = now
 
     def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
         """Note what an engine says of itself."""

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from gateway import feeding
-from gateway.metrics import DEEPEST, Metrics
+from gateway.metrics import Metrics
 from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
@@ -227,29 +227,10 @@ class Orchestrator:
         if not new and finish is FinishReason.RUNNING:
             return
         if new and session.counted:
-            self._count(session, new, verified, accepted, now)
+            self.metrics.count(session, len(new), verified, accepted, now)
         session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
         if finish is not FinishReason.RUNNING:
             self._end(session)
-
-    def _count(self, session: Session, new: list[int], verified: int, accepted: int, now: float) -> None:
-        tally = self.metrics.tally
-        if session.steps:
-            self.metrics.inter_token.observe((now - session.committed_at) / max(1, len(new)))
-            if verified:
-                tally.hits += 1
-            else:
-                tally.misses += 1
-        else:
-            self.metrics.first_token.observe(now - session.opened_at)
-            session.first_at = now
-        tally.steps += 1
-        tally.tokens += len(new)
-        tally.verified += verified
-        tally.accepted += accepted
-        if verified:
-            tally.drafts[min(accepted, DEEPEST)] += 1
-        session.committed_at = now
 
     def _target_failed(self, target: TargetLink, failure: SessionFailure) -> None:
         session = self.sessions.get(failure.session_id)

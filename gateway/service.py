@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import outrider
+from gateway.admission import Keys
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Generator, Part
 from outrider.errors import InvalidRequest, Unavailable
@@ -27,10 +29,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     def __init__(self) -> None:
         self._generator: Generator | None = None
         self._facts: Facts | None = None
+        self._keys: Keys | None = None
 
-    def serve(self, generator: Generator, facts: Facts) -> None:
+    def serve(self, generator: Generator, facts: Facts, keys: Keys | None = None) -> None:
         """Answer from now on. Until then every call is Unavailable."""
-        self._generator, self._facts = generator, facts
+        self._generator, self._facts, self._keys = generator, facts, keys
+
+    def _request_of(self, context: Any) -> AbstractContextManager[None]:
+        """While a caller's request is under way. Raises Unauthenticated, TooManyRequests."""
+        if self._keys is None:
+            return nullcontext()
+        metadata = dict(context.invocation_metadata() or ())
+        return self._keys.request(self._keys.check(str(metadata.get("authorization", "")).encode()))
 
     def _ready(self) -> Generator:
         if self._generator is None:
@@ -44,15 +54,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         del request
         async with statuses(context):
             generator = self._ready()
-            assert self._facts is not None, "facts come with the generator"
-            drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
-            return gateway_pb2.GetGatewayInfoResponse(
-                software_version=outrider.__version__,
-                served_model_name=generator.name,
-                model=self._facts.target.model,
-                drafters=sorted({name for info in drafts for name in info.drafters}),
-                max_session_tokens=generator.max_session_tokens,
-            )
+            with self._request_of(context):
+                assert self._facts is not None, "facts come with the generator"
+                drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
+                return gateway_pb2.GetGatewayInfoResponse(
+                    software_version=outrider.__version__,
+                    served_model_name=generator.name,
+                    model=self._facts.target.model,
+                    drafters=sorted({name for info in drafts for name in info.drafters}),
+                    max_session_tokens=generator.max_session_tokens,
+                )
         raise AssertionError("an aborted call does not go on")
 
     async def Generate(  # noqa: N802
@@ -61,15 +72,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Stream the parts of one generation."""
         request_id = f"gen-{secrets.token_hex(12)}"
         async with statuses(context):
-            generation = self._ready().start(await self._request(request), request_id)
-            try:
-                finish = FinishReason.RUNNING
-                while finish is FinishReason.RUNNING:
-                    part = await generation.next()
-                    finish = part.finish
-                    yield _response(request_id, part)
-            finally:
-                generation.close()
+            with self._request_of(context):
+                generation = self._ready().start(await self._request(request), request_id)
+                try:
+                    finish = FinishReason.RUNNING
+                    while finish is FinishReason.RUNNING:
+                        part = await generation.next()
+                        finish = part.finish
+                        yield _response(request_id, part)
+                finally:
+                    generation.close()
 
     async def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
         """Raises InvalidRequest, ModelNotFound."""

@@ -29,6 +29,7 @@ _FINISH_REASONS: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_LENGTH: "length",
     common_pb2.FINISH_REASON_ABORT: "abort",
 }
+_INFO = gateway_pb2.GetGatewayInfoRequest()
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
 
@@ -167,8 +168,9 @@ class GatewayInfo:
 class Client:
     """Blocking client. Use as a context manager, or call `close`. Safe to share between threads."""
 
-    def __init__(self, address: str) -> None:
-        """address: of the gateway's gRPC service, "host:port" or "unix:/path"."""
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one."""
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -187,13 +189,15 @@ class Client:
     def info(self, timeout: float | None = 10.0) -> GatewayInfo:
         """What the gateway serves. timeout: seconds. Raises OutriderError."""
         try:
-            return _info(self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout))
+            return _info(
+                self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout, metadata=self._metadata)
+            )
         except grpc.RpcError as error:
             raise _outrider_error(error) from error
 
     def generate(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Iterator[Part]:
         """The answer, part by part as it is committed. timeout: seconds for the whole. Raises OutriderError."""
-        call = self._stub.Generate(_request(prompt, options), timeout=timeout)
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout, metadata=self._metadata)
         try:
             for message in call:
                 yield _part(message)
@@ -210,8 +214,9 @@ class Client:
 class AsyncClient:
     """Asynchronous client. Use as an async context manager, or call `close`. Belongs to one event loop."""
 
-    def __init__(self, address: str) -> None:
-        """address: of the gateway's gRPC service, "host:port" or "unix:/path"."""
+    def __init__(self, address: str, api_key: str | None = None) -> None:
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one."""
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
         self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -230,7 +235,11 @@ class AsyncClient:
     async def info(self, timeout: float | None = 10.0) -> GatewayInfo:  # noqa: ASYNC109
         """What the gateway serves. timeout: seconds. Raises OutriderError."""
         try:
-            return _info(await self._stub.GetGatewayInfo(gateway_pb2.GetGatewayInfoRequest(), timeout=timeout))
+            return _info(
+                await self._stub.GetGatewayInfo(
+                    gateway_pb2.GetGatewayInfoRequest(), timeout=timeout, metadata=self._metadata
+                )
+            )
         except grpc.aio.AioRpcError as error:
             raise _outrider_error(error) from error
 
@@ -242,7 +251,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncIterator[Part]:
         """The answer, part by part as it is committed. timeout: seconds for the whole. Raises OutriderError."""
-        call = self._stub.Generate(_request(prompt, options), timeout=timeout)
+        call = self._stub.Generate(_request(prompt, options), timeout=timeout, metadata=self._metadata)
         try:
             async for message in call:
                 yield _part(message)

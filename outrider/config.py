@@ -237,8 +237,21 @@ class GatewayOptions:
     """Name of the model in requests and answers; by default the model path."""
     max_body_bytes: int = 4 << 20
     """Largest request body."""
+    api_key: tuple[str, ...] = ()
+    """Keys that clients must show one of, but for health and metrics; also those in OUTRIDER_API_KEY, with spaces
+    between them. Without any, every client is served."""
     admin_api_key: str | None = None
     """Key that routes which control the targets ask for; without one, they are open to every client."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from browsers (CORS), or *; none by default."""
+    request_timeout: float | None = None
+    """Seconds that any answer may take, from its request to its end; by default without limit."""
+    max_pending_requests: int = 4096
+    """Most generations under way, waiting ones included; further ones are refused with 503 and Retry-After."""
+    max_requests_per_key: int | None = None
+    """Most requests of one key under way; further ones are refused with 429 and Retry-After. By default unlimited."""
+    drain_timeout: float = 5.0
+    """Seconds that requests under way get to end when the gateway is told to stop; new ones are refused meanwhile."""
     disable_vllm_metrics: bool = False
     """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
     per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"

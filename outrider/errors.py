@@ -4,7 +4,9 @@ OutriderError
 ├── InvalidRequest        the caller's input is wrong; sending it again does not help
 │   ├── ModelNotFound     no model of that name is served
 │   └── ContextTooLong    prompt and answer do not fit into the context
+├── Unauthenticated       the caller's key is missing or wrong
 ├── Overloaded            no room at present; the caller may retry later
+├── TooManyRequests       this caller has too much under way; it may retry later
 ├── Unavailable           a service that is needed is away; the caller may retry later
 ├── DeadlineExceeded      the time that the caller gave is over
 ├── ConfigError           flags, files or services that do not fit; refused at start-up
@@ -61,6 +63,18 @@ class ContextTooLong(InvalidRequest):
     status = Status(grpc.StatusCode.OUT_OF_RANGE, 400, "invalid_request_error", "context_length_exceeded")
 
 
+class Unauthenticated(OutriderError):
+    """The caller's key is missing or wrong."""
+
+    status = Status(grpc.StatusCode.UNAUTHENTICATED, 401, "invalid_request_error", "invalid_api_key")
+
+
+class TooManyRequests(OutriderError):
+    """This caller has too much under way; it may retry later."""
+
+    status = Status(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded")
+
+
 class Overloaded(OutriderError):
     """No room at present; the caller may retry later."""
 
@@ -95,6 +109,7 @@ _BY_GRPC_CODE: dict[int, type[OutriderError]] = {
         InvalidRequest,
         ModelNotFound,
         ContextTooLong,
+        Unauthenticated,
         Overloaded,
         Unavailable,
         DeadlineExceeded,

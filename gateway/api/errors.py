@@ -59,8 +59,10 @@ def body_of(error: OutriderError) -> bytes:
 def response_to(error: OutriderError) -> Response:
     """The response for one of our errors. Overload and absence invite a retry, other server errors do not."""
     headers = {}
-    if error.status.http == 503:
+    if error.status.http in (429, 503):
         headers["retry-after"] = "1"
+    elif error.status.http == 401:
+        headers["www-authenticate"] = "Bearer"
     elif error.status.http >= 500:
         headers["x-should-retry"] = "false"
     return _json(error.status.http, body_of(error), headers)

@@ -13,6 +13,7 @@ from gateway.generation import Generator
 from outrider.errors import OutriderError
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
+_DRAINING = "it is shutting down"
 _PROBE_SECONDS = 20.0  # that the token of a probe may take
 
 
@@ -22,7 +23,7 @@ def install(app: FastAPI, generator: Generator) -> None:
     @app.get("/health", tags=["health"])
     async def health() -> Response:
         """200 if all services are up; otherwise 503, and what is missing."""
-        missing = generator.orchestrator.missing()
+        missing = generator.orchestrator.missing() + (["gateway: " + _DRAINING] if generator.admission.draining else [])
         return _json({"status": "ok"} if not missing else {"status": "unavailable", "missing": missing}, bool(missing))
 
     @app.get("/health/live", tags=["health"])
@@ -35,7 +36,7 @@ def install(app: FastAPI, generator: Generator) -> None:
     @app.get("/ready", tags=["health"], include_in_schema=False)
     async def ready() -> Response:
         """200 if requests can be served, with a draft or without one; otherwise 503."""
-        serves = any(target.up for target in generator.orchestrator.targets)
+        serves = any(target.up for target in generator.orchestrator.targets) and not generator.admission.draining
         return _json({"status": "ok" if serves else "unavailable"}, not serves)
 
     @app.get("/health_generate", tags=["health"])

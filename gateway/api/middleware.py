@@ -1,4 +1,7 @@
-"""What every HTTP request passes: a bound on its body, and a request id. Plain ASGI, for streams pass through here."""
+"""What every HTTP request passes: a bound on its body, a request id, and a look at its key.
+
+Plain ASGI, for streams pass through here.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import secrets
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.errors import error_body
+from gateway.admission import Keys
+from gateway.api.errors import error_body, response_to
+from outrider.errors import TooManyRequests, Unauthenticated
 
 REQUEST_ID = "outrider.request_id"  # where the scope has it
 
@@ -55,6 +60,27 @@ class Edge:
         await self.app(scope, body, sending)
 
 
+class Gate:
+    """Asks callers for their key, but for routes that tell of health, and bounds what each has under way."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http" or scope["path"] in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        try:
+            key = self._keys.check(dict(scope["headers"]).get(b"authorization", b""))
+            with self._keys.request(key):
+                await self._app(scope, receive, send)
+        except (Unauthenticated, TooManyRequests) as error:
+            await response_to(error)(scope, receive, send)
+
+
+_OPEN = frozenset({"/health", "/health/live", "/health/ready", "/health_generate", "/live", "/ready", "/metrics"})
 _SLASHES = re.compile("/{2,}")
 
 

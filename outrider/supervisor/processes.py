@@ -51,6 +51,7 @@ class Child:
     """One process by name, started again whenever it dies.
 
     address: where its health is asked. on_line: called with every line that it writes, without the line's end.
+    grace: seconds that it gets to end by itself
     """
 
     name: str
@@ -58,6 +59,7 @@ class Child:
     address: str
     on_line: Callable[[str], None]
     backoff: Backoff = field(default_factory=Backoff)
+    grace: float = GRACE_SECONDS
     ready: bool = field(default=False, init=False)
     progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
@@ -158,7 +160,8 @@ async def supervise(
         start.cancel()
         stopping.cancel()
         for group in (children[-1:], children[:-1]):
-            await _end({child: lives[child] for child in group}, GRACE_SECONDS, hurry)
+            grace = max((child.grace for child in group), default=0.0)
+            await _end({child: lives[child] for child in group}, grace, hurry)
     for life in lives.values():
         life.result()
     return next((child for child in children if child.gave_up is not None), None)

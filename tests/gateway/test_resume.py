@@ -62,7 +62,7 @@ class Stream(threading.Thread):
 
 
 @contextlib.contextmanager
-def system(folder, targets=1, drafts=1, delay=0.01):
+def system(folder, targets=1, drafts=1, delay=0.01, **flags):
     """Services that take their time, and a gateway of their own."""
     services = [
         [Service(kind, f"unix:{folder}/{kind.__name__}{i}-{os.urandom(3).hex()}", delay=pause) for i in range(count)]
@@ -70,7 +70,7 @@ def system(folder, targets=1, drafts=1, delay=0.01):
     ]
     for service in [*services[0], *services[1]]:
         service.start()
-    gateway = Gateway(folder, *([service.address for service in group] for group in services))
+    gateway = Gateway(folder, *([service.address for service in group] for group in services), **flags)
     try:
         gateway.wait()
         for kind, group in zip(("target", "draft"), services, strict=True):
@@ -217,7 +217,7 @@ def test_a_target_that_comes_back_with_another_model_is_refused(folder):
 
 
 def test_shutting_down_ends_streams_with_an_error(folder):
-    with system(folder, drafts=0, delay=0.3) as (gateway, _, _):
+    with system(folder, drafts=0, delay=0.3, drain_timeout=0.2) as (gateway, _, _):
         stream = Stream(gateway)
         until(lambda: stream.tokens)
         gateway.process.terminate()

@@ -1,0 +1,88 @@
+"""Who is let in: callers with a key, and requests while there is room and the gateway stays.
+
+What waits for a place in a target waits there, in order of priority; here only its number is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from outrider.config import GatewayConfig
+from outrider.errors import Overloaded, TooManyRequests, Unauthenticated, Unavailable
+
+KEYS_VARIABLE = "OUTRIDER_API_KEY"
+_POLL_SECONDS = 0.02
+
+
+class Admission:
+    """Counts generations under way, and refuses those that are too many or too late."""
+
+    def __init__(self, most: int | None = None) -> None:
+        """most: generations under way; None is without limit."""
+        self.draining = False
+        self.running = 0
+        self._most = most
+
+    def enter(self) -> None:
+        """Count a generation. Raises Overloaded, Unavailable."""
+        if self.draining:
+            raise Unavailable("the gateway is shutting down; retry elsewhere")
+        if self._most is not None and self.running >= self._most:
+            raise Overloaded(f"{self.running} requests are under way, which is the most that may; retry later")
+        self.running += 1
+
+    def leave(self) -> None:
+        """Count it no longer."""
+        self.running -= 1
+
+    async def drain(self, seconds: float) -> None:
+        """Let no more in, and wait until all have left, or the time is over."""
+        self.draining = True
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self.running and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - it ends rarely
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+class Keys:
+    """The keys that callers may show, and what is under way for each."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        """Those of the flags and of the environment, and the administrator's where keys are asked for."""
+        keys = [*config.api_key, *os.environ.get(KEYS_VARIABLE, "").split()]
+        self._keys = [key.encode() for key in keys]
+        if keys and config.admin_api_key is not None:
+            self._keys.append(config.admin_api_key.encode())
+        self._most = config.max_requests_per_key
+        self._under_way = Counter[bytes]()
+
+    def check(self, authorization: bytes) -> bytes:
+        """The key of a caller, by its header; empty where none is asked for. Raises Unauthenticated."""
+        scheme, _, given = authorization.partition(b" ")
+        given = given.strip() if scheme.lower() == b"bearer" else b""
+        # All are compared, and each in the same time, wherever they differ.
+        known = [secrets.compare_digest(given, key) for key in self._keys]
+        if self._keys and not any(known):
+            reason = "wrong" if given else "missing"
+            raise Unauthenticated(f"the API key is {reason}; send `Authorization: Bearer KEY`")
+        return given if self._keys else b""
+
+    @contextmanager
+    def request(self, key: bytes) -> Iterator[None]:
+        """While a request of a key is under way. Raises TooManyRequests."""
+        if self._most is None:
+            yield
+            return
+        if self._under_way[key] >= self._most:
+            raise TooManyRequests(f"{self._most} requests of this key are under way, which is the most that may")
+        self._under_way[key] += 1
+        try:
+            yield
+        finally:
+            self._under_way[key] -= 1
+            if not self._under_way[key]:
+                del self._under_way[key]
