@@ -41,7 +41,7 @@ def slow(target, delay):
 def guarded(folder, target, draft):
     flags = {
         "api_key": ["alpha", "beta"],
-        "admin_api_key": "root",
+        "admin_api_key": "superior",
         "max_requests_per_key": 1,
         "max_pending_requests": 2,
     }
@@ -68,7 +68,7 @@ def test_health_and_metrics_do_not(guarded, path):
 
 
 def test_keys_open_what_they_should(guarded):
-    for key in ("alpha", "beta", "root"):
+    for key in ("alpha", "beta", "superior"):
         client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
         answer = client.completions.create(model="default", prompt="A", max_tokens=1, temperature=0)
         assert answer.choices[0].text == "B"
@@ -76,11 +76,11 @@ def test_keys_open_what_they_should(guarded):
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="x", max_retries=0).models.list()
     flush = guarded.client.post("/abort_request", json={"abort_all": True}, headers=KEY)
     assert flush.status_code == 401  # the administrator's key is another one
-    root = {"authorization": "Bearer root"}
+    root = {"authorization": "Bearer superior"}
     assert guarded.client.post("/abort_request", json={"abort_all": True}, headers=root).status_code == 200
     info = guarded.client.get("/get_server_info", headers=KEY).text
     assert "alpha" not in info
-    assert "root" not in info
+    assert "superior" not in info
 
 
 def test_the_grpc_edge_asks_for_a_key_too(guarded):
