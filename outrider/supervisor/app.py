@@ -170,7 +170,7 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
     if processes.draft is not None:
         children.append(child("draft", processes.draft, processes.draft.listen))
     children.append(child("gateway", processes.gateway, base_url(processes.gateway)))
-    children[-1].grace += processes.gateway.drain_timeout
+    children[-1].extra_grace = processes.gateway.drain_timeout
     return children
 
 

@@ -51,7 +51,7 @@ class Child:
     """One process by name, started again whenever it dies.
 
     address: where its health is asked. on_line: called with every line that it writes, without the line's end.
-    grace: seconds that it gets to end by itself
+    extra_grace: seconds that it gets to end by itself beyond those of all
     """
 
     name: str
@@ -59,7 +59,7 @@ class Child:
     address: str
     on_line: Callable[[str], None]
     backoff: Backoff = field(default_factory=Backoff)
-    grace: float = GRACE_SECONDS
+    extra_grace: float = 0.0
     ready: bool = field(default=False, init=False)
     progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
@@ -160,7 +160,7 @@ async def supervise(
         start.cancel()
         stopping.cancel()
         for group in (children[-1:], children[:-1]):
-            grace = max((child.grace for child in group), default=0.0)
+            grace = GRACE_SECONDS + max((child.extra_grace for child in group), default=0.0)
             await _end({child: lives[child] for child in group}, grace, hurry)
     for life in lives.values():
         life.result()
