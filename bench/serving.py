@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -36,26 +38,34 @@ def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Itera
     command += ["--port", str(port), "--grpc-port", str(grpc_port), "--log-level", "warning"]
     command += ["--max-running-requests", str(most), "--disable-draft-self-test"]
     command += [flag.replace("{model}", model) for flag in flags]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(1200):
-            if process.poll() is not None:
-                raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode}")
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                    break
-            time.sleep(0.25)
-        else:
-            raise RuntimeError(f"{' '.join(command)} was not ready in five minutes")
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
         try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+            _wait(process, url, shlex.join(command), said)
+            yield url
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, command: str, said: IO[str]) -> None:
+    """Until it can be asked. Raises RuntimeError with what it said last if it ends, or is not ready in five minutes."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            said.seek(0)
+            last = " / ".join(said.read().splitlines()[-3:])
+            raise RuntimeError(f"{command} ended with code {process.returncode}: {last}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                return
+        time.sleep(0.25)
+    raise RuntimeError(f"{command} was not ready in five minutes")
 
 
 async def ask(

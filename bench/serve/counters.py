@@ -54,7 +54,7 @@ def _vllm(grown: Counters) -> Speculation | None:
             per_position[int(position)] = per_position.get(int(position), 0.0) + value
     shares = tuple(per_position[p] / drafts for p in sorted(per_position))
     rate = accepted / drafted if drafted else None
-    return Speculation(1 + accepted / drafts, rate, shares, "/metrics, per step with a draft")
+    return Speculation(1 + accepted / drafts, rate, shares, "/metrics; of steps that had a draft")
 
 
 def _outrider(grown: Counters) -> Speculation | None:

@@ -1,12 +1,14 @@
 """Which setting is better, from rounds that were taken in turns. Pure functions.
 
 A setting's ratio in a round is its tokens a second over those of plain decoding, which had the same prompts next to it.
-One setting beats another if its ratio is the larger one in every round; else they tie.
+One setting beats another if the 95 % confidence interval of the mean of the logarithms of their ratios' quotients, by
+Student's t over the rounds, lies above zero; they tie if it holds zero.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -15,9 +17,14 @@ Verdict = Literal["win", "tie", "lose"]
 Row = Mapping[str, Any]
 
 
+# Student's t at 97.5 %, by degrees of freedom from 1; above them the normal distribution's is near enough.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+      2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Ratio:
-    """Over rounds: the geometric mean, and the smallest and the largest."""
+    """Over rounds: the geometric mean, and the ends of its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -25,16 +32,22 @@ class Ratio:
 
 
 def ratio(ratios: Sequence[float]) -> Ratio:
-    """Of the ratios of rounds, of which there is at least one."""
-    return Ratio(math.exp(sum(map(math.log, ratios)) / len(ratios)), min(ratios), max(ratios))
+    """Of the ratios of rounds, of which there is at least one; of a single one nothing is known but itself."""
+    logarithms = [math.log(value) for value in ratios]
+    mean = statistics.fmean(logarithms)
+    if len(logarithms) == 1:
+        return Ratio(math.exp(mean), 0.0, math.inf)
+    freedom = len(logarithms) - 1
+    half = (_T[freedom - 1] if freedom <= len(_T) else 1.96) * statistics.stdev(logarithms) / math.sqrt(len(logarithms))
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def verdict(ours: Sequence[float], others: Sequence[float]) -> Verdict:
     """Of ratios in the same rounds."""
-    pairs = list(zip(ours, others, strict=True))
-    if all(a > b for a, b in pairs):
+    quotient = ratio([a / b for a, b in zip(ours, others, strict=True)])
+    if quotient.low > 1.0:
         return "win"
-    return "lose" if all(a < b for a, b in pairs) else "tie"
+    return "lose" if quotient.high < 1.0 else "tie"
 
 
 def over_plain(ratios: Sequence[float]) -> Verdict:

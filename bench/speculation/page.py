@@ -14,15 +14,18 @@ from outrider.checkpoint import resolve
 
 _NAME = "speculation"
 _COLUMNS = ("setting", "temperature", "concurrency", "tokens_per_s", "plain_tokens_per_s", "ratio", "low", "high",
-            "accept_length", "acceptance_rate", "same_text")  # fmt: skip
+            "accept_length", "acceptance_rate", "same_text", "round_s")  # fmt: skip
+_SHORT = 3.0  # seconds of a round below which the figures are mostly those of the machine's moods
 _WORDS = [
     "ratio: tokens a second over those of plain decoding, which took turns with the setting over the same prompts: "
-    "geometric mean, smallest and largest of the rounds",
-    "a setting beats another, or plain decoding, if its ratio is larger in every round; else they tie",
+    "geometric mean of the rounds; low, high: its 95 % confidence interval (Student's t over the rounds)",
+    "a setting beats another, or plain decoding, where that interval of their quotient lies above 1, and else ties; of "
+    "twenty comparisons one is wrong by chance, so take those that matter again, with --setting and another --seed",
     "names of explicit trees: steps x topk x rows (--speculative-num-steps, -eagle-topk, -num-draft-tokens)",
-    "same_text: answers equal to those of plain decoding, same seed",
+    "same_text: answers equal to those of plain decoding, same seed; round_s: seconds of a round of the setting",
     "the best explicit tree is the best of many on the rounds it is judged by, which favours it a little",
 ]
+_WARNING = f"some rounds were shorter than {_SHORT:g} s, too short to tell: ask more prompts, or for longer answers"
 
 
 class Page:
@@ -59,6 +62,9 @@ class Page:
         ]
         if rows:
             plot(self.report)
+        self.report.notes = [note for note in self.report.notes if note != _WARNING]
+        if any(row["round_s"] < _SHORT for row in rows):
+            self.report.notes.append(_WARNING)
         self.report.write()
 
     def _earlier(self) -> list[dict[str, Any]]:

@@ -85,5 +85,6 @@ def facts_of(pairs: Sequence[Pair]) -> dict[str, Any]:
         "accept_length": tokens / max(1, tokens - accepted),
         "acceptance_rate": accepted / max(1, sum(o.drafted or 0 for o in own)),
         "same_text": f"{sum(a.text == b.text for a, b in zip(own, plain, strict=False))}/{len(own)}",
+        "round_s": sum(seconds_of(pair.setting) for pair in pairs) / len(pairs),
         "rounds": ratios,
     }

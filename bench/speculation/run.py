@@ -2,7 +2,7 @@
 
 Every setting (a drafter with trees that adapt, or with an explicit tree) is started as a system of its own beside one
 that decodes plainly. The two take turns over parts of the prompts, so that a machine that is now faster and now slower
-is so for both; a setting's figure is its ratio over plain decoding, with the smallest and largest of all rounds. At the
+is so for both; a setting's figure is its ratio over plain decoding, with a confidence interval over the rounds. At the
 end stand the flags to serve with, and whether trees that adapt beat the best explicit one. --resume goes on with what
 an earlier call of the same flags has measured.
 """
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", default="auto", help="of the target")
     made.add_argument("--flags", type=shlex.split, default=[], help="further flags of every system, as one word; two "
                       "run at a time, which on a GPU must share its memory (--mem-fraction-static)")  # fmt: skip
-    made.add_argument("--drafters", nargs="+", metavar="ALGORITHM", help="NGRAM, EAGLE3, STANDALONE, ...; with +NGRAM "
+    made.add_argument("--drafters", nargs="*", metavar="ALGORITHM", help="NGRAM, EAGLE3, STANDALONE, ...; with +NGRAM "
                       "behind it beside n-grams; by default NGRAM, and EAGLE3 where a head is known")  # fmt: skip
     made.add_argument("--draft-model-path", help="checkpoint of the drafters that have a model")
     made.add_argument("--num-steps", type=int, nargs="+", default=[1, 3, 5], help="depths of explicit trees")
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ignore-eos", action="store_true", help="answers go on to their greatest length")
     made.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     made.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
-    made.add_argument("--rounds", type=int, default=4, help="parts of the prompts (default: %(default)s)")
+    made.add_argument("--rounds", type=int, default=6, help="parts of the prompts, 2 or more (default: %(default)s)")
     made.add_argument("--seed", type=int, default=0, help="of the prompts' order")
     made.add_argument("--resume", action="store_true", help="keep the last run's rows; measure what they lack")
     return made
@@ -73,7 +73,9 @@ def _setting(text: str) -> Setting:
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
     """What is compared."""
-    drafters = args.drafters or ["NGRAM", *(["EAGLE3"] if has_head(args.model_path) else [])]
+    drafters = args.drafters
+    if drafters is None:
+        drafters = ["NGRAM", *(["EAGLE3"] if has_head(args.model_path) else [])]
     made = grid(drafters, args.num_steps, args.eagle_topk, args.num_draft_tokens, args.draft_model_path)
     return [*made, *args.setting]
 
@@ -82,6 +84,8 @@ def parts_of(args: argparse.Namespace) -> list[list[Prompt]]:
     """The prompts of each round; none comes twice, for a drafter would know its answer. Raises ValueError, OSError."""
     there = sample(read_prompts(args.prompts), None, args.seed)
     chosen = [prompt._replace(turns=prompt.turns[: args.turns]) for prompt in there[: args.num_prompts]]
+    if args.rounds < 2:
+        raise ValueError("--rounds: one round says nothing of the spread; ask for 2 or more")
     parts = rounds_of(chosen, args.rounds)
     most = max(args.concurrency)
     if len(parts[0]) < most:

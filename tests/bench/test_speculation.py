@@ -6,17 +6,21 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from bench import report
 from bench.prompts import Prompt
 from bench.serve.client import Target
+from bench.serving import served
 from bench.speculation import judge
 from bench.speculation.page import command
 from bench.speculation.rounds import Cell, facts_of, take_turns
 from bench.speculation.run import main
 from bench.speculation.settings import PLAIN, Setting, grid, named, shapes
 from tests.bench.server import TOKENS, in_a_thread, running
+from tests.tiny import write_model, write_tokenizer
 
 
 def test_the_grid_has_every_tree_that_there_can_be():
@@ -53,25 +57,31 @@ def row(setting, kind, *rounds, concurrency=1, temperature=0.0, drafter="D"):
             "concurrency": concurrency, "ratio": over.mean, "rounds": list(rounds)}  # fmt: skip
 
 
-def test_a_verdict_needs_every_round():
-    assert judge.verdict([1.1, 1.2], [1.0, 1.1]) == "win"
-    assert judge.verdict([1.1, 1.0], [1.0, 1.1]) == "tie"
-    assert judge.verdict([0.9, 1.0], [1.0, 1.1]) == "lose"
-    assert judge.verdict([1.0], [1.0]) == "tie"
-    assert judge.over_plain([1.01, 1.3]) == "win"
-    over = judge.ratio([0.5, 2.0])
-    assert (over.mean, over.low, over.high) == (1.0, 0.5, 2.0)
+def test_verdicts_are_students():
+    rng = np.random.default_rng(5)
+    for count in (2, 4, 31, 40):
+        logarithms = rng.normal(0.1, 0.2, count)
+        over = judge.ratio(np.exp(logarithms).tolist())
+        low, high = stats.t.interval(0.95, count - 1, logarithms.mean(), stats.sem(logarithms))
+        assert over.mean == pytest.approx(np.exp(logarithms.mean()))
+        assert (over.low, over.high) == pytest.approx((np.exp(low), np.exp(high)), rel=0.01)
+    assert judge.verdict([1.5, 1.52, 1.48], [1.0, 1.02, 1.0]) == "win"
+    assert judge.verdict([1.0, 1.02, 1.0], [1.5, 1.52, 1.48]) == "lose"
+    assert judge.verdict([1.04, 5.74], [1.0, 1.0]) == "tie", "faster in both rounds, but who knows how much"
+    assert judge.verdict([3.0, 1.0, 2.0], [2.9, 0.95, 1.9]) == "win", "the rounds differ more than the two"
+    assert judge.over_plain([2.0]) == "tie"
+    assert judge.over_plain([1.0, 1.0]) == "tie"
 
 
 def test_trees_that_adapt_beside_the_best_explicit_one():
     rows = [
-        row("a", "adaptive", 1.5, 1.4),
-        row("f1", "fixed", 1.2, 1.1),
-        row("f2", "fixed", 1.3, 1.3),
-        row("a", "adaptive", 0.9, 1.0, concurrency=8),
-        row("f1", "fixed", 1.1, 1.1, concurrency=8),
-        row("f2", "fixed", 0.5, 0.5, concurrency=8),
-        row("n", "adaptive", 1.0, 1.1, drafter="N"),
+        row("a", "adaptive", 1.52, 1.5, 1.51),
+        row("f1", "fixed", 1.2, 1.2, 1.2),
+        row("f2", "fixed", 1.3, 1.3, 1.31),
+        row("a", "adaptive", 0.98, 1.01, 1.0, concurrency=8),
+        row("f1", "fixed", 1.1, 1.12, 1.1, concurrency=8),
+        row("f2", "fixed", 0.5, 0.5, 0.5, concurrency=8),
+        row("n", "adaptive", 1.0, 1.1, 1.0, drafter="N"),
     ]
     first, second, third = judge.adaptive_against_fixed(rows)
     assert (first["best_fixed"], first["over_best_fixed"], first["over_plain"]) == ("f2", "win", "win")
@@ -84,15 +94,18 @@ def proposed(*rows):
 
 
 def test_what_is_proposed():
-    adapts, tree = row("a", "adaptive", 1.4, 1.5), row("f", "fixed", 1.6, 1.45)
+    tree = row("f", "fixed", 1.6, 1.45, 1.5)
+    adapts = row("a", "adaptive", 1.4, 1.5, 1.4)
     assert proposed(adapts, tree) == {1: "a"}, "they tie, and what adapts suits other loads, too"
-    assert proposed(adapts, row("f", "fixed", 1.6, 1.55)) == {1: "f"}
-    assert proposed(row("f", "fixed", 1.6, 0.9)) == {1: None}, "plain decoding was faster once"
-    assert proposed(row("f", "fixed", 1.6, 0.9), row("g", "fixed", 1.1, 1.1)) == {1: "g"}
+    assert proposed(adapts, row("f", "fixed", 1.6, 1.7, 1.6)) == {1: "f"}
+    assert proposed(row("f", "fixed", 1.6, 0.9, 1.5)) == {1: None}, "nobody knows whether it beats plain decoding"
+    assert proposed(row("f", "fixed", 1.6, 0.9, 1.6), row("g", "fixed", 1.1, 1.1, 1.1)) == {1: "g"}
     assert proposed(row("a", "adaptive", 0.9, 0.8, concurrency=8), tree) == {8: None, 1: "f"}
-    hot = [row("a", "adaptive", 0.9, temperature=1.0), row("f", "fixed", 1.1, temperature=1.0)]
-    both = judge.proposals([row("a", "adaptive", 1.4), row("f", "fixed", 1.3), *hot])[1]
-    assert (both.setting, both.flags, both.ratio.low) == ("f", "--f", 1.1), "over all temperatures"
+    cold = [row("a", "adaptive", 1.4, 1.4), row("f", "fixed", 1.3, 1.3)]
+    hot = [row("a", "adaptive", 0.7, 0.7, temperature=1.0), row("f", "fixed", 1.2, 1.2, temperature=1.0)]
+    both = judge.proposals([*cold, *hot])[1]
+    assert (both.setting, both.flags) == ("f", "--f"), "over all temperatures"
+    assert both.ratio.mean == pytest.approx((1.3 * 1.2) ** 0.5)
     assert judge.proposals([]) == {}
 
 
@@ -152,6 +165,7 @@ def test_the_program_goes_on_where_it_ended(prompts, tmp_path, capsys):
     assert [line.split()[-1] for line in served] == ["NONE", "NGRAM", "4", "8"]
     page = (tmp_path / "speculation.md").read_text()
     assert "- NGRAM, 8 rows: not measured: out of memory" in page
+    assert "shorter than 3 s" in page
     assert "## What to serve with, by concurrency" in page
     assert "outrider serve --model-path tiny --speculative-algorithm NGRAM" in page
     content = json.loads((tmp_path / "speculation.json").read_text())
@@ -173,6 +187,30 @@ def test_no_prompt_is_asked_twice(prompts, capsys):
     with pytest.raises(SystemExit):
         main([str(prompts), "--rounds", "2", "--concurrency", "8"])
     assert "too few for 8 at a time" in capsys.readouterr().err
+
+
+def test_one_round_is_none(prompts, capsys):
+    with pytest.raises(SystemExit):
+        main([str(prompts), "--rounds", "1", "--concurrency", "1"])
+    assert "2 or more" in capsys.readouterr().err
+
+
+@pytest.mark.system
+def test_real_systems(prompts, tmp_path):
+    """A tiny model, plainly and with n-grams."""
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    flags = [str(prompts), "--model-path", str(model), "--drafters", "--setting", "mine=--speculative-algorithm NGRAM"]
+    loads = ["--rounds", "2", "--concurrency", "2", "--temperature", "0", "--max-tokens", "24", "--ignore-eos"]
+    assert main([*flags, *loads]) == 0
+    (row,) = json.loads((tmp_path / "speculation.json").read_text())["rows"]
+    assert (row["setting"], row["kind"], row["same_text"]) == ("mine", "adaptive", "4/4")
+    assert row["accept_length"] >= 1.0
+
+
+def test_flags_that_are_refused_are_told_in_the_words_of_the_refusal():
+    flags = ["--speculative-algorithm", "STANDALONE"]
+    with pytest.raises(RuntimeError, match=r"ended with code 2: .*STANDALONE drafts with"), served("x", flags, "auto"):
+        pass
 
 
 def test_a_system_that_does_not_start_is_told(prompts, capsys):
