@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from bench.prompts import Prompt, first_of_each, read_prompts
 from bench.report import Report, results
-from bench.serving import Answer, ask, new_tokens, served, speculation, text_of
+from bench.serve.outcome import Outcome
+from bench.serving import ask, new_tokens, served, speculation
 from outrider.checkpoint import resolve
 from outrider.drafts import has_head
 
@@ -47,7 +48,7 @@ class Result(NamedTuple):
     """What a drafter brought at one temperature: seconds, and the answers to every prompt."""
 
     seconds: float
-    answers: list[list[Answer]]
+    answers: list[list[Outcome]]
 
 
 def named_drafter(text: str) -> tuple[str, tuple[str, ...]]:
@@ -63,16 +64,19 @@ def measure(
 ) -> dict[float, Result]:
     """One drafter at every temperature, in one system that forgets all between them."""
     results = {}
+    turns = [prompt.turns[: args.turns] for prompt in prompts]
     with served(model, flags, args.dtype) as url, Progress() as progress:
         for temperature in args.temperature:
-            bar = progress.add_task(f"{name}, temperature {temperature:g}", total=len(prompts))
+            bar = progress.add_task(f"{name}, temperature {temperature:g}", total=sum(map(len, turns)))
             httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
-            turns = [prompt.turns[: args.turns] for prompt in prompts]
-            results[temperature] = Result(
-                *asyncio.run(ask(url, turns, args.concurrency, body, partial(progress.advance, bar)))
-            )
+            work = ask(url, turns, args.concurrency, body, partial(_advance, progress, bar))
+            results[temperature] = Result(*asyncio.run(work))
     return results
+
+
+def _advance(progress: Progress, bar: TaskID, _: Outcome) -> None:
+    progress.advance(bar)
 
 
 def add_rows(
@@ -83,7 +87,7 @@ def add_rows(
     plain: what plain decoding brought; None if only the report's rows know it, without its texts
     """
     flat = [answer for answers in result.answers for answer in answers]
-    by_category: dict[str, list[Answer]] = {}
+    by_category: dict[str, list[Outcome]] = {}
     for prompt, answers in zip(prompts, result.answers, strict=True):
         by_category.setdefault(prompt.category, []).extend(answers)
     measures = {"all": speculation(flat)} | {c: speculation(a) for c, a in by_category.items()}
@@ -92,7 +96,7 @@ def add_rows(
     same = "-"
     if plain is not None:
         pairs = zip(flat, [answer for answers in plain.answers for answer in answers], strict=True)
-        same = f"{sum(text_of(a) == text_of(b) for a, b in pairs)}/{len(flat)}"
+        same = f"{sum(a.text == b.text for a, b in pairs)}/{len(flat)}"
     of_plain = [row for row in report.rows if row["drafter"] == _PLAIN and row["temperature"] == temperature]
     base = of_plain[0]["tokens_per_s"] if of_plain else speed
     speeds = {"tokens_per_s": speed, "over_plain": speed / base, "same_text": same}

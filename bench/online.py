@@ -20,7 +20,8 @@ from rich.progress import Progress
 
 from bench.prompts import Prompt, read_prompts, rounds_of
 from bench.report import Report
-from bench.serving import Answer, ask, served, speculation, text_of
+from bench.serve.outcome import Outcome
+from bench.serving import ask, served, speculation
 from outrider.checkpoint import resolve
 
 _COUNTS = ("steps", "kept", "rejected")
@@ -29,13 +30,13 @@ _COUNTS = ("steps", "kept", "rejected")
 class Round(NamedTuple):
     """What a system said to the prompts of a round, and what its draft had learnt by then, if it learns."""
 
-    answers: list[Answer]
+    answers: list[Outcome]
     learnt: dict[str, int]
 
 
 def counted(metrics: str) -> dict[str, int]:
     """What drafts have learnt, from the gateway's metrics; nothing of those that do not learn."""
-    found = {}
+    found: dict[str, int] = {}
     for line in metrics.splitlines():
         name, _, value = line.rpartition(" ")
         for what in _COUNTS:
@@ -63,7 +64,7 @@ def measure(flags: Sequence[str], rounds: Sequence[Sequence[Prompt]], args: argp
 def add_rows(report: Report, learning: Sequence[Round], still: Sequence[Round]) -> None:
     """A row a round."""
     for number, (own, other) in enumerate(zip(learning, still, strict=True), start=1):
-        same = sum(text_of(a) == text_of(b) for a, b in zip(own.answers, other.answers, strict=True))
+        same = sum(a.text == b.text for a, b in zip(own.answers, other.answers, strict=True))
         lengths: dict[str, Any] = {
             "learning": speculation(own.answers)["accept_length"],
             "as_it_was": speculation(other.answers)["accept_length"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import shlex
@@ -12,12 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import httpx
 
-Answer = dict[str, Any]
+from bench.prompts import Prompt
+from bench.serve import load, measures
+from bench.serve.client import Target
+from bench.serve.measures import seconds_of
+from bench.serve.outcome import Outcome
 
 
 def free_port() -> int:
@@ -72,50 +75,28 @@ async def ask(
     url: str,
     conversations: Sequence[Sequence[str]],
     concurrency: int,
-    body: Answer,
-    done: Callable[[], None] = lambda: None,
-) -> tuple[float, list[list[Answer]]]:
-    """Hold conversations, `concurrency` at a time. Returns seconds, and the answers to each one's turns in order.
+    body: Mapping[str, Any],
+    done: Callable[[Outcome], None] = lambda _: None,
+) -> tuple[float, list[list[Outcome]]]:
+    """Hold conversations, `concurrency` at a time. Returns seconds, and what came of each one's turns in order.
 
     conversations: what the user says, turn by turn. body: of every request; the seed is the conversation's number.
-    done: called after every conversation.
+    Answers come whole, which costs the least. done: called after every request. Raises RuntimeError if one fails.
     """
-    gate = asyncio.Semaphore(concurrency)
-
-    async def one(client: httpx.AsyncClient, index: int, turns: Sequence[str]) -> list[Answer]:
-        messages: list[dict[str, str]] = []
-        answers: list[Answer] = []
-        async with gate:
-            for turn in turns:
-                messages.append({"role": "user", "content": turn})
-                request = {**body, "seed": index, "messages": messages}
-                response = await client.post("/v1/chat/completions", json=request)
-                response.raise_for_status()
-                answers.append(response.json())
-                messages.append({"role": "assistant", "content": text_of(answers[-1])})
-        done()
-        return answers
-
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-        start = time.perf_counter()
-        answers = await asyncio.gather(*(one(client, i, turns) for i, turns in enumerate(conversations)))
-        return time.perf_counter() - start, list(answers)
+    prompts = [Prompt("all", tuple(turns)) for turns in conversations]
+    target = Target(url, body={**body, "stream": False})
+    talks = await load.hold(target, prompts, load.Plan(concurrency), done)
+    answers = load.checked([outcome for talk in talks for outcome in talk])
+    return seconds_of(answers), talks
 
 
-def text_of(answer: Answer) -> str:
-    """What was answered."""
-    return str(answer["choices"][0]["message"]["content"])
-
-
-def new_tokens(answers: Iterable[Answer]) -> int:
+def new_tokens(answers: Iterable[Outcome]) -> int:
     """Tokens of answers."""
-    return sum(answer["usage"]["completion_tokens"] for answer in answers)
+    return sum(answer.output_tokens for answer in answers)
 
 
-def speculation(answers: Sequence[Answer]) -> dict[str, float]:
-    """Accept length (tokens a step, bonus included) and acceptance rate, from the usage that the gateway reports."""
-    total = new_tokens(answers)
-    details = [answer["usage"]["completion_tokens_details"] for answer in answers]
-    accepted, rejected = (sum(d[f"{kind}_prediction_tokens"] for d in details) for kind in ("accepted", "rejected"))
-    rate = accepted / max(1, accepted + rejected)
-    return {"accept_length": total / max(1, total - accepted), "acceptance_rate": rate}
+def speculation(answers: Sequence[Outcome]) -> dict[str, float]:
+    """Accept length (tokens a step, bonus included) and acceptance rate; 1 and 0 where nothing was drafted."""
+    found = measures.speculation(answers)
+    length, rate = (found.accept_length, found.acceptance_rate or 0.0) if found else (1.0, 0.0)
+    return {"accept_length": length, "acceptance_rate": rate}

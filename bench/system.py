@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import Report
-from bench.serving import ask, new_tokens, served, speculation, text_of
+from bench.serving import ask, new_tokens, served, speculation
 from outrider.checkpoint import resolve, weight_files
 from outrider.drafts import has_head
 from services.target.kernels.cpu.bandwidth import read_bandwidth
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> None:
                 body = {"temperature": temperature, "max_tokens": args.max_tokens}
                 seconds, turns = asyncio.run(ask(url, [[text] for text in texts], concurrency, body))
             answers = [answer for (answer,) in turns]
-            contents = [text_of(answer) for answer in answers]
+            contents = [answer.text for answer in answers]
             reference = plain.setdefault((concurrency, temperature), contents)
             same = sum(a == b for a, b in zip(contents, reference, strict=True))
             report.add(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from bench.serve.outcome import Outcome, take
+from bench.serve.outcome import SILENT, Outcome, take
 
 Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -92,7 +92,7 @@ class Client:
             outcome.fail("no JSON", str(error))
         outcome.ended = self.clock()
         if not outcome.pieces:
-            outcome.fail("empty answer", "no piece of text came")
+            outcome.fail(SILENT, "no piece of text came")
         if not outcome.counted:
             outcome.output_tokens = len(outcome.pieces)
         return outcome

@@ -51,14 +51,18 @@ async def warm_up(target: Target, count: int, concurrency: int, seed: int) -> li
 
 
 async def run(
-    target: Target,
-    prompts: Sequence[Prompt],
-    plan: Plan,
-    done: Callable[[Outcome], None] = lambda _: None,
+    target: Target, prompts: Sequence[Prompt], plan: Plan, done: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
-    """Hold a conversation over each prompt. Returns what came of every request, conversation by conversation.
+    """Hold a conversation over each prompt. Returns what came of every request, conversation by conversation."""
+    return [outcome for talk in await hold(target, prompts, plan, done) for outcome in talk]
 
-    A conversation whose turn failed ends there. done: called after every request.
+
+async def hold(
+    target: Target, prompts: Sequence[Prompt], plan: Plan, done: Callable[[Outcome], None] = lambda _: None
+) -> list[list[Outcome]]:
+    """Hold a conversation over each prompt. Returns what came of its turns, for each; one that fails is the last.
+
+    done: called after every request.
     """
     started = time.perf_counter()
     due = [0.0] * len(prompts) if plan.rate is None else arrivals(len(prompts), plan.rate, plan.burstiness, plan.seed)
@@ -74,8 +78,15 @@ async def run(
                 begin = due[index] if plan.rate is not None else client.clock()
                 return await converse(client, prompts[index], begin, plan.seed + index, done)
 
-        outcomes = await asyncio.gather(*(one(index) for index in range(len(prompts))))
-    return [outcome for conversation in outcomes for outcome in conversation]
+        return list(await asyncio.gather(*(one(index) for index in range(len(prompts)))))
+
+
+def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """The same. Raises RuntimeError if a request failed; a model that had nothing to say did not."""
+    for outcome in outcomes:
+        if outcome.error and not outcome.silent:
+            raise RuntimeError(f"a request failed: {outcome.error}: {outcome.detail}")
+    return outcomes
 
 
 async def converse(
@@ -92,7 +103,7 @@ async def converse(
         await client.ask(outcome, {"seed": seed, **extra, **asked})
         outcomes.append(outcome)
         done(outcome)
-        if outcome.error:
+        if outcome.error and not outcome.silent:
             break
         messages.append({"role": "assistant", "content": outcome.text})
         due = client.clock()

@@ -2,11 +2,13 @@
 
 Latencies are in seconds. TTFT: from when a request was due to its first piece of text. TPOT: time from the first piece
 to the last over the tokens after the first, by request. ITL: times between pieces, of all requests together; with
-speculation a piece has several tokens, so it stands beside the tokens of a piece.
+speculation a piece has several tokens, so it stands beside the tokens of a piece. late: from when a request was due to
+when it was sent, which latencies have in them; it is the client's doing, or that of a limit of concurrency.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +38,8 @@ class Distribution:
 class Speculation:
     """What became of draft tokens. accept_length: tokens a step, bonus included; acceptance_rate: accepted / verified.
 
-    per_position: share of steps that accepted a token at each depth of the draft; empty if the server does not tell
+    per_position: share of the steps that had a draft in which the token at each depth of it was accepted; empty if the
+        server does not tell
     source: where it was read
     """
 
@@ -63,6 +66,7 @@ class Summary:
     tpot: Distribution | None
     itl: Distribution | None
     latency: Distribution | None
+    late: Distribution | None
     speculation: Speculation | None
     goodput: float | None
 
@@ -105,6 +109,7 @@ def summarize(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, 
         tpot=distribution([o.tpot for o in streamed if o.tpot is not None]),
         itl=distribution([gap for o in streamed for gap in o.gaps]),
         latency=distribution([o.latency for o in good]),
+        late=distribution([o.sent - o.due for o in good]),
         speculation=speculation(good),
         goodput=None if limits is None else sum(meets(o, limits) for o in good) / span,
     )
@@ -132,7 +137,14 @@ def speculation(outcomes: Sequence[Outcome]) -> Speculation | None:
     if not drafted:
         return None
     tokens = sum(o.output_tokens for o in told)
-    return Speculation(tokens / max(1, tokens - accepted), accepted / drafted, source="answers")
+    shares = per_position([o.histogram for o in told])
+    return Speculation(tokens / max(1, tokens - accepted), accepted / drafted, shares, "answers")
+
+
+def per_position(histograms: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """Share of steps that accepted at least 1, 2, ... tokens, from how many accepted 0, 1, 2, ..., by request."""
+    steps = [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
+    return tuple(sum(steps[depth:]) / sum(steps) for depth in range(1, len(steps))) if any(steps) else ()
 
 
 def errors(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, str]]:

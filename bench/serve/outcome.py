@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+SILENT = "empty answer"
+
 
 @dataclass
 class Outcome:
@@ -15,6 +17,7 @@ class Outcome:
     pieces: when each piece of text came; a piece has one token or several
     output_tokens: as the server counted them, unless it did not; then the pieces, and `counted` is False
     drafted, accepted: draft tokens that were verified and accepted, if the server told; None if not
+    histogram: how many steps accepted 0, 1, 2, ... draft tokens, of those that had any; empty if it is not told
     error: what kind of failure it was; empty if none. detail: one example in words
     """
 
@@ -30,6 +33,7 @@ class Outcome:
     counted: bool = False
     drafted: int | None = None
     accepted: int | None = None
+    histogram: list[int] = field(default_factory=list)
     streamed: bool = False
     finish: str = ""
     error: str = ""
@@ -59,6 +63,11 @@ class Outcome:
     def gaps(self) -> list[float]:
         """Times between pieces, in seconds."""
         return [later - earlier for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)]
+
+    @property
+    def silent(self) -> bool:
+        """True if the answer is complete, but has no text in it."""
+        return self.error == SILENT and self.counted
 
     def fail(self, kind: str, detail: str = "") -> None:
         """Note a failure; the first one counts."""
@@ -100,6 +109,8 @@ def _take_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
     if timings and not outcome.counted and timings.get("predicted_n") is not None:
         outcome.output_tokens, outcome.counted = timings["predicted_n"], True
         outcome.prompt_tokens = timings.get("prompt_n") or 0
+    histogram = vllm.get("acceptance_histogram") or sglang.get("spec_correct_drafts_histogram")
+    outcome.histogram = histogram or sglang.get("spec_accept_histogram") or outcome.histogram
     accepted = details.get("accepted_prediction_tokens")
     rejected = details.get("rejected_prediction_tokens")
     found = [

@@ -16,6 +16,7 @@ from bench.serve.measures import Distribution, Speculation, Summary, errors, tok
 from bench.serve.outcome import Outcome
 
 _BINS = 60
+_LATE = 0.02  # seconds that a request may be sent late without a word about it
 
 
 def show(
@@ -54,6 +55,8 @@ def _totals(summary: Summary) -> Table:
         ("output tokens per second", f"{summary.output_tokens_per_s:,.1f}"),
         ("output tokens per piece of text", f"{summary.tokens_per_piece:.2f}"),
     ]
+    if summary.late is not None and summary.late.largest > _LATE:
+        rows.append(("requests were sent late by up to", f"{summary.late.largest:.3f} s"))
     if summary.goodput is not None:
         rows.append(("goodput, requests per second", f"{summary.goodput:.3f}"))
     for row in rows:
@@ -88,16 +91,18 @@ def _told(speculation: Speculation) -> str:
 
 
 def _categories(categories: Mapping[str, Summary]) -> Table:
-    columns = ("category", "requests", "failed", "output tokens", "median TTFT, ms", "median TPOT, ms", "accept length")
-    table = Table(*columns)
+    columns = ("category", "requests", "failed", "output tokens", "TTFT, ms", "TPOT, ms", "accept length")
+    table = Table(*columns, caption="times: median (p99)", caption_justify="left")
     for name, one in categories.items():
         table.add_row(
             name,
             str(one.requests),
             str(one.failed),
             f"{one.output_tokens:,}",
-            f"{1e3 * one.ttft.median:,.1f}" if one.ttft else "-",
-            f"{1e3 * one.tpot.median:,.1f}" if one.tpot else "-",
+            *(
+                f"{1e3 * taken.median:,.1f} ({1e3 * taken.p99:,.1f})" if taken else "-"
+                for taken in (one.ttft, one.tpot)
+            ),
             f"{one.speculation.accept_length:.2f}" if one.speculation else "-",
         )
     return table

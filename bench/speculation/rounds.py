@@ -49,24 +49,16 @@ async def take_turns(
     for target in targets:
         async with Client(target) as client:
             await client.post("/flush_cache")
-        _check(await load.warm_up(target, 2 * cell.concurrency, cell.concurrency, seed=0))
+        load.checked(await load.warm_up(target, 2 * cell.concurrency, cell.concurrency, seed=0))
     pairs = []
     for number, prompts in enumerate(parts):
         plan = load.Plan(cell.concurrency, seed=1000 * number)
         outcomes: list[Sequence[Outcome]] = [(), ()]
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            outcomes[side] = _check(await load.run(targets[side], prompts, plan))
+            outcomes[side] = load.checked(await load.run(targets[side], prompts, plan))
             advance()
         pairs.append(Pair(*outcomes))
     return pairs
-
-
-def _check(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    for outcome in outcomes:
-        silent = outcome.error == "empty answer" and outcome.counted  # a model may have nothing to say
-        if outcome.error and not silent:
-            raise RuntimeError(f"a request failed: {outcome.error}: {outcome.detail}")
-    return outcomes
 
 
 def facts_of(pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -84,7 +76,7 @@ def facts_of(pairs: Sequence[Pair]) -> dict[str, Any]:
         "high": over.high,
         "accept_length": tokens / max(1, tokens - accepted),
         "acceptance_rate": accepted / max(1, sum(o.drafted or 0 for o in own)),
-        "same_text": f"{sum(a.text == b.text for a, b in zip(own, plain, strict=False))}/{len(own)}",
+        "same_text": f"{sum(a.text == b.text for a, b in zip(own, plain, strict=True))}/{len(own)}",
         "round_s": sum(seconds_of(pair.setting) for pair in pairs) / len(pairs),
         "rounds": ratios,
     }

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def main(argv: list[str], serve: Serve = served) -> int:
             with serve(args.model_path, [*PLAIN.flags, *args.flags], args.dtype, max(args.concurrency)) as plain:
                 for number, setting in enumerate(missing, start=1):
                     title = f"{number}/{len(missing)} {setting.name}"
-                    _add(page, setting, lambda s=setting, t=title: _measure(s, plain, parts, args, serve, t))
+                    _add(page, setting, partial(_measure, setting, plain, parts, args, serve, title))
         except RuntimeError as error:
             print(f"outrider bench speculation: error: {error}", file=sys.stderr)
     page.write()

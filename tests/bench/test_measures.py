@@ -11,6 +11,7 @@ from bench.serve.measures import (
     distribution,
     errors,
     meets,
+    per_position,
     seconds_of,
     speculation,
     summarize,
@@ -78,6 +79,17 @@ def test_categories_have_figures_of_their_own():
     assert found["b"].speculation == Speculation(14 / 11, 0.25, source="answers")
 
 
+def test_positions_from_the_steps_of_answers():
+    """Of 10 steps 4 accepted nothing, 3 one token, 2 two, 1 three."""
+    outcomes = [
+        answered(drafted=8, accepted=3, histogram=[3, 2, 1]),
+        answered(drafted=8, accepted=7, histogram=[1, 1, 1, 1]),
+        answered(drafted=0, accepted=0),
+    ]
+    assert speculation(outcomes).per_position == (0.6, 0.3, 0.1)
+    assert per_position([]) == per_position([[], [0, 0]]) == ()
+
+
 def test_no_draft_token_is_no_speculation():
     assert speculation([answered(drafted=0, accepted=0), answered()]) is None
 
@@ -97,7 +109,8 @@ def test_tokens_over_time_add_up():
                    "completion_tokens_details": {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 2}}},
         {"timings": {"prompt_n": 3, "predicted_n": 9, "draft_n": 6, "draft_n_accepted": 4}},
         {"usage": {"completion_tokens": 9, "prompt_tokens": 3, "completion_tokens_details": None},
-         "metrics": {"speculative_decoding": {"num_draft_tokens": 6, "num_accepted_draft_tokens": 4}}},
+         "metrics": {"speculative_decoding": {"num_draft_tokens": 6, "num_accepted_draft_tokens": 4,
+                                              "acceptance_histogram": [1, 2, 1]}}},
         {"usage": {"completion_tokens": 9, "prompt_tokens": 3},
          "sglext": {"spec_num_proposed_drafts": 6, "spec_num_correct_drafts": 4}},
     ],
@@ -108,6 +121,7 @@ def test_answers_of_all_makes_tell_of_speculation(event):
     assert (outcome.prompt_tokens, outcome.output_tokens, outcome.counted) == (3, 9, True)
     assert (outcome.drafted, outcome.accepted) == (6, 4)
     assert outcome.pieces == []
+    assert outcome.histogram == ([1, 2, 1] if "metrics" in event else [])
 
 
 def test_thoughts_are_text():

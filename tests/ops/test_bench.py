@@ -5,6 +5,7 @@ import torch
 from bench import draft_kernels, gpu, online
 from bench.prompts import Prompt, rounds_of
 from bench.report import Report
+from bench.serve.outcome import Outcome
 
 
 def test_the_gpu_benchmark_runs():
@@ -36,9 +37,7 @@ def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     assert online.counted(metrics) == {"steps": 32, "kept": 1}
 
     def answer(text, accepted):
-        details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": 10 - accepted}
-        usage = {"completion_tokens": 20, "completion_tokens_details": details}
-        return {"choices": [{"message": {"content": text}}], "usage": usage}
+        return Outcome("x", texts=[text], output_tokens=20, counted=True, drafted=10, accepted=accepted)
 
     learning = [online.Round([answer("a", 10), answer("b", 10)], {"steps": 32, "kept": 1})]
     still = [online.Round([answer("a", 0), answer("c", 0)], {})]

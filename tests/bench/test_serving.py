@@ -1,0 +1,59 @@
+"""Benchmarks of our own system, with a server in its place whose answers are known."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import accept, online, report
+from bench.serving import ask, new_tokens, speculation
+from tests.bench.server import TOKENS, WORDS, in_a_thread, running
+
+
+async def test_conversations_are_held():
+    told = []
+    async with running() as (server, url):
+        seconds, talks = await ask(url, [("one", "two"), ("three",)], 2, {"temperature": 0.5}, told.append)
+        with pytest.raises(RuntimeError, match="HTTP 429: no: 429"):
+            await ask(url, [("429",)], 1, {})
+    assert seconds > 0
+    assert [[answer.text for answer in talk] for talk in talks] == [["".join(WORDS)] * 2, ["".join(WORDS)]]
+    answers = [answer for talk in talks for answer in talk]
+    assert new_tokens(answers) == 3 * TOKENS
+    assert speculation(answers) == {"accept_length": 2.0, "acceptance_rate": pytest.approx(1 / 3)}
+    assert speculation([]) == {"accept_length": 1.0, "acceptance_rate": 0.0}
+    assert len(told) == 3
+    assert {(body["stream"], body["temperature"]) for body in server.requests[:3]} == {(False, 0.5)}
+
+
+@pytest.fixture
+def prompts(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def served(model, flags, dtype):
+        with in_a_thread() as url:
+            yield url
+
+    for module in (accept, online):
+        monkeypatch.setattr(module, "served", served)
+        monkeypatch.setattr(module, "resolve", Path)
+    monkeypatch.setattr(report, "_chosen", tmp_path)
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"category": c, "turns": ["first", "second"]} for c in ("a", "a", "b", "b")]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def test_accept_lengths_by_category(prompts, tmp_path):
+    accept.main([str(prompts), "--model-path", "tiny", "--temperature", "0", "--only", "NGRAM"])
+    rows = {(r["drafter"], r["measure"]): r for r in json.loads((tmp_path / "accept.json").read_text())["rows"]}
+    assert {drafter for drafter, _ in rows} == {"none", "NGRAM"}
+    length, rate = rows["NGRAM", "accept_length"], rows["NGRAM", "acceptance_rate"]
+    assert (length["all"], length["a"], length["b"], length["same_text"]) == (2.0, 2.0, 2.0, "8/8")
+    assert rate["b"] == pytest.approx(1 / 3)
+
+
+def test_rounds_of_learning(prompts, tmp_path):
+    online.main([str(prompts), "--draft", "x", "--model-path", "tiny", "--rounds", "2"])
+    rows = json.loads((tmp_path / "online.json").read_text())["rows"]
+    assert [(r["learning"], r["as_it_was"], r["same_text"]) for r in rows] == [(2.0, 2.0, "2/2")] * 2
