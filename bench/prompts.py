@@ -19,20 +19,23 @@ people just say each those take day good how long little use world own still her
 another while last might us great old off come since against right state three take house again small part high
 """.split()  # noqa: SIM905 - a list of them would be a page long
 
+_CHARACTERS = 4  # of a token of an answer whose tokens nobody has counted
+
 
 class Prompt(NamedTuple):
-    """What a user says, turn by turn. max_tokens: of each answer, where the data says so."""
+    """What a user says, turn by turn. lengths: of the answers, in tokens, turn by turn; empty if the data has none."""
 
     category: str
     turns: tuple[str, ...]
-    max_tokens: int | None = None
+    lengths: tuple[int, ...] = ()
 
 
 def read_prompts(file: Path) -> list[Prompt]:
     """The prompts of a file, in its order.
 
     Either JSON lines or one JSON list. A row has "turns" (Spec-Bench, MT-bench), "prompt", or "conversations"
-    (ShareGPT: the human's turns are taken, and rows in which no human speaks are left out), and perhaps a "category".
+    (ShareGPT: the human's turns are taken, with the lengths of the answers to them, of which four characters are taken
+    for a token; rows in which no human is answered are left out), and perhaps a "category".
     Raises ValueError that names the row, for rows of another form.
     """
     text = file.read_text()
@@ -45,17 +48,21 @@ def read_prompts(file: Path) -> list[Prompt]:
 
 
 def _prompt_of(row: dict[str, Any], where: str) -> Prompt:
+    lengths: tuple[int, ...] = ()
     if "turns" in row:
         turns = row["turns"]
     elif "prompt" in row:
         turns = [row["prompt"]]
     elif "conversations" in row:
-        turns = [turn["value"] for turn in row["conversations"] if turn["from"] in ("human", "user")]
+        said = [(turn["from"] in ("human", "user"), turn["value"]) for turn in row["conversations"]]
+        answered = [(a, b) for (human, a), (again, b) in itertools.pairwise(said) if human and not again]
+        turns = [question for question, _ in answered]
+        lengths = tuple(max(1, round(len(answer) / _CHARACTERS)) for _, answer in answered)
     else:
         raise ValueError(f'{where} has neither "turns" nor "prompt" nor "conversations"')
     if not all(isinstance(turn, str) for turn in turns):
         raise ValueError(f"{where} has turns that are not text")
-    return Prompt(str(row.get("category", "all")), tuple(turns))
+    return Prompt(str(row.get("category", "all")), tuple(turns), lengths)
 
 
 def first_of_each(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:
@@ -102,6 +109,6 @@ def synthetic(count: int, input_len: int, output_len: int, spread: float, seed: 
         return max(1, rng.randint(round(length * (1 - spread)), round(length * (1 + spread))))
 
     return [
-        Prompt("synthetic", (" ".join(rng.choices(_WORDS, k=around(input_len))),), around(output_len))
+        Prompt("synthetic", (" ".join(rng.choices(_WORDS, k=around(input_len))),), (around(output_len),))
         for _ in range(count)
     ]

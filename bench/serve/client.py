@@ -14,11 +14,16 @@ from bench.serve.outcome import SILENT, Outcome, take
 
 Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_DONE = b"[DONE]"
 
 
 @dataclass(frozen=True)
 class Target:
-    """Whom to ask, and how. body: of every request; timeout: seconds that an answer may take."""
+    """Whom to ask, and how.
+
+    body: of every request; a field that is None in it is left out, for servers that refuse what they do not know
+    timeout: seconds that an answer may take
+    """
 
     base_url: str
     endpoint: Endpoint = "chat"
@@ -77,8 +82,9 @@ class Client:
         target = self.target
         body: dict[str, Any] = {"model": target.model, "stream": True, "stream_options": {"include_usage": True}}
         body |= {**target.body, **content}
-        if not body["stream"]:
-            del body["stream_options"]
+        body = {name: value for name, value in body.items() if target.body.get(name, value) is not None}
+        if not body.get("stream"):
+            body.pop("stream_options", None)
         outcome.sent = self.clock()
         try:
             await self._ask(outcome, orjson.dumps(body))
@@ -112,12 +118,17 @@ class Client:
         events, done, outcome.streamed = Events(), False, True
         async for data in response.content.iter_any():
             now = self.clock()
-            for event in events.feed(data):
-                done = done or event == b"[DONE]"
-                if event and event != b"[DONE]":
-                    take(outcome, orjson.loads(event), now)
+            done = self._take(outcome, events.feed(data), now) or done
+        done = self._take(outcome, events.end(), self.clock()) or done
         if not (done or outcome.finish):
             outcome.fail("broken stream", "it ended without a finish reason and without [DONE]")
+
+    def _take(self, outcome: Outcome, events: list[bytes], now: float) -> bool:
+        """Note what events say. True if the last one was among them."""
+        for event in events:
+            if event and event != _DONE:
+                take(outcome, orjson.loads(event), now)
+        return _DONE in events
 
     async def get(self, path: str) -> str | None:
         """A page of the server; None if it has none or cannot be reached."""

@@ -95,12 +95,12 @@ async def converse(
     """Hold one conversation; every turn is due when the answer before it is complete."""
     outcomes: list[Outcome] = []
     messages: list[dict[str, str]] = []
-    extra: Mapping[str, Any] = {} if prompt.max_tokens is None else {"max_tokens": prompt.max_tokens}
     for turn, text in enumerate(prompt.turns):
         outcome = Outcome(prompt.category, turn, due)
         messages.append({"role": "user", "content": text})
         asked: Mapping[str, Any] = {"messages": messages} if client.target.endpoint == "chat" else {"prompt": text}
-        await client.ask(outcome, {"seed": seed, **extra, **asked})
+        length = {"max_tokens": prompt.lengths[turn]} if turn < len(prompt.lengths) else {}
+        await client.ask(outcome, {"seed": seed, **length, **asked})
         outcomes.append(outcome)
         done(outcome)
         if outcome.error and not outcome.silent:

@@ -51,9 +51,17 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--output-len", type=_count, default=128, help="tokens of its answer, whole ones (default: 128)")
     what.add_argument("--range-ratio", type=_share, default=0.0, help="lengths are uniform within 1 +- this ratio")
     what.add_argument("--max-tokens", type=_count, default=256, help="of an answer to a prompt of a file")
+    what.add_argument("--reply-lengths", action="store_true", help="whole answers as long as those in a file of "
+                      "ShareGPT's form, four characters taken for a token")  # fmt: skip
     what.add_argument("--ignore-eos", action="store_true", help="answers go on to their greatest length")
     what.add_argument("--temperature", type=float, default=0.0)
-    what.add_argument("--extra-body", type=_object, default={}, metavar="JSON", help="further fields of every request")
+    what.add_argument(
+        "--extra-body",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="further fields of every request; null leaves one out that a server refuses, such as ignore_eos or seed",
+    )
     what.add_argument("--no-stream", action="store_true", help="whole answers; only their latency can be told then")
     what.add_argument("--seed", type=int, default=0, help="of the prompts' order, the arrivals and the requests")
     when = made.add_argument_group("when")
@@ -112,9 +120,14 @@ def prompts_of(args: argparse.Namespace) -> list[Prompt]:
     if args.prompts is None:
         count = args.num_prompts or _DEFAULT_COUNT
         return synthetic(count, args.input_len, args.output_len, args.range_ratio, args.seed)
-    chosen = sample(read_prompts(args.prompts), args.num_prompts, args.seed)
+    there = read_prompts(args.prompts)
+    if args.reply_lengths and not all(prompt.lengths for prompt in there):
+        raise ValueError(f"--reply-lengths: {args.prompts} has prompts without answers")
     turns = args.turns if args.endpoint == "chat" else 1
-    return [prompt._replace(turns=prompt.turns[:turns]) for prompt in chosen]
+    return [
+        Prompt(prompt.category, prompt.turns[:turns], prompt.lengths if args.reply_lengths else ())
+        for prompt in sample(there, args.num_prompts, args.seed)
+    ]
 
 
 def target_of(args: argparse.Namespace) -> Target:
@@ -124,7 +137,7 @@ def target_of(args: argparse.Namespace) -> Target:
         name, _, value = header.partition(":")
         headers[name.strip()] = value.strip()
     body: dict[str, Any] = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    if args.ignore_eos or args.prompts is None:
+    if args.ignore_eos or args.reply_lengths or args.prompts is None:
         body["ignore_eos"] = True
     if args.no_stream:
         body["stream"] = False
@@ -182,7 +195,7 @@ def main(argv: list[str]) -> int:
     try:
         prompts = prompts_of(args)
     except (OSError, ValueError) as error:
-        flags.error(f"--prompts: {error}")
+        flags.error(str(error))
     if not prompts:
         flags.error(f"--prompts: there is none in {args.prompts}")
     concurrency = args.concurrency or (None if args.request_rate else 1)

@@ -27,12 +27,13 @@ def show(
     counters: Speculation | None,
 ) -> None:
     """Print the tables. counters: what the server's metrics tell of speculation, if they do."""
-    console.print(_totals(summary))
-    console.print(_latencies(summary))
+    if summary.requests:
+        console.print(_totals(summary))
+        console.print(_latencies(summary))
     for title, speculation in (("answers", summary.speculation), ("metrics", counters)):
         if speculation is not None:
             console.print(f"[bold]speculation[/bold], as the {title} tell: {_told(speculation)}", soft_wrap=True)
-    if len(categories) > 1:
+    if summary.requests and len(categories) > 1:
         console.print(_categories(categories))
     if summary.uncounted:
         console.print(

@@ -17,16 +17,16 @@ from typing import Any
 from aiohttp import web
 
 WORDS = ["Once", " upon", " a", " time", " é"]
-STEP = 0.01
+STEP = 0.01  # seconds between pieces
 # Two tokens a piece; a step of two tokens accepted one of the three drafted.
 TOKENS, DRAFTED, ACCEPTED = 2 * len(WORDS), 3 * len(WORDS), len(WORDS)
 
 
 class Server:
-    """What was asked of it, and how many at a time. step: seconds between pieces."""
+    """What was asked of it, and how many at a time."""
 
-    def __init__(self, step: float = STEP) -> None:
-        self.step, self.flushed = step, 0
+    def __init__(self) -> None:
+        self.flushed = 0
         self.requests: list[dict[str, Any]] = []
         self.running = self.most = self.drafts = 0
         self.over = asyncio.Event()
@@ -85,7 +85,7 @@ class Server:
         if chat:
             await send({"choices": [{"delta": {"role": "assistant", "content": ""}}], "usage": None})
         for number, word in enumerate(WORDS):
-            await asyncio.sleep(self.step)
+            await asyncio.sleep(STEP)
             if number == 2:
                 if text == "broken":
                     request.transport.abort()
@@ -121,9 +121,9 @@ def usage(text: str) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def running(step: float = STEP) -> AsyncIterator[tuple[Server, str]]:
+async def running() -> AsyncIterator[tuple[Server, str]]:
     """A server, and its address."""
-    server = Server(step)
+    server = Server()
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/metrics", server.metrics)
@@ -142,13 +142,13 @@ async def running(step: float = STEP) -> AsyncIterator[tuple[Server, str]]:
 
 
 @contextlib.contextmanager
-def in_a_thread(step: float = STEP) -> Iterator[str]:
+def in_a_thread() -> Iterator[str]:
     """Its address; it runs in a thread, for programs that run an event loop of their own."""
     ready, end = threading.Event(), asyncio.Event()
     found: list[Any] = []
 
     async def serve() -> None:
-        async with running(step) as (_, url):
+        async with running() as (_, url):
             found.extend([url, asyncio.get_running_loop()])
             ready.set()
             await end.wait()

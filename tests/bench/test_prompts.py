@@ -25,14 +25,15 @@ def test_spec_bench_rows(tmp_path):
 def test_share_gpt_takes_what_humans_say(tmp_path):
     rows = [
         {"id": "a_0", "conversations": [
-            {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}, {"from": "human", "value": "Why?"},
+            {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello you!"},
+            {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "x" * 400}, {"from": "human", "value": "Bye"},
         ]},
         {"id": "a_1", "conversations": [{"from": "gpt", "value": "On with the story."}]},
         {"id": "a_2", "conversations": []},
     ]  # fmt: skip
     file = tmp_path / "sg.json"
     file.write_text(json.dumps(rows, indent=1))
-    assert read_prompts(file) == [Prompt("all", ("Hi", "Why?"))]
+    assert read_prompts(file) == [Prompt("all", ("Hi", "Why?"), (2, 100))], "nobody answered the last one"
 
 
 @pytest.mark.parametrize("row", [{"text": "x"}, {"turns": [{"role": "user"}]}])
@@ -58,11 +59,11 @@ def test_samples_take_from_every_category():
 
 def test_synthetic_prompts_have_the_lengths_asked_for():
     exact = synthetic(4, 100, 20, 0.0, seed=0)
-    assert {(len(p.turns[0].split()), p.max_tokens) for p in exact} == {(100, 20)}
+    assert {(len(p.turns[0].split()), p.lengths) for p in exact} == {(100, (20,))}
     assert len({p.turns[0] for p in exact}) == 4
     varied = synthetic(200, 100, 20, 0.5, seed=0)
     lengths = [len(p.turns[0].split()) for p in varied]
     assert 50 <= min(lengths) < 60
     assert 140 < max(lengths) <= 150
-    assert {10, 30} <= {p.max_tokens for p in varied}
+    assert {10, 30} <= {p.lengths[0] for p in varied}
     assert synthetic(3, 9, 9, 0, seed=1) != synthetic(3, 9, 9, 0, seed=2)

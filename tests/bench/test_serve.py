@@ -40,16 +40,22 @@ async def test_every_misbehaviour_has_its_name(endpoint):
         "error": "error in the stream",
         "garbage": "no JSON",
         "empty": "empty answer",
-        "slow": "timeout",
         "good": "",
     }
     async with running() as (_, url):
-        outcomes = await run(Target(url, endpoint, "tiny", timeout=0.8), prompts(*kinds), Plan(concurrency=4))
+        outcomes = await run(Target(url, endpoint, "tiny"), prompts(*kinds), Plan(concurrency=4))
     found = {text: outcome.error for text, outcome in zip(kinds, outcomes, strict=True)}
     assert found == kinds
     details = dict(zip(kinds, (outcome.detail for outcome in outcomes), strict=True))
     assert details["429"] == "no: 429"
     assert details["error"] == "out of pages"
+
+
+async def test_an_answer_that_does_not_end():
+    async with running() as (_, url):
+        (outcome,) = await run(Target(url, "chat", "tiny", timeout=0.4), prompts("slow"), Plan())
+    assert (outcome.error, outcome.detail) == ("timeout", "no whole answer in 0.4 s")
+    assert outcome.ended >= 0.4
 
 
 async def test_answers_without_usage():
@@ -65,6 +71,14 @@ async def test_whole_answers():
         (outcome,) = await run(Target(url, "chat", "tiny", {"stream": False}), prompts("good"), Plan())
     assert (outcome.error, outcome.output_tokens, outcome.ttft) == ("", TOKENS, None)
     assert outcome.latency > 0
+
+
+async def test_fields_that_a_server_refuses_are_left_out():
+    body = {"ignore_eos": None, "seed": None, "stream_options": None, "stop": "x"}
+    async with running() as (server, url):
+        (outcome,) = await run(Target(url, "chat", "tiny", body), prompts("bare"), Plan())
+    assert outcome.error == ""
+    assert server.requests[0].keys() == {"model", "stream", "messages", "stop"}
 
 
 async def test_no_server():
@@ -102,11 +116,19 @@ async def test_a_conversation_goes_on_with_its_answers_and_ends_where_it_fails()
     assert [r["seed"] for r in server.requests] == [40, 40, 40, 41, 41]
 
 
+async def test_answers_have_the_lengths_of_the_data():
+    async with running() as (server, url):
+        await run(Target(url, "chat", "tiny", {"max_tokens": 9}), [Prompt("x", ("a", "b", "c"), (3, 4))], Plan())
+    assert [body["max_tokens"] for body in server.requests] == [3, 4, 9]
+
+
 def test_events_are_cut_anywhere():
     raw = ': ping\r\ndata: {"a": "é"}\r\n\r\nevent: x\ndata:[DONE]\n\n'.encode()
     for cut in range(len(raw)):
         events = Events()
         assert events.feed(raw[:cut]) + events.feed(raw[cut:]) == ['{"a": "é"}'.encode(), b"[DONE]"]
+    events = Events()
+    assert events.feed(b"data: [DONE]") + events.end() == [b"[DONE]"], "the last line may lack its end"
 
 
 def test_addresses_with_and_without_the_version():
@@ -155,6 +177,11 @@ def test_mistakes_are_told(address, tmp_path, capsys):
         with pytest.raises(SystemExit) as caught:
             main(["serve", "--base-url", address, *flags])
         assert caught.value.code == 2
+    talks = tmp_path / "prompts.jsonl"
+    talks.write_text('{"prompt": "x"}')
+    with pytest.raises(SystemExit):
+        main(["serve", "--base-url", address, "--prompts", str(talks), "--reply-lengths"])
+    assert "without answers" in capsys.readouterr().err
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "500"}')
     assert main(["serve", "--base-url", address, "--prompts", str(bad), "--warmup", "0"]) == 1

@@ -13,10 +13,11 @@ from scipy import stats
 from bench import report
 from bench.prompts import Prompt
 from bench.serve.client import Target
+from bench.serve.outcome import Outcome
 from bench.serving import served
 from bench.speculation import judge
 from bench.speculation.page import command
-from bench.speculation.rounds import Cell, facts_of, take_turns
+from bench.speculation.rounds import Cell, Pair, facts_of, take_turns
 from bench.speculation.run import main
 from bench.speculation.settings import PLAIN, Setting, grid, named, shapes
 from tests.bench.server import TOKENS, in_a_thread, running
@@ -118,7 +119,7 @@ def test_the_command_that_is_proposed():
 
 async def test_systems_take_turns():
     parts = [[Prompt("x", ("one two",)), Prompt("x", ("three",))]] * 3
-    async with running(0.002) as (fast, url), running(0.02) as (slow, other):
+    async with running() as (fast, url), running() as (slow, other):
         target, plain = (Target(address, body={"max_tokens": 9}) for address in (url, other))
         pairs = await take_turns(target, plain, parts, Cell(0.5, 2))
         assert (fast.flushed, slow.flushed) == (1, 1)
@@ -131,11 +132,23 @@ async def test_systems_take_turns():
             await take_turns(target, plain, [[Prompt("x", ("500",))]], Cell(0.0, 1))
     facts = facts_of(pairs)
     assert len(facts["rounds"]) == 3
-    assert facts["low"] <= facts["ratio"] <= facts["high"]
-    assert facts["ratio"] > 1.5
-    assert facts["tokens_per_s"] > 1.5 * facts["plain_tokens_per_s"]
+    assert facts["low"] < facts["ratio"] < facts["high"]
     assert (facts["accept_length"], facts["acceptance_rate"], facts["same_text"]) == (2.0, pytest.approx(1 / 3), "6/6")
     assert sum(o.output_tokens for pair in pairs for o in pair.plain) == 6 * TOKENS
+
+
+def test_facts_of_rounds():
+    def answered(begin, end, text="a", accepted=0, drafted=0):
+        return Outcome("x", due=begin, ended=end, texts=[text], output_tokens=12, counted=True, accepted=accepted,
+                       drafted=drafted)  # fmt: skip
+
+    first = Pair([answered(0, 2, accepted=6, drafted=9), answered(0, 4)], [answered(0, 6), answered(0, 6)])
+    second = Pair([answered(5, 7), answered(6, 9, "b", drafted=3)], [answered(1, 5), answered(5, 9)])
+    facts = facts_of([first, second])
+    assert facts["rounds"] == [1.5, 2.0]
+    assert facts["ratio"] == pytest.approx(3**0.5)
+    assert (facts["tokens_per_s"], facts["plain_tokens_per_s"], facts["round_s"]) == (48 / 8, 48 / 14, 4.0)
+    assert (facts["accept_length"], facts["acceptance_rate"], facts["same_text"]) == (48 / 42, 0.5, "3/4")
 
 
 @pytest.fixture
@@ -156,7 +169,7 @@ def test_the_program_goes_on_where_it_ended(prompts, tmp_path, capsys):
         served.append(" ".join(flags))
         if "8" in flags:
             raise RuntimeError("out of memory")
-        with in_a_thread(0.01 if "NONE" in flags else 0.002) as url:
+        with in_a_thread() as url:
             yield url
 
     flags = [str(prompts), "--model-path", "tiny", "--drafters", "NGRAM", "--rounds", "2", "--concurrency", "1", "2"]
@@ -167,7 +180,7 @@ def test_the_program_goes_on_where_it_ended(prompts, tmp_path, capsys):
     assert "- NGRAM, 8 rows: not measured: out of memory" in page
     assert "shorter than 3 s" in page
     assert "## What to serve with, by concurrency" in page
-    assert "outrider serve --model-path tiny --speculative-algorithm NGRAM" in page
+    assert "| outrider serve --model-path tiny --speculative-algorithm N" in page
     content = json.loads((tmp_path / "speculation.json").read_text())
     assert [(r["setting"], r["concurrency"]) for r in content["rows"]] == [
         ("NGRAM, adaptive", 1), ("NGRAM, adaptive", 2), ("NGRAM, 4 rows", 1), ("NGRAM, 4 rows", 2),
