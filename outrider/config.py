@@ -25,6 +25,8 @@ SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
 DraftAttentionBackend = Literal["auto", "plain", "cpu", "pallas"]
 Quantization = Literal["fp8", "int8", "int4"]
+ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
+ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
 TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -252,6 +254,11 @@ class GatewayOptions:
     """Most requests of one key under way; further ones are refused with 429 and Retry-After. By default unlimited."""
     drain_timeout: float = 5.0
     """Seconds that requests under way get to end when the gateway is told to stop; new ones are refused meanwhile."""
+    tool_call_parser: ToolCallParser = "auto"
+    """How the model writes calls of tools; auto looks at its chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks its reasoning: with <think> and </think>, of which deepseek-r1 leaves the first out; auto
+    looks at its chat template and at the prompt."""
     disable_vllm_metrics: bool = False
     """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
     per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"

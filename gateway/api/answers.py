@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import orjson
 
 from gateway.api.logprobs import ChatTeller, CompletionTeller, Teller, joined, prompt_entries
 from gateway.api.streaming import DONE
+from gateway.api.voices import ChatVoice, CompletionVoice, Voice
 from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
 from gateway.report import Detail, Round
 from gateway.text.pieces import Pieces
@@ -26,16 +27,13 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReas
 class Kind(ABC):
     """Names and shapes in which chats and completions differ."""
 
-    def __init__(self, prefix: str, whole: str, chunk: str) -> None:
-        self.prefix, self.whole, self.chunk = prefix, whole, chunk
+    def __init__(self, prefix: str, whole: str, chunk: str, nothing: dict[str, Any]) -> None:
+        """nothing: what a chunk without text says."""
+        self.prefix, self.whole, self.chunk, self.nothing = prefix, whole, chunk, nothing
 
     @abstractmethod
-    def choice(self, text: str) -> dict[str, Any]:
-        """What a whole answer says."""
-
-    @abstractmethod
-    def delta(self, text: str) -> dict[str, Any]:
-        """What a chunk adds."""
+    def voice(self) -> Voice:
+        """What tells a choice's text, if nothing else is said."""
 
     @abstractmethod
     def opening(self) -> dict[str, Any] | None:
@@ -47,11 +45,8 @@ class Kind(ABC):
 
 
 class _Chat(Kind):
-    def choice(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text} if text else {}}
+    def voice(self) -> Voice:
+        return ChatVoice()
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -61,11 +56,8 @@ class _Chat(Kind):
 
 
 class _Completion(Kind):
-    def choice(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def voice(self) -> Voice:
+        return CompletionVoice()
 
     def opening(self) -> None:
         return None
@@ -74,8 +66,8 @@ class _Completion(Kind):
         return CompletionTeller(pieces)
 
 
-CHAT: Kind = _Chat("chatcmpl-", "chat.completion", "chat.completion.chunk")
-COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion")
+CHAT: Kind = _Chat("chatcmpl-", "chat.completion", "chat.completion.chunk", {"delta": {}})
+COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion", {"text": ""})
 
 
 @dataclass(frozen=True)
@@ -109,8 +101,12 @@ class Answer:
         model: str,
         fingerprint: str,
         per_prompt: int = 1,
+        new_voice: Callable[[], Voice] | None = None,
     ) -> None:
-        """wanted: the choices. model: the name that is served. per_prompt: choices that share a prompt."""
+        """wanted: the choices. model: the name that is served. per_prompt: choices that share a prompt.
+
+        new_voice: what tells a choice's text; that of the kind by default
+        """
         self.kind = kind
         self.id = kind.prefix + request_id
         self._request_id = request_id
@@ -121,6 +117,7 @@ class Answer:
         self._per_prompt = per_prompt
         self._last: dict[int, Part] = {}
         self._tellers: dict[int, Teller] = {}
+        self._voices = [(new_voice or kind.voice)() for _ in wanted]
 
     def start(self, generator: Generator) -> None:
         """Open a session for each choice. Raises InvalidRequest, Unavailable."""
@@ -134,14 +131,13 @@ class Answer:
 
     async def whole(self) -> bytes:
         """The answer as one body."""
-        texts: list[list[str]] = [[] for _ in self._wanted]
         tokens: list[list[int]] = [[] for _ in self._wanted]
         told: list[list[dict[str, Any]]] = [[] for _ in self._wanted]
         extras: list[dict[str, Any]] = [{} for _ in self._wanted]
         rounds: list[list[Round]] = [[] for _ in self._wanted]
         async for index, part in merged(self.generations):
             text, logprobs, extra = self._content(index, part)
-            texts[index].append(text)
+            self._voices[index].add(text, part.tokens, last=bool(part.finish))
             tokens[index] += part.tokens
             told[index] += [logprobs] if logprobs else []
             extras[index] |= extra
@@ -150,14 +146,14 @@ class Answer:
         choices = [
             {
                 "index": index,
-                **self.kind.choice("".join(pieces)),
+                **voice.whole(),
                 "logprobs": joined(told[index]) if told[index] else None,
                 **self._ending(index, self._last[index]),
                 **extras[index],
                 **({"token_ids": tokens[index]} if self._telling.ids else {}),
                 **({"speculation": _steps(rounds[index])} if self._telling.steps else {}),
             }
-            for index, pieces in enumerate(texts)
+            for index, voice in enumerate(self._voices)
         ]
         ending = {"usage": self.usage(), **self._metadata(), **self._reports()}
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, **ending})
@@ -177,8 +173,9 @@ class Answer:
                 after = b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n"
             if first and (opening := self.kind.opening()) is not None:
                 yield before + orjson.dumps(self._choice(index, opening, None)) + after
-            if text or part.finish or self._telling.ids or logprobs or extra:
-                choice = self._choice(index, self.kind.delta(text), logprobs, part)
+            said = self._voices[index].add(text, part.tokens, last=bool(part.finish))
+            if said is not None or self._telling.ids or logprobs or extra:
+                choice = self._choice(index, said if said is not None else self.kind.nothing, logprobs, part)
                 running -= bool(part.finish)
                 if not running and not include_usage and (reports := self._reports()):
                     after = b"]," + orjson.dumps(reports)[1:] + b"\n\n"
@@ -204,7 +201,8 @@ class Answer:
         """Why a choice ended. `stop_reason` is the stop string or token of the request, as vLLM has it."""
         matched = part.matched
         named = isinstance(matched, str) or matched in self._wanted[index].stop_token_ids
-        ending = {"finish_reason": _REASONS[part.finish], "stop_reason": matched if named else None}
+        reason = self._voices[index].reason(_REASONS[part.finish])
+        ending = {"finish_reason": reason, "stop_reason": matched if named else None}
         several = len(self._wanted) > 1 and self._telling.detail != "off"
         return ending | self._report(part) if several else ending
 
@@ -256,7 +254,7 @@ class Answer:
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(part.verified for part in parts) - accepted,
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(voice.reasoning_tokens for voice in self._voices),
             },
         }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -13,10 +13,12 @@ from starlette.responses import Response
 
 from gateway.api import control, errors, health, native, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
+from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
 from gateway.api.native import NativeBody
 from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.streaming import respond
+from gateway.api.voices import Voice
 from gateway.control import Control
 from gateway.facts import Facts
 from gateway.generation import Generator
@@ -32,15 +34,19 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
     errors.describe(app)
     errors.install(app)
     started = int(time.time())
+    chats = Chats(generator, facts.config)
 
     @app.post("/v1/chat/completions", tags=["generation"])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The assistant's answer to a conversation."""
         generator.check_model(body.model)
         body.check_supported()
-        messages = [message.rendered() for message in body.messages]
-        prompt = await generator.encode_chat(messages, **body.template_options())
-        return await _answer(generator, facts, CHAT, body, [(body.cut(prompt), "")], request)
+        tools = body.offered()
+        prompt = body.cut(await chats.prompt(body.messages, tools, body.template_options()))
+        voices = chats.voices(body, tools, prompt)
+        if voices is not None and chats.marks_are_special:
+            body.skip_special_tokens = False
+        return await _answer(generator, facts, CHAT, body, [(prompt, "")], request, voices)
 
     @app.post("/v1/completions", tags=["generation"])
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -105,6 +111,7 @@ async def _answer(
     body: GenerationBody,
     prompts: Sequence[tuple[list[int], str]],
     request: Request,
+    new_voice: Callable[[], Voice] | None = None,
 ) -> Response:
     """Start a generation for each choice of each prompt, and answer with all of them. prompts: tokens and text."""
     body.timeout = body.timeout or _timeout(request)
@@ -129,6 +136,7 @@ async def _answer(
         model=generator.name,
         fingerprint=facts.fingerprint,
         per_prompt=body.choices,
+        new_voice=new_voice,
     )
     return await respond(request, answer, generator, stream=bool(body.stream))
 

@@ -5,14 +5,16 @@ A field that would change the text and is not supported is refused by name, neve
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.grammars import grammar_of
+from gateway.api.tools import Tools, tools_of
 from gateway.generation import GenerationRequest
 from outrider.errors import InvalidRequest
-from outrider.serving.messages import MAX_LOGPROBS
+from outrider.serving.messages import MAX_LOGPROBS, Grammar
 from outrider.speculation.sampling import SamplingParams
 
 MAX_CHOICES = 128  # as OpenAI has it
@@ -168,7 +170,7 @@ class GenerationBody(BaseModel):
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
-            grammar=grammar_of(self.model_extra or {}),
+            grammar=self.grammar(),
             logprobs=self.likeliest(),
             prompt_logprobs=self._prompt_likeliest(),
             include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
@@ -177,6 +179,10 @@ class GenerationBody(BaseModel):
             priority=self.priority or 0,
             max_draft_tokens=self._most_drafted(),
         )
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like. Raises InvalidRequest."""
+        return grammar_of(self.model_extra or {})
 
     def _most_drafted(self) -> int | None:
         if isinstance(self.speculation, SpeculationBody):
@@ -252,6 +258,32 @@ class TextPart(BaseModel):
     text: str
 
 
+class FunctionBody(BaseModel):
+    """What an earlier answer called."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class CallBody(BaseModel):
+    """A call in an earlier answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: FunctionBody
+
+    def rendered(self) -> dict[str, Any]:
+        """As chat templates take it. Raises InvalidRequest."""
+        arguments = self.function.arguments
+        try:
+            known = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except ValueError:
+            known = arguments  # the model's own text, whatever it is
+        return {"type": self.type, "id": self.id, "function": {"name": self.function.name, "arguments": known}}
+
+
 class Message(BaseModel):
     """One message of a conversation."""
 
@@ -259,13 +291,15 @@ class Message(BaseModel):
 
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[CallBody] | None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message as chat templates take it: content as one text."""
+        """The message as chat templates take it: content as one text, arguments of calls as objects."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        return {**(self.model_extra or {}), "role": role, "content": text}
+        calls = {"tool_calls": [call.rendered() for call in self.tool_calls]} if self.tool_calls else {}
+        return {**(self.model_extra or {}), "role": role, "content": text, **calls}
 
 
 class ChatBody(GenerationBody):
@@ -279,6 +313,11 @@ class ChatBody(GenerationBody):
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     reasoning_effort: str | None = None
+    separate_reasoning: Flag | None = None
+    include_reasoning: Flag | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: Flag | None = None
 
     def template_options(self) -> dict[str, Any]:
         """What the template is told besides the messages. Raises InvalidRequest."""
@@ -286,6 +325,18 @@ class ChatBody(GenerationBody):
             self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
         )
         return options if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort} | options
+
+    def offered(self) -> Tools | None:
+        """The tools that may be called. Raises InvalidRequest."""
+        return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must look like: calls, if it must be one. Raises InvalidRequest."""
+        tools, own = self.offered(), super().grammar()
+        forced = tools.grammar() if tools is not None else None
+        if forced is not None and own is not None:
+            raise InvalidRequest("a call that must come and another form exclude one another", param="tool_choice")
+        return forced or own
 
     def likeliest(self) -> int | None:
         """Told if `logprobs` is true. Raises InvalidRequest if only their number is given."""

@@ -25,7 +25,7 @@ class StopMatcher:
             place, self.matched = min(found, key=lambda pair: pair[0])
             self.stopped, self._held = True, ""
             return text[:place]
-        hold = max((_overlap(text, stop) for stop in self._stops), default=0)
+        hold = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
@@ -35,7 +35,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that begins `stop`."""
     for size in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:size]):

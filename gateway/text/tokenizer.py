@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from gateway.text import detokenizer
@@ -21,6 +22,18 @@ class ModelTokenizer(Tokenizer):
         self._new_detokenizer = detokenizer.factory(self._tokenizer, decoder)
         self._new_verbatim = detokenizer.factory(self._tokenizer, decoder, verbatim=True)
         self.pieces = Pieces(self._tokenizer, decoder)
+
+    @cached_property
+    def special(self) -> frozenset[str]:
+        """Special tokens, by name."""
+        return frozenset(
+            added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special
+        )
+
+    def id_of(self, token: str) -> int | None:
+        """Id of a token by its name; None if there is no such token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
 
     def detokenizer(self, *, verbatim: bool = False) -> Detokenizer:
         """A fresh detokenizer. verbatim: special tokens are given out by their names, too."""

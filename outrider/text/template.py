@@ -32,6 +32,7 @@ class ChatTemplate:
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
         """source: None if the model has no template. special_tokens: such as bos_token. Raises ConfigError."""
+        self.source = source
         self._special_tokens = special_tokens
         extensions: list[type[Extension]] = [loopcontrols, _Generation]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)

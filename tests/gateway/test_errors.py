@@ -91,7 +91,9 @@ def test_bad_completions_are_refused_by_name(gateway, changes, param):
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),  # the template says so
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"logprobs": 5}, "logprobs"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),

@@ -1,0 +1,216 @@
+"""Calls and reasoning in models' texts, however these are cut into pieces."""
+
+import json
+
+import pytest
+
+from gateway.api.tools import Tools, introduced, tools_of
+from gateway.speech.calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
+from gateway.speech.json_text import CallObject
+from gateway.speech.reasoning import Reasoning, ThinkingTokens
+from gateway.speech.speech import Speech, form_of, reasons
+from outrider.errors import InvalidRequest
+
+SIZES = [1, 2, 3, 5, 11, 1000]
+WEATHER = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, {"a": 2}]}'
+
+
+def read(make, text, size, most_calls=None):
+    """Content and calls, (name, arguments) each."""
+    speech = Speech(None, make(), most_calls=most_calls)
+    content, calls = "", []
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for place, piece in enumerate(pieces):
+        said = speech.push(piece, last=place == len(pieces) - 1)
+        content += said.content
+        for part in said.calls:
+            if part.name is not None:
+                assert part.call == len(calls)
+                calls.append([part.name, ""])
+            calls[part.call][1] += part.arguments
+    return content, [tuple(call) for call in calls]
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+HERMES = {
+    "plain text": ("no call < here </tool", "no call < here </tool", []),
+    "one": (hermes("f", WEATHER), "", [("f", WEATHER)]),
+    "behind text": ("Let me see.\n" + hermes("f", "{}"), "Let me see.", [("f", "{}")]),
+    "several": (hermes("f", "{}") + "\n" + hermes("g", WEATHER), "", [("f", "{}"), ("g", WEATHER)]),
+    "text between": (hermes("f", "{}") + " and " + hermes("g", "{}"), " and", [("f", "{}"), ("g", "{}")]),
+    "arguments first": (f'<tool_call>{{"arguments": {WEATHER}, "name": "f"}}</tool_call>', "", [("f", WEATHER)]),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    "no arguments": ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    "other keys": ('<tool_call>{"id": 7, "name": "f", "x": null, "parameters": {}}</tool_call>', "", [("f", "{}")]),
+    "no JSON": ("<tool_call>f(1)</tool_call> done", "<tool_call>f(1)</tool_call> done", []),
+    "cut off": ('ok <tool_call>{"name": "f", "arguments": {"a', "ok", [("f", '{"a')]),
+    "cut off early": ('ok <tool_call>{"na', 'ok <tool_call>{"na', []),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", HERMES)
+def test_hermes(case, size):
+    text, content, calls = HERMES[case]
+    got_content, got_calls = read(HermesReader, text, size)
+    assert got_calls == calls
+    assert got_content.replace(" ", "") == content.replace(" ", "")
+
+
+LLAMA = {
+    "plain text": ("hello {not a call}", "hello {not a call}", []),
+    "one": (f'{{"name": "f", "parameters": {WEATHER}}}', "", [("f", WEATHER)]),
+    "tagged": ('<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+    "several": ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
+    "no tool of ours": ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
+    "an answer in JSON": ('{"city": "x", "n": 3} so', '{"city": "x", "n": 3} so', []),
+    "cut off": ('{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
+    "cut off early": ('{"na', '{"na', []),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", LLAMA)
+def test_llama(case, size):
+    text, content, calls = LLAMA[case]
+    assert read(lambda: ObjectsReader({"f", "g"}), text, size) == (content, calls)
+
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def deepseek(name, arguments, fenced):
+    head, tail = (f"function<｜tool▁sep｜>{name}\n```json\n", "\n```") if fenced else (f"{name}<｜tool▁sep｜>", "")
+    return f"<｜tool▁call▁begin｜>{head}{arguments}{tail}<｜tool▁call▁end｜>"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fenced", [False, True])
+def test_deepseek(fenced, size):
+    calls = deepseek("f", WEATHER, fenced) + "\n" + deepseek("g", "{}", fenced)
+    assert read(DeepSeekReader, "Sure. " + BEGIN + calls + END, size) == ("Sure. ", [("f", WEATHER), ("g", "{}")])
+    assert read(DeepSeekReader, "a < b", size) == ("a < b", [])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_grammar_made(size):
+    text = f'[{{"name": "f", "parameters": {WEATHER}}}, {{"name": "g", "parameters": {{}}}}]'
+    assert read(ObjectsReader, text, size) == ("", [("f", WEATHER), ("g", "{}")])
+    assert read(ObjectsReader, text, size, most_calls=1) == ("", [("f", WEATHER)])
+    assert read(lambda: NamedReader("h"), WEATHER, size) == ("", [("h", WEATHER)])
+
+
+def test_objects_that_are_no_calls_fail():
+    for text in ("x", '{"name": 5}', "{name: 1}", '{"name" 1}', '{"name": nope, '):
+        made = CallObject()
+        made.push(text)
+        assert made.failed or made.name is None
+
+
+REASONING = {
+    "none": (False, "hello <think> x", "", "hello <think> x"),
+    "marked": (False, "<think>\nhm < 3\n\n</think>\n\nyes", "hm < 3\n\n", "yes"),
+    "opened by the prompt": (True, "hm</think>yes", "hm", "yes"),
+    "never closed": (True, "hm </thin", "hm </thin", ""),
+    "empty": (False, "<think>\n\n</think>\n\nyes", "", "yes"),
+    "cut off early": (False, "<thi", "", "<thi"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", REASONING)
+def test_reasoning(case, size):
+    inside, text, reasoning, content = REASONING[case]
+    speech, got = Speech(Reasoning(inside=inside), None), ["", ""]
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for place, piece in enumerate(pieces):
+        said = speech.push(piece, last=place == len(pieces) - 1)
+        got[0] += said.reasoning
+        got[1] += said.content
+    assert got == [reasoning, content]
+
+
+def test_reasoning_goes_before_calls():
+    speech = Speech(Reasoning(inside=True), HermesReader())
+    said = speech.push("<tool_call> is for later</think>" + hermes("f", "{}"), last=True)
+    assert said.reasoning == "<tool_call> is for later"
+    assert [part.name for part in said.calls if part.name] == ["f"]
+
+
+def test_tokens_of_reasoning_are_counted():
+    for inside, pieces, count in (
+        (True, [[5, 6], [7, 2, 8]], 4), (False, [[1, 5], [2], [9]], 3), (False, [[5, 1, 2]], 0), (True, [[5, 6]], 2),
+    ):  # fmt: skip
+        thinking = ThinkingTokens(1, 2, inside=inside)
+        for tokens in pieces:
+            thinking.add(tokens)
+        assert thinking.count == count
+    unknown = ThinkingTokens(None, None, inside=True)
+    unknown.add([1, 2])
+    assert unknown.count == 0
+
+
+# --- requests ---
+
+F = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {}}}}
+TOOLS = [{"type": "function", "function": F}, {"type": "function", "name": "g"}]
+
+
+def test_tools_and_choices():
+    assert tools_of(None, "auto", None) is None
+    assert tools_of([], None, None) is None
+    assert tools_of(TOOLS, "none", None) is None
+    assert tools_of(TOOLS, None, False) == Tools([F, {"name": "g"}], parallel=False)
+    assert tools_of(TOOLS, {"type": "function", "function": {"name": "g"}}, None).named == "g"
+    schema = json.loads(tools_of(TOOLS, "required", False).grammar().text)
+    assert (schema["minItems"], schema["maxItems"], schema["$defs"]) == (1, 1, {"n": {}})
+    assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["f", "g"]
+    assert (
+        json.loads(tools_of(TOOLS, {"type": "function", "name": "f"}, None).grammar().text).items()
+        >= F["parameters"].items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        (None, "required", "tool_choice"),
+        (TOOLS, "sometimes", "tool_choice"),
+        (TOOLS, {"type": "function", "function": {"name": "h"}}, "tool_choice"),
+        ([{"type": "web_search"}], None, "tools.0"),
+        ([{"type": "function", "function": {}}], None, "tools.0"),
+        ([*TOOLS, *TOOLS], None, "tools"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(tools, choice, param):
+    with pytest.raises(InvalidRequest) as error:
+        tools_of(tools, choice, None)
+    assert error.value.param == param
+
+
+def test_a_template_that_knows_no_tools_gets_them_as_text():
+    tools = tools_of(TOOLS, None, None)
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    told = introduced(messages, tools)
+    assert [message["role"] for message in told] == ["system", "user", "assistant"]
+    assert '"name": "g"' in told[0]["content"]
+    assert read(HermesReader, told[2]["content"], 1000) == ("", [("f", '{"x": 1}')])
+    joined = introduced([{"role": "system", "content": "be kind"}, *messages], tools)
+    assert joined[0]["content"].startswith("be kind\n\nYou can call")
+    assert introduced(messages, None)[0] == messages[0]
+
+
+def test_forms_are_found_in_templates():
+    assert form_of("auto", "{{ tools }} <tool_call>") == "hermes"
+    assert form_of("auto", f"{{{{ tools }}}} {BEGIN}") == "deepseek"
+    assert form_of("auto", '{{ tools }} {"name": function name, "parameters": ...}') == "llama"
+    assert form_of("auto", "{{ messages }}") is form_of("auto", None) is form_of("none", "tools <tool_call>") is None
+    assert form_of("llama3", None) == "llama"
+    assert reasons("auto", "x </think>")
+    assert reasons("qwen3", None)
+    assert not reasons("auto", "x")
+    assert not reasons("none", "x </think>")
