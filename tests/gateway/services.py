@@ -110,7 +110,7 @@ class Service:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)))
         self._thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         return self
 
     def stop(self):
@@ -164,7 +164,7 @@ class Gateway:
         return False
 
     def wait(self):
-        until(self.healthy)
+        until(self.healthy, seconds=60)  # where much else runs, a process takes long to start
         return self
 
     def metric(self, name, **labels):
