@@ -16,7 +16,8 @@ from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
 from gateway.api.native import NativeBody
-from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.responses import ResponseReply, ResponsesBody
+from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody, conversation_options
 from gateway.api.streaming import respond
 from gateway.api.voices import Voice
 from gateway.control import Control
@@ -62,6 +63,24 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
             else:
                 prompts.append((tokens, generator.decode(tokens) if body.echoes else ""))
         return await _answer(generator, facts, COMPLETION, body, prompts, request)
+
+    @app.post("/v1/responses", tags=["generation"])
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """The answer to a conversation, in the form that follows chats. Nothing is kept."""
+        generator.check_model(body.model)
+        body.check_supported()
+        body.timeout = body.timeout or _timeout(request)
+        options = conversation_options(None, None, body.chat_template_kwargs)
+        prompt = body.cut(await chats.prompt(body.messages(), None, options))
+        reply = ResponseReply(
+            body,
+            body.request(prompt, 0),
+            generator.tokenizer.pieces,
+            request_id=body.request_id or body.rid or request.scope[REQUEST_ID],
+            model=generator.name,
+            detail=facts.config.per_request_spec_decode_metrics,
+        )
+        return await respond(request, reply, generator, stream=bool(body.stream))
 
     @app.get("/v1/models")
     async def models() -> Response:

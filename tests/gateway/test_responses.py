@@ -1,0 +1,108 @@
+"""/v1/responses through the `openai` client: bodies, events in their order, and what is refused."""
+
+import openai
+import pytest
+
+from tests.gateway.engines import VOCAB, expected, tokenizer
+from tests.gateway.services import until
+
+TOKENIZER = tokenizer()
+ASSISTANT = 3  # a rendered conversation ends in this token
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def create(client, **options):
+    sent = {"model": "default", "input": "hello", "max_output_tokens": 30, "temperature": 0, **options}
+    return client.responses.create(**sent)
+
+
+def test_a_response(client, target):
+    response = create(client, instructions="be brief", metadata={"a": "b"})
+    assert response.output_text == TOKENIZER.decode(expected([ASSISTANT], 30))
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "be briefhello"
+    assert (response.object, response.status, response.incomplete_details.reason) == (
+        "response", "incomplete", "max_output_tokens",
+    )  # fmt: skip
+    assert response.id.startswith("resp_")
+    assert response.metadata == {"a": "b"}
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (30, 30 + response.usage.input_tokens)
+    assert response.metrics["speculative_decoding"]["num_spec_steps"] > 0
+
+
+def test_a_conversation_and_an_end_of_its_own(client, target):
+    parts = [{"type": "input_text", "text": "he"}, {"type": "input_text", "text": "llo"}]
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+    ]
+    items = [{"type": "message", "role": "developer", "content": "short"}, *turns, {"role": "user", "content": parts}]
+    text = TOKENIZER.decode(expected([ASSISTANT], 9))
+    response = create(client, input=items, extra_body={"stop": [text[4:]]})
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "shorthiAhello"
+    assert (response.status, response.incomplete_details, response.output_text) == ("completed", None, text[:4])
+    assert response.output[0].status == "completed"
+
+
+def test_events_come_in_their_order(client):
+    events = list(create(client, stream=True))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = TOKENIZER.decode(expected([ASSISTANT], 30))
+    assert "".join(event.delta for event in events[4:-4]) == events[-4].text == text
+    assert events[-1].response.output_text == text
+    assert events[0].response.id == events[-1].response.id
+    sent = {"model": "default", "input": "hello", "max_output_tokens": 30, "temperature": 0}
+    with client.responses.stream(**sent, extra_body={"stop": [text[-3:]]}) as stream:
+        assert "response.output_text.delta" in {event.type for event in stream}
+        assert stream.get_final_response().output_text == text[:-3]
+
+
+def test_log_probabilities_on_request(client):
+    told = create(client, max_output_tokens=3, include=["message.output_text.logprobs"], top_logprobs=2)
+    entries = told.output[0].content[0].logprobs
+    assert len(entries) == 3
+    assert len(entries[0].top_logprobs) == 2
+
+
+def test_a_form_reaches_the_target(client, target):
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    assert create(client, max_output_tokens=2, text={"format": form}).text.format.type == "json_schema"
+    assert target.engine.seen[-1].grammar.text == '{"type": "object"}'
+    create(client, max_output_tokens=2)
+    assert target.engine.seen[-1].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"extra_body": {"n": 2}}, "n"),
+    ],
+)
+def test_what_is_wrong_is_named(client, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        create(client, **options)
+    assert error.value.param.split(".")[0] == param
+
+
+def test_errors_before_the_first_event_have_a_status(client, target, draft):
+    with pytest.raises(openai.BadRequestError) as error:
+        create(client, stream=True, input="x" * 500)
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        create(client, stream=True, extra_body={"stop_token_ids": [VOCAB]})
+    until(lambda: target.sessions == 0 and draft.sessions == 0)
