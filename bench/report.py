@@ -100,7 +100,7 @@ class Report:
     def add(self, **row: Any) -> None:
         """Add a row and print it."""
         self.rows.append(row)
-        print(line_of(row), flush=True)
+        print(line_of({name: row[name] for name in self.columns or row if name in row}), flush=True)
 
     def save(self, figure: Figure) -> None:
         """Write NAME.png, which the page then shows."""

@@ -13,7 +13,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,11 +146,11 @@ def _measure(
     cells = [Cell(t, c) for t in args.temperature for c in args.concurrency]
     body = {"max_tokens": args.max_tokens} | ({"ignore_eos": True} if args.ignore_eos else {})
     rows = []
-    with (
-        serve(args.model_path, [*setting.flags, *args.flags], args.dtype, max(args.concurrency)) as url,
-        Progress(console=Console(stderr=True)) as progress,
-    ):
-        bar = progress.add_task(title, total=2 * len(parts) * len(cells))
+    with Progress(console=Console(stderr=True)) as progress, ExitStack() as stack:
+        bar = progress.add_task(f"{title}, starting", total=2 * len(parts) * len(cells))
+        flags = [*setting.flags, *args.flags]
+        url = stack.enter_context(serve(args.model_path, flags, args.dtype, max(args.concurrency)))
+        progress.update(bar, description=title)
         own, other = (Target(address, body=body) for address in (url, plain))
         for cell in cells:
             pairs = uvloop.run(take_turns(own, other, parts, cell, lambda: progress.advance(bar)))
