@@ -30,6 +30,11 @@ def write_into(folder: Path) -> None:
     _chosen = folder
 
 
+def chosen() -> Path | None:
+    """The folder that was chosen for reports, if one was."""
+    return _chosen
+
+
 def results() -> Path:
     """Where reports go: the folder that was chosen, docs/benchmarks of a checkout, or ./benchmarks."""
     pages = _CHECKOUT / "docs" / "benchmarks"

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.prompts import Prompt, read_prompts, sample, synthetic
+from bench.report import chosen
 from bench.serve import counters, load, show
 from bench.serve.client import Client, Target, root_of
 from bench.serve.measures import LIMITS, Speculation, by_category, seconds_of, summarize
@@ -72,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
         "--burstiness", type=_positive, default=1.0, help="of arrivals: 1 Poisson, below bursts, above even"
     )
     when.add_argument("--warmup", type=int, default=2, help="requests before the load, of random words (default: 2)")
-    out = made.add_argument_group("what comes out")
+    out = made.add_argument_group("what comes out", "--output FOLDER writes both files into a folder")
     out.add_argument("--goodput", nargs="+", type=_limit, metavar="NAME:MS", help="count requests that keep limits of "
                      f"{', '.join(LIMITS)} in milliseconds")  # fmt: skip
     out.add_argument("--json", type=Path, help="write all figures and a line a request to a file")
@@ -214,8 +215,9 @@ def main(argv: list[str]) -> int:
     show.show(console, summary, categories, outcomes, told)
     parameters = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     parameters |= {"model": target.model, "concurrency": concurrency, "api_key": None, "header": len(args.header)}
-    if args.json is not None:
-        show.write_json(args.json, parameters, summary, categories, outcomes, told)
-    if args.plot is not None:
-        show.plot(args.plot, f"{target.model} at {target.base_url}", outcomes)
+    folder = chosen()
+    if file := args.json or (folder and folder / "serve.json"):
+        show.write_json(file, parameters, summary, categories, outcomes, told)
+    if file := args.plot or (folder and folder / "serve.png"):
+        show.plot(file, f"{target.model} at {target.base_url}", outcomes)
     return 0 if summary.requests else 1

@@ -162,10 +162,13 @@ def test_the_program_from_flags_to_files(address, tmp_path, capsys):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-def test_synthetic_prompts_at_a_rate(address, capsys):
+def test_synthetic_prompts_at_a_rate(address, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.report._chosen", None)
     flags = ["--base-url", address, "--endpoint", "completions", "--input-len", "12", "--output-len", "5"]
     assert main(["serve", *flags, "--num-prompts", "4", "--request-rate", "100", "--warmup", "0"]) == 0
     assert "48 / 40" in capsys.readouterr().out
+    assert main(["serve", *flags, "--num-prompts", "1", "--output", str(tmp_path)]) == 0
+    assert {file.name for file in tmp_path.iterdir()} == {"serve.json", "serve.png"}
 
 
 def test_mistakes_are_told(address, tmp_path, capsys):
