@@ -112,7 +112,7 @@ class Client:
             elif response.content_type == "text/event-stream":
                 await self._stream(outcome, response)
             else:
-                take(outcome, orjson.loads(await response.read()), self.clock())
+                take(outcome, _object(await response.read()), self.clock())
 
     async def _stream(self, outcome: Outcome, response: aiohttp.ClientResponse) -> None:
         events, done, outcome.streamed = Events(), False, True
@@ -127,7 +127,7 @@ class Client:
         """Note what events say. True if the last one was among them."""
         for event in events:
             if event and event != _DONE:
-                take(outcome, orjson.loads(event), now)
+                take(outcome, _object(event), now)
         return _DONE in events
 
     async def get(self, path: str) -> str | None:
@@ -146,6 +146,14 @@ class Client:
                     raise RuntimeError(f"POST {path}: HTTP {response.status}: {await _message(response)}")
         except (TimeoutError, aiohttp.ClientError) as error:
             raise RuntimeError(f"POST {path}: {error}") from error
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    """A JSON object. Raises ValueError."""
+    value = orjson.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__} instead of an object")
+    return value
 
 
 async def _message(response: aiohttp.ClientResponse) -> str:

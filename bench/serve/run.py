@@ -124,6 +124,9 @@ def prompts_of(args: argparse.Namespace) -> list[Prompt]:
     there = read_prompts(args.prompts)
     if args.reply_lengths and not all(prompt.lengths for prompt in there):
         raise ValueError(f"--reply-lengths: {args.prompts} has prompts without answers")
+    if args.num_prompts and args.num_prompts > len(there) > 0:
+        again = f"{args.prompts} has {len(there)} prompts, so they come again; servers know the repeated ones"
+        print(again, file=sys.stderr)
     turns = args.turns if args.endpoint == "chat" else 1
     return [
         Prompt(prompt.category, prompt.turns[:turns], prompt.lengths if args.reply_lengths else ())
@@ -159,7 +162,7 @@ async def measure(
         if warmup > 0:
             warm = await load.warm_up(target, warmup, min(warmup, plan.concurrency or warmup), plan.seed)
             if failed := [o for o in warm if o.error]:
-                console.print(f"[yellow]warm-up: {failed[0].error}: {failed[0].detail}[/yellow]")
+                console.print(f"warm-up: {failed[0].error}: {failed[0].detail}", style="yellow", markup=False)
         before = counters.read(await client.get("/metrics"))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                    TimeRemainingColumn())  # fmt: skip
@@ -183,10 +186,10 @@ async def _first_model(client: Client) -> str:
         raise RuntimeError(
             f"{client.target.base_url} does not answer GET /v1/models; is it up? (--model names a model)"
         )
-    models = json.loads(page).get("data") or []
-    if not models:
-        raise RuntimeError(f"{client.target.base_url}/v1/models names no model; --model names one")
-    return str(models[0]["id"])
+    try:
+        return str(json.loads(page)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise RuntimeError(f"{client.target.base_url}/v1/models names no model; --model names one") from error
 
 
 def main(argv: list[str]) -> int:

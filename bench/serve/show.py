@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bench.report import recipe
 from bench.serve.measures import Distribution, Speculation, Summary, errors, tokens_over_time
@@ -42,7 +43,7 @@ def show(
     if failures := errors(outcomes):
         table = Table("failed requests", "count", "for example", title_justify="left", style="red")
         for kind, (count, example) in failures.items():
-            table.add_row(kind, str(count), example)
+            table.add_row(kind, str(count), Text(example))
         console.print(table)
 
 
@@ -96,7 +97,7 @@ def _categories(categories: Mapping[str, Summary]) -> Table:
     table = Table(*columns, caption="times: median (p99)", caption_justify="left")
     for name, one in categories.items():
         table.add_row(
-            name,
+            Text(name),
             str(one.requests),
             str(one.failed),
             f"{one.output_tokens:,}",

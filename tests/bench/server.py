@@ -1,8 +1,9 @@
 """A small OpenAI-style server over real sockets that answers as servers of several makes do, and misbehaves if asked.
 
 What a prompt says decides: "429", "500", "broken" (the connection is cut in the middle), "short" (the stream ends early
-but cleanly), "error" (an error event in the stream), "garbage" (no JSON), "empty" (only chunks without text), "bare"
-(no usage), "llama" (llama.cpp's timings instead of usage), "slow" (no end). All else is answered well.
+but cleanly), "error" (an error event in the stream), "garbage" (no JSON), "list" (no object), "empty" (only chunks
+without text), "bare" (no usage), "llama" (llama.cpp's timings instead of usage), "slow" (no end). All else is answered
+well.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Server:
         self.most = max(self.most, self.running)
         try:
             if text in ("429", "500"):
-                error = {"error": {"message": f"no: {text}", "type": "x", "code": None}}
+                error = {"error": {"message": f"no [/red]: {text}", "type": "x", "code": None}}
                 return web.json_response(error, status=int(text), headers={"retry-after": "1"})
             return await self.stream(request, body, text) if body["stream"] else self.whole(text)
         finally:
@@ -96,6 +97,8 @@ class Server:
                     await send({"error": {"message": "out of pages", "type": "server_error"}})
                 if text == "garbage":
                     await send("{nonsense")
+                if text == "list":
+                    await send("[1, 2]")
                 if text == "slow":
                     await self.over.wait()
             word = "" if text == "empty" else word

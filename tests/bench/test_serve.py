@@ -39,6 +39,7 @@ async def test_every_misbehaviour_has_its_name(endpoint):
         "short": "broken stream",
         "error": "error in the stream",
         "garbage": "no JSON",
+        "list": "no JSON",
         "empty": "empty answer",
         "good": "",
     }
@@ -47,7 +48,7 @@ async def test_every_misbehaviour_has_its_name(endpoint):
     found = {text: outcome.error for text, outcome in zip(kinds, outcomes, strict=True)}
     assert found == kinds
     details = dict(zip(kinds, (outcome.detail for outcome in outcomes), strict=True))
-    assert details["429"] == "no: 429"
+    assert details["429"] == "no [/red]: 429"
     assert details["error"] == "out of pages"
 
 
@@ -146,10 +147,26 @@ def test_the_program_from_flags_to_files(address, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
     flags = ["--base-url", f"{address}/v1", "--prompts", str(file), "--concurrency", "2", "--turns", "2"]
-    flags += ["--json", str(tmp_path / "x.json"), "--plot", str(tmp_path / "x.png"), "--goodput", "ttft:5000"]
+    flags += [
+        "--num-prompts",
+        "4",
+        "--json",
+        str(tmp_path / "x.json"),
+        "--plot",
+        str(tmp_path / "x.png"),
+        "--goodput",
+        "ttft:5000",
+    ]
     assert main(["serve", *flags, "--api-key", "secret"]) == 0
     shown = capsys.readouterr().out
-    for words in ("6 / 1", "HTTP 429", "accept length 2.00", "by position 100.0% 0.0% 0.0%", "goodput"):
+    for words in (
+        "6 / 1",
+        "HTTP 429",
+        "no [/red]: 429",
+        "accept length 2.00",
+        "by position 100.0% 0.0% 0.0%",
+        "goodput",
+    ):
         assert words in shown
     content = json.loads((tmp_path / "x.json").read_text())
     assert content["parameters"]["model"] == "tiny"
