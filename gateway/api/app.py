@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from gateway.api import control, errors, health, native, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
@@ -26,6 +26,13 @@ from gateway.generation import Generator
 from outrider.errors import InvalidRequest, ModelNotFound
 
 MAX_GENERATIONS = 128
+# Of routes that answer with events, too, for the OpenAPI page.
+_STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer; with `stream`, events.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
 _TIMEOUT = "x-request-timeout"  # a header, in seconds
 
 
@@ -37,7 +44,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
     started = int(time.time())
     chats = Chats(generator, facts.config)
 
-    @app.post("/v1/chat/completions", tags=["generation"])
+    @app.post("/v1/chat/completions", tags=["generation"], responses=_STREAMS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The assistant's answer to a conversation."""
         generator.check_model(body.model)
@@ -49,7 +56,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
             body.skip_special_tokens = False
         return await _answer(generator, facts, CHAT, body, [(prompt, "")], request, voices)
 
-    @app.post("/v1/completions", tags=["generation"])
+    @app.post("/v1/completions", tags=["generation"], responses=_STREAMS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What follows prompts, which are texts or token ids."""
         generator.check_model(body.model)
@@ -64,7 +71,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
                 prompts.append((tokens, generator.decode(tokens) if body.echoes else ""))
         return await _answer(generator, facts, COMPLETION, body, prompts, request)
 
-    @app.post("/v1/responses", tags=["generation"])
+    @app.post("/v1/responses", tags=["generation"], responses=_STREAMS)
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The answer to a conversation, in the form that follows chats. Nothing is kept."""
         generator.check_model(body.model)
@@ -93,8 +100,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{generator.name}`", param="model")
         return _json(_model(generator, started))
 
-    @app.post("/generate", tags=["generation"])
-    @app.put("/generate", tags=["generation"], include_in_schema=False)
+    @app.post("/generate", tags=["generation"], responses=_STREAMS)
     async def generate(body: NativeBody, request: Request) -> Response:
         """SGLang's own form: text or token ids in and out."""
         body.check_supported()
@@ -104,7 +110,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
         reply = native.NativeReply(answers, pieces, several=body.several, texts=body.return_text_in_logprobs)
         return await respond(request, reply, generator, stream=body.stream)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(generator.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

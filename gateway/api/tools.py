@@ -46,14 +46,14 @@ class Tools:
     def grammar(self) -> Grammar | None:
         """What a call that must come looks like."""
         if self.named is not None:
-            schema = next(f for f in self.functions if f["name"] == self.named).get("parameters") or {"type": "object"}
+            schema = _arguments(next(f for f in self.functions if f["name"] == self.named))
             return _grammar(schema)
         if not self.required:
             return None
         definitions: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
         for function in self.functions:
-            parameters = dict(function.get("parameters") or {"type": "object"})
+            parameters = _arguments(function)
             definitions |= parameters.pop("$defs", {})
             calls.append({
                 "type": "object",
@@ -71,6 +71,12 @@ class Tools:
         if self.named is not None:
             return NamedReader(self.named)
         return ObjectsReader() if self.required else reader_of(form, {function["name"] for function in self.functions})
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a function's arguments: no others than it names, unless it says so; weak models would invent some."""
+    parameters = function.get("parameters") or {"type": "object"}
+    return ({"additionalProperties": False} if parameters.get("properties") else {}) | parameters
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:

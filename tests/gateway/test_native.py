@@ -180,11 +180,21 @@ def test_health_routes(gateway, target):
 
 def test_the_openapi_page_describes_the_routes(gateway):
     page = gateway.client.get("/openapi.json").json()
-    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"):
+    for path in (
+        "/generate",
+        "/v1/responses",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/tokenize",
+        "/detokenize",
+        "/abort_request",
+    ):
         operation = page["paths"][path]["post"]
         assert operation["requestBody"]["content"]["application/json"]["schema"]
         assert "400" in operation["responses"]
         assert "422" not in operation["responses"]
         assert operation["description"]
+        told = set(operation["responses"]["200"]["content"])
+        assert told == {"application/json"} | ({"text/event-stream"} if "generat" in operation["tags"][0] else set())
     assert page["components"]["schemas"]["ErrorBody"]
     assert gateway.client.get("/docs").status_code == 200

@@ -174,6 +174,13 @@ def test_tools_and_choices():
     )
 
 
+def test_arguments_that_a_schema_does_not_name_are_left_out_unless_it_says_so():
+    for own, told in (({}, False), ({"additionalProperties": True}, True)):
+        tool = {"type": "function", "name": "h", "parameters": {"type": "object", "properties": {"a": {}}, **own}}
+        named = tools_of([tool], {"type": "function", "name": "h"}, None)
+        assert json.loads(named.grammar().text)["additionalProperties"] is told
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "param"),
     [
