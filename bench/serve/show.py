@@ -55,8 +55,9 @@ def _totals(summary: Summary) -> Table:
         ("input tokens / output tokens", f"{summary.input_tokens:,} / {summary.output_tokens:,}"),
         ("requests per second", f"{summary.requests_per_s:.3f}"),
         ("output tokens per second", f"{summary.output_tokens_per_s:,.1f}"),
-        ("output tokens per piece of text", f"{summary.tokens_per_piece:.2f}"),
     ]
+    if summary.ttft is not None:
+        rows.append(("output tokens per piece of text", f"{summary.tokens_per_piece:.2f}"))
     if summary.late is not None and summary.late.largest > _LATE:
         rows.append(("requests were sent late by up to", f"{summary.late.largest:.3f} s"))
     if summary.goodput is not None:
@@ -88,7 +89,8 @@ def _told(speculation: Speculation) -> str:
     if speculation.acceptance_rate is not None:
         words.append(f"acceptance rate {speculation.acceptance_rate:.1%}")
     if speculation.per_position:
-        words.append("by position " + " ".join(f"{share:.1%}" for share in speculation.per_position))
+        reached = max((depth for depth, share in enumerate(speculation.per_position, 1) if share), default=1)
+        words.append("by position " + " ".join(f"{share:.1%}" for share in speculation.per_position[:reached]))
     return ", ".join(words) + f" ({speculation.source})"
 
 
