@@ -164,7 +164,7 @@ def test_the_program_from_flags_to_files(address, tmp_path, capsys):
         "HTTP 429",
         "no [/red]: 429",
         "accept length 2.00",
-        "by position 100.0% 0.0% 0.0%",
+        "by position 100.0% (/metrics",
         "goodput",
     ):
         assert words in shown
