@@ -80,7 +80,8 @@ class Gate:
             await response_to(error)(scope, receive, send)
 
 
-_OPEN = frozenset({"/health", "/health/live", "/health/ready", "/health_generate", "/live", "/ready", "/metrics"})
+_LIVE = frozenset({"/health/live", "/live"})
+_OPEN = _LIVE | {"/health", "/health/ready", "/health_generate", "/ready", "/metrics"}
 _SLASHES = re.compile("/{2,}")
 
 
@@ -111,7 +112,10 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
     del receive
     assert scope["type"] == "http", "uvicorn is told to offer nothing else"
     reason = "the gateway is starting; it waits for a target service"
-    if scope["path"] == "/health":
+    if scope["path"] in _LIVE:
+        await _send_json(send, 200, orjson.dumps({"status": "ok"}), [])
+        return
+    if scope["path"] in _OPEN:
         body = orjson.dumps({"status": "unavailable", "missing": [f"target: {reason}"]})
     else:
         body = error_body(reason, "server_error", "unavailable")

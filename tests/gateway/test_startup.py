@@ -1,9 +1,11 @@
 """What does not fit is refused at start-up: one clear line and exit code 2."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 
+import httpx
 import pytest
 
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
@@ -79,6 +81,23 @@ def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, targ
     finally:
         assert gateway.stop() == 0
         draft.stop()
+
+
+def test_a_gateway_without_a_target_lives_but_is_not_ready(folder):
+    gateway = Gateway(folder, [f"unix:{folder}/nobody"])
+    try:
+        until(lambda: _answers(gateway, "/health/live") == 200, seconds=60)
+        for path in ("/health", "/health/ready", "/health_generate"):
+            assert _answers(gateway, path) == 503
+        refused = gateway.client.post("/v1/completions", json={"prompt": "A"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    finally:
+        assert gateway.stop() == 0
+
+
+def _answers(gateway, path):
+    with contextlib.suppress(httpx.TransportError):
+        return gateway.client.get(path).status_code
 
 
 def test_the_served_name_can_be_chosen(folder, target):
