@@ -18,6 +18,7 @@ BENCHMARKS = {
     "system": ("bench.system", "the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "drafters and their trees side by side; proposes the best flags"),
     "serve": ("bench.serve.run", "load on any OpenAI-style server: throughput and latencies"),
+    "peers": ("bench.peers.run", "our system beside others on the same weights and prompts"),
     "scale": ("bench.scale.run", "how speculation grows with context, sessions, acceptance, latencies"),
     "accept": ("bench.accept", "how much drafters foretell, by kind of prompt"),
     "online": ("bench.online", "a draft that learns while it serves"),
@@ -29,7 +30,7 @@ BENCHMARKS = {
     "gpu": ("bench.gpu", "a step of a large model on a GPU against its floor"),
 }
 # These need what not every machine has: a server, a file of prompts, a draft, an accelerator of JAX's, much time.
-_ASKED_FOR = ("serve", "speculation", "scale", "accept", "online", "draft-kernels")
+_ASKED_FOR = ("serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")
 
 
 def usage() -> str:

@@ -1,0 +1,222 @@
+"""Our system beside others that are installed, on the same weights, prompts and limits, prompt by prompt in turns.
+
+All peers are started first, and each prompt goes to one after the other, in an order that rotates, so that the
+machine's moods cancel; a ratio is taken prompt by prompt. What a peer needs is named by flags; those without are left
+out. Number formats are the peers' own: the floor of each is its weights at the bandwidth of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+
+from rich.progress import Progress
+
+from bench.peers import servers
+from bench.peers.base import Facts, Peer, Reply
+from bench.peers.figures import median_and_quartiles, ratios, same_texts
+from bench.peers.workers import Worker
+from bench.prompts import read_prompts
+from bench.report import Report
+from bench.system import PROMPTS
+from outrider.checkpoint import resolve, weight_files
+from services.target.kernels.cpu.bandwidth import read_bandwidth
+
+_OURS = {
+    "bf16": ("bfloat16", "", "--dtype bfloat16 --speculative-algorithm NONE"),
+    "bf16, AUTO": ("bfloat16", "AUTO", "--dtype bfloat16"),
+    "int8": ("int8", "", "--quantization int8 --speculative-algorithm NONE"),
+    "int8, AUTO": ("int8", "AUTO", "--quantization int8"),
+}
+_LLAMA_DRAFTS = {"": [], "n-gram": ["--spec-type", "ngram-simple"]}
+_VLLM_DRAFTS = {
+    "": [],
+    "n-gram": ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'],
+}
+_OF_BF16 = {"bfloat16": 1.0, "float32": 2.0, "int8": 0.5, "int4": 0.28}
+
+
+def catalogue(args: argparse.Namespace, folder: Path) -> Iterator[Peer]:
+    """The peers that flags name. folder: for their logs."""
+    model, threads = resolve(args.model_path), len(os.sched_getaffinity(0))
+    size = sum(file.stat().st_size for file in weight_files(model))
+    common = ["--model-path", args.model_path, "--disable-draft-self-test", "--max-running-requests", "8"]
+    for name in args.outrider:
+        weights, speculation, flags = _OURS[name]
+        facts = Facts(f"outrider {name}", "outrider", weights, speculation, int(size * _OF_BF16[weights]))
+        yield servers.outrider(facts, [*common, *shlex.split(flags)], folder)
+    for mode in args.transformers:
+        speculation = "" if mode == "plain" else mode.partition(":")[0]
+        facts = Facts(f"transformers {mode}", "transformers", args.transformers_dtype, speculation,
+                      int(size * _OF_BF16[args.transformers_dtype]))  # fmt: skip
+        arguments = [str(model), args.transformers_dtype, str(threads), mode]
+        yield Worker(facts, sys.executable, "transformers_worker.py", arguments, folder)
+    for label, file in map(_named, args.llama_model):
+        for speculation, flags in _LLAMA_DRAFTS.items():
+            facts = Facts(_name("llama.cpp", label, speculation), "llama.cpp", label, speculation, file.stat().st_size)
+            yield servers.llama_server(facts, args.llama_server, file, flags, threads, folder)
+    for label, where in map(_named, args.openvino_model):
+        for speculation, mode in (("", "plain"), ("lookup", "lookup")):
+            weights = sum(f.stat().st_size for f in where.glob("openvino_model.bin"))
+            facts = Facts(_name("OpenVINO", label, speculation), "OpenVINO", label, speculation, weights)
+            yield Worker(facts, args.openvino_python, "openvino_worker.py", [str(where), str(threads), mode], folder)
+    if args.vllm:
+        for speculation, flags in _VLLM_DRAFTS.items():
+            facts = Facts(_name("vLLM", "bf16", speculation), "vLLM", "bfloat16", speculation, size)
+            yield servers.vllm(facts, args.vllm, model, flags, threads, folder)
+
+
+def _name(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def _named(text: str) -> tuple[str, Path]:
+    label, _, file = text.partition("=")
+    return label, Path(file)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*."""
+    args = _arguments(argv)
+    texts = _texts(args)
+    report = Report("peers", "Our system beside others: greedy, one request at a time, and several at once")
+    table = Report("peers-ratios", "Our tokens per second over others', prompt by prompt")
+    with tempfile.TemporaryDirectory(prefix="outrider-") as logs, contextlib.ExitStack() as stack:
+        peers = list(catalogue(args, Path(logs)))
+        for peer in peers:
+            print(f"starting {peer.facts.name}", flush=True)
+            stack.enter_context(peer.running())
+            peer.ask(["Say hello."], 16)
+        bandwidth = read_bandwidth(len(os.sched_getaffinity(0)))
+        replies, together = ask_in_turns(peers, texts, args.new_tokens, args.together, args.rounds)
+        bandwidth = (bandwidth + read_bandwidth(len(os.sched_getaffinity(0)))) / 2
+    facts = [peer.facts for peer in peers]
+    same = same_texts(facts, replies)
+    for one in facts:
+        rate, low, high = median_and_quartiles([r.rate for r in replies[one.name] if r.tokens > 1])
+        report.add(**{
+            "peer": one.name, "weights": one.weights, "drafts": one.speculation or "-", "tokens/s": rate,
+            "quartiles": f"{low:.0f}-{high:.0f}", "first token, ms": 1e3 * median(r.first for r in replies[one.name]),
+            "floor, tokens/s": bandwidth / one.size, "of floor": rate * one.size / bandwidth,
+            f"{args.together} at once, tokens/s": median(together[one.name]), "same text": same.get(one.name, "-"),
+        })  # fmt: skip
+    for ours in (one for one in facts if one.family == "outrider"):
+        row: dict[str, object] = {"ours": ours.name}
+        for other in facts:
+            if other.family != "outrider":
+                middle, low, high = median_and_quartiles(ratios(replies[ours.name], replies[other.name]))
+                row[other.name] = f"{middle:.2f} ({low:.2f}-{high:.2f})"
+                row[f"{other.name}, {args.together}"] = median(together[ours.name]) / median(together[other.name])
+        table.add(**row)
+    report.notes = _notes(args, len(texts), bandwidth)
+    table.notes = ["median and quartiles over prompts; with a number: so many requests at once", *report.notes[:1]]
+    _plot(report, f"{args.together} at once, tokens/s")
+    report.write()
+    table.write()
+
+
+def ask_in_turns(
+    peers: Sequence[Peer], texts: Sequence[str], new: int, together: int, rounds: int
+) -> tuple[dict[str, list[Reply]], dict[str, list[float]]]:
+    """Every prompt to every peer, alone; then `rounds` times as many at once as said. Returns replies by peer, and
+    tokens a second of those at once.
+    """
+    replies: dict[str, list[Reply]] = {peer.facts.name: [] for peer in peers}
+    rates: dict[str, list[float]] = {peer.facts.name: [] for peer in peers}
+    with Progress() as progress:
+        bar = progress.add_task("prompts", total=len(texts) + rounds)
+        for turn, text in enumerate(texts):
+            for peer in _rotated(peers, turn):
+                replies[peer.facts.name] += peer.ask([text], new)[1]
+            progress.advance(bar)
+        for turn in range(rounds):
+            chosen = [texts[(turn * together + i) % len(texts)] for i in range(together)]
+            for peer in _rotated(peers, turn):
+                seconds, said = peer.ask(chosen, new)
+                rates[peer.facts.name].append(sum(reply.tokens for reply in said) / seconds)
+            progress.advance(bar)
+    return replies, rates
+
+
+def _rotated(peers: Sequence[Peer], turn: int) -> list[Peer]:
+    first = turn % len(peers)
+    return [*peers[first:], *peers[:first]]
+
+
+def _texts(args: argparse.Namespace) -> list[str]:
+    seen: dict[str, int] = {}
+    chosen = []
+    for prompt in read_prompts(args.prompts):
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        if args.limit is None or seen[prompt.category] <= args.limit:
+            chosen.append(prompt.turns[0])
+    return chosen
+
+
+def _notes(args: argparse.Namespace, count: int, bandwidth: float) -> list[str]:
+    return [
+        f"{resolve(args.model_path).name}; first turns of {count} prompts of {args.prompts.name}, at most "
+        f"{args.new_tokens} new tokens, ended by the model's end of text; every prompt to all peers in turns",
+        "tokens/s: of one request behind its first token, median and quartiles over prompts",
+        f"floor: the weights of a step at {bandwidth / 1e9:.1f} GB/s; what drafts may lie above it",
+        "same text: answers equal to the same peer's without drafts",
+        "servers are asked over HTTP; transformers and OpenVINO answer in their own process; several at once are one "
+        "after the other for transformers",
+    ]
+
+
+def _plot(report: Report, at_once: str) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted(report.rows, key=lambda row: row["tokens/s"])
+    figure, panels = plt.subplots(1, 2, figsize=(9, 0.8 + 0.3 * len(rows)), layout="constrained", sharey=True)
+    for panel, column in zip(panels, ("tokens/s", at_once), strict=True):
+        colors = ["tab:blue" if row["peer"].startswith("outrider") else "tab:gray" for row in rows]
+        bars = panel.barh([row["peer"] for row in rows], [row[column] for row in rows], color=colors)
+        panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
+        panel.set(xlabel=column)
+        panel.margins(x=0.1)
+        panel.tick_params(axis="y", labelsize=7)
+    panels[0].plot([row["floor, tokens/s"] for row in rows], range(len(rows)), "k|", markersize=9, label="plain floor")
+    panels[0].legend(fontsize=7)
+    report.save(figure)
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="outrider bench peers", description=__doc__)
+    parser.add_argument("--model-path", default="default")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, as of `bench serve`")
+    parser.add_argument("--limit", type=int, help="prompts of a category; by default all")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--together", type=int, default=8, help="requests at once, behind those that come alone")
+    parser.add_argument("--rounds", type=int, default=3, help="of requests at once")
+    parser.add_argument("--outrider", nargs="*", choices=list(_OURS), default=list(_OURS))
+    parser.add_argument("--transformers", nargs="*", default=["plain", "lookup"], metavar="MODE",
+                        help="plain, lookup, or assisted:FOLDER of a draft model")  # fmt: skip
+    parser.add_argument("--transformers-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--llama-server", default="llama-server", help="llama.cpp's server program")
+    parser.add_argument("--llama-model", nargs="*", default=[], metavar="LABEL=FILE", help="GGUF files for it")
+    parser.add_argument("--openvino-python", default=sys.executable, help="a Python that has openvino_genai")
+    parser.add_argument("--openvino-model", nargs="*", default=[], metavar="LABEL=FOLDER", help="converted models")
+    parser.add_argument("--vllm", help="vLLM's program, built for CPUs")
+    args = parser.parse_args(argv)
+    for text in [*args.llama_model, *args.openvino_model]:
+        label, equals, file = text.partition("=")
+        if not (label and equals and file and Path(file).exists()):
+            parser.error(f"{text!r} is not LABEL=PATH of something that exists")
+    needed = [args.llama_server] * bool(args.llama_model) + [args.openvino_python] * bool(args.openvino_model)
+    for program in [*needed, *([args.vllm] if args.vllm else [])]:
+        if shutil.which(program) is None:
+            parser.error(f"{program} cannot be run; name it by --llama-server, --openvino-python or --vllm")
+    return args
