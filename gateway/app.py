@@ -36,6 +36,7 @@ from gateway.text.tokenizer import ModelTokenizer
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.serving import process
+from outrider.serving.place import speak_from
 from outrider.serving.rpc import GrpcServer, stop_on_signals
 from outrider.wire.v1 import gateway_pb2_grpc
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError, Unavailable."""
+    speak_from()
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
     metrics = Metrics()

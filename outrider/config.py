@@ -223,6 +223,8 @@ class DraftConfig(DraftOptions, SharedOptions, ProcessConfig):
     """Hugging Face id, local folder, or GGUF file of the target, whose embedding and head fed drafters share."""
     listen: str = "127.0.0.1:30020"
     """Address of the gRPC service: host:port or unix:/path."""
+    network_cores: str | None = None
+    """CPU cores of the threads that speak with others, while the drafter computes on --cores; by default the same."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from outrider.errors import EngineFault, OutriderError, Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
+from outrider.serving.place import compute_on
 from outrider.speculation.proposal import Commit, Proposal
 
 log = logging.getLogger(__name__)
@@ -102,8 +103,9 @@ class EngineLoop:
     engine: Engine
     _publish: Callable[[StepOutput], None]
 
-    def __init__(self, on_fault: Callable[[BaseException], None]) -> None:
-        """on_fault: called once, in the engine thread, if the engine dies."""
+    def __init__(self, on_fault: Callable[[BaseException], None], cores: Sequence[int] | None = None) -> None:
+        """on_fault: called once, in the engine thread, if the engine dies. cores: where it computes."""
+        self._cores = cores
         self.fault: BaseException | None = None
         self._on_fault = on_fault
         self._audited = False  # since the engine last became idle
@@ -140,6 +142,8 @@ class EngineLoop:
             self._thread.join(timeout)
 
     def _run(self) -> None:
+        if self._cores is not None:
+            compute_on(self._cores)
         try:
             while self._take_messages():
                 if not self.engine.idle:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.serving.loop import Engine, EngineLoop
+from outrider.serving.place import compute_on, speak_from
 from outrider.serving.stream import Decode, Encode, StreamHub
 
 log = logging.getLogger(__name__)
@@ -142,24 +144,32 @@ async def serve_engine(
     decode: Decode[Any],
     encode: Encode[Any],
     register: Callable[[GrpcServer, StreamHub[Any, Any], EngineLoop], Sequence[str]],
+    network_cores: Sequence[int] | None = None,
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
     build: makes the engine, warmed up; called in a thread of its own once the port is bound. register: adds the service
-    to the server and returns the full names of what it added.
+    to the server and returns the full names of what it added. network_cores: of the threads that speak with others; the
+    engine stays on those that the process has now
     """
+    own = sorted(os.sched_getaffinity(0))
+    speak_from(network_cores)
     stop = stop_on_signals()
     network = asyncio.get_running_loop()
 
     def end(_: BaseException) -> None:
         network.call_soon_threadsafe(stop.set)
 
-    loop = EngineLoop(on_fault=end)
+    def build_there() -> Engine:
+        compute_on(own)
+        return build()
+
+    loop = EngineLoop(on_fault=end, cores=own)
     hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
     server = GrpcServer()
     await server.start(address, register(server, hub, loop))
     try:
-        engine = await asyncio.to_thread(build)
+        engine = await asyncio.to_thread(build_there)
     except BaseException:
         await server.stop(grace=0.0)
         raise

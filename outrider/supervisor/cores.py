@@ -19,13 +19,19 @@ _NICENESS = 15  # of a draft that shares a core with the target: a thirtieth of 
 class CorePlan:
     """Core numbers of each process. Sets overlap only on machines of fewer than four cores.
 
-    niceness: how far the draft gives way.
+    niceness: how far the draft gives way. shared: where the draft's network threads may run, beside its own cores.
     """
 
     target: tuple[int, ...]
     draft: tuple[int, ...]
     gateway: tuple[int, ...]
     niceness: int = 0
+    shared: tuple[int, ...] = ()
+
+    @property
+    def network(self) -> tuple[int, ...]:
+        """Cores of the draft's network threads."""
+        return tuple(sorted({*self.draft, *self.shared}))
 
 
 def plan_cores(cores: Sequence[int], algorithm: Algorithm) -> CorePlan:
@@ -33,8 +39,8 @@ def plan_cores(cores: Sequence[int], algorithm: Algorithm) -> CorePlan:
 
     From four cores on: the gateway one, a drafter without a model one, a draft model a quarter, the target the rest.
     Three cores: the target two; draft and gateway share the third. Two cores: the target has both (measured: 150 tokens
-    a second against 110 on a core of its own); a draft model has the second whenever the target leaves it, the others
-    need little. One core: all share it.
+    a second against 110 on a core of its own); a draft model has the second whenever the target leaves it, and speaks
+    from either, lest what it says waits until it has computed; the others need little. One core: all share it.
     """
     cores = tuple(cores)
     count = len(cores)
@@ -43,7 +49,7 @@ def plan_cores(cores: Sequence[int], algorithm: Algorithm) -> CorePlan:
         target = count - 1 - draft
         return CorePlan(cores[:target], cores[target : target + draft], cores[-1:])
     if count == 2 and algorithm in MODEL_ALGORITHMS:
-        return CorePlan(cores, cores[-1:], cores, _NICENESS)
+        return CorePlan(cores, cores[-1:], cores, _NICENESS, shared=cores)
     if count == 2:
         return CorePlan(cores, cores, cores, _NICENESS)
     return CorePlan(cores[: max(1, count - 1)], cores[-1:], cores[-1:])
@@ -56,7 +62,10 @@ def choose_cores(config: ServeConfig) -> CorePlan:
     target = _checked(config.cores_target, usable) or plan.target
     draft = _checked(config.cores_draft, usable) or plan.draft
     gateway = _checked(config.cores_gateway, usable) or plan.gateway
-    return CorePlan(target, draft, gateway, plan.niceness if set(target) & set(draft) else 0)
+    overlap = set(target) & set(draft)
+    # What the user chose for the draft is all that it gets.
+    shared = plan.shared if overlap and config.cores_draft is None else ()
+    return CorePlan(target, draft, gateway, plan.niceness if overlap else 0, shared)
 
 
 def _checked(text: str | None, usable: Sequence[int]) -> tuple[int, ...]:

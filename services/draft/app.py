@@ -16,7 +16,7 @@ import tyro
 
 import outrider
 from outrider import checkpoint
-from outrider.config import DraftConfig, plain_argv
+from outrider.config import DraftConfig, parse_cores, plain_argv
 from outrider.drafts import with_drafter
 from outrider.serving import process
 from outrider.serving.loop import EngineLoop
@@ -73,7 +73,8 @@ async def serve(config: DraftConfig) -> int:
 
     try:
         coders = propose_request_from_pb, propose_response_to_pb
-        return await serve_engine(build_engine, config.listen, *coders, register)
+        network = None if config.network_cores is None else parse_cores(config.network_cores)
+        return await serve_engine(build_engine, config.listen, *coders, register, network)
     finally:
         for drafter in drafters:
             drafter.stop()

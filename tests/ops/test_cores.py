@@ -33,7 +33,7 @@ def test_from_four_cores_on_nobody_shares(count, algorithm, sizes):
     ("cores", "algorithm", "plan"),
     [
         ([5], "STANDALONE", CorePlan((5,), (5,), (5,))),
-        ([0, 1], "STANDALONE", CorePlan((0, 1), (1,), (0, 1), niceness=15)),
+        ([0, 1], "STANDALONE", CorePlan((0, 1), (1,), (0, 1), niceness=15, shared=(0, 1))),
         ([0, 1], "NGRAM", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
         ([0, 1], "NONE", CorePlan((0, 1), (0, 1), (0, 1), niceness=15)),
         ([2, 4, 6], "STANDALONE", CorePlan((2, 4), (6,), (6,))),
@@ -72,3 +72,13 @@ def test_cores_that_are_not_there_are_refused():
         choose_cores(ServeConfig(cores="a-b"))
     with pytest.raises(ConfigError, match="no list of cores"):
         choose_cores(ServeConfig(cores="3-1"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_draft_speaks_from_all_cores_unless_it_was_told_its_own():
+    first, second, *_ = map(str, sorted(os.sched_getaffinity(0)))
+    draft = DraftOptions(speculative_algorithm="STANDALONE")
+    plan = choose_cores(ServeConfig(draft=draft, cores=f"{first},{second}"))
+    assert (plan.draft, plan.network) == ((int(second),), (int(first), int(second)))
+    plan = choose_cores(ServeConfig(draft=draft, cores=f"{first},{second}", cores_draft=second))
+    assert plan.network == plan.draft == (int(second),)
