@@ -39,6 +39,7 @@ class GenerationRequest:
     include_stop: the text ends with what ended it, a stop string or token. verbatim: special tokens are text, too.
     timeout: seconds after which it ends with DeadlineExceeded.
     grammar, logprobs, prompt_logprobs, priority, max_draft_tokens: as in OpenSession.
+    watched: rounds tell what the draft guessed.
     """
 
     prompt: Sequence[int]
@@ -59,6 +60,7 @@ class GenerationRequest:
     timeout: float | None = None
     priority: int = 0
     max_draft_tokens: int | None = None
+    watched: bool = False
 
 
 class Part(NamedTuple):
@@ -177,6 +179,7 @@ class Generator:
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
             max_draft_tokens=request.max_draft_tokens,
+            watched=request.watched,
         )
         detokenizer = self.tokenizer.detokenizer(verbatim=request.verbatim)
         text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
@@ -328,7 +331,7 @@ def _cut(rounds: Sequence[Round], tokens: int) -> list[Round]:
     for one in rounds:
         if tokens <= 0:
             break
-        kept.append(Round(min(one.tokens, tokens), one.verified, min(one.accepted, tokens)))
+        kept.append(one._replace(tokens=min(one.tokens, tokens), accepted=min(one.accepted, tokens)))
         tokens -= one.tokens
     return kept
 

@@ -28,6 +28,7 @@ from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.watch import Watches
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
@@ -60,6 +61,7 @@ class Orchestrator:
         self.drafts: list[DraftLink] = []
         self.metrics = metrics
         self.sessions: dict[int, Session] = {}
+        self._watches = Watches()
         self._resume_timeout = resume_timeout
         self._gave_up = False  # no target is up, and none came back in time
         self._giving_up: asyncio.TimerHandle | None = None
@@ -104,6 +106,8 @@ class Orchestrator:
             raise self._nobody()
         session = Session(next(self._ids), prompt, sampling, stop, **options)
         self.sessions[session.id] = session
+        if session.watch is not None:
+            self._watches[session.id] = session.watch
         if session.counted:
             self.metrics.prompt_tokens.inc(len(prompt))
         self._open_on_draft(session, draft)  # first, for its draft says which features the target is asked for
@@ -114,6 +118,7 @@ class Orchestrator:
         """Forget a session and free it on both services. Does nothing if it has ended by itself."""
         if self.sessions.pop(session.id, None) is None:
             return
+        self._watches.pop(session.id, None)
         if session.target is not None:
             session.target.close(session.id)
         if session.draft is not None:
@@ -169,6 +174,7 @@ class Orchestrator:
     def _end(self, session: Session) -> None:
         """Forget a session that ended by itself; the services have forgotten it, too."""
         del self.sessions[session.id]
+        self._watches.pop(session.id, None)
         if session.lingers and session.target is not None:
             session.target.close(session.id)
         self._move(session, None, None)
@@ -271,6 +277,7 @@ class Orchestrator:
     def _from_draft(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
         if frame.proposals.session_ids:
             self._relay_proposals(draft, frame)
+            self._watches.see(frame.proposals)
         for error in frame.errors:
             self._draft_failed(draft, codec.failure_from_pb(error))
         draft.load = frame.load

@@ -13,11 +13,15 @@ Detail = Literal["off", "summary", "detailed"]
 
 
 class Round(NamedTuple):
-    """What one step committed in a session: tokens, of which the first `accepted` were drafted, of `verified` nodes."""
+    """What one step committed in a session: tokens, of which the first `accepted` were drafted, of `verified` nodes.
+
+    guess: the tokens that the draft believed in most, where the session is watched
+    """
 
     tokens: int
     verified: int
     accepted: int
+    guess: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

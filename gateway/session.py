@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from gateway.report import Round
+from gateway.watch import Watch
 from outrider.errors import OutriderError
 from outrider.serving.messages import Grammar, OpenSession
 from outrider.speculation.proposal import FinishReason, Logprobs
@@ -47,9 +48,14 @@ class Session:
         prompt_logprobs: int | None = None,
         priority: int = 0,
         max_draft_tokens: int | None = None,
+        watched: bool = False,
         counted: bool = True,
     ) -> None:
-        """prompt: token ids, at least one. counted: in the metrics. Others as in OpenSession."""
+        """prompt: token ids, at least one. watched: rounds tell what the draft guessed. counted: in the metrics.
+
+        Others as in OpenSession.
+        """
+        self.watch = Watch(prompt) if watched else None
         self.counted = counted
         self.id = session_id
         self.prompt_length = len(prompt)
@@ -115,7 +121,8 @@ class Session:
         self.tokens += tokens
         if tokens:
             self.steps += 1
-            self.rounds.append(Round(len(tokens), verified, accepted))
+            guess = self.watch.committed(tokens, verified) if self.watch is not None else ()
+            self.rounds.append(Round(len(tokens), verified, accepted, guess))
         self.verified += verified
         self.accepted += accepted
         self.finish = finish

@@ -5,6 +5,7 @@ A chunk's frame is the same from the first to the last but for its choice, so it
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -131,6 +132,7 @@ class Answer:
 
     async def whole(self) -> bytes:
         """The answer as one body."""
+        telling = self._telling
         tokens: list[list[int]] = [[] for _ in self._wanted]
         told: list[list[dict[str, Any]]] = [[] for _ in self._wanted]
         extras: list[dict[str, Any]] = [{} for _ in self._wanted]
@@ -150,8 +152,8 @@ class Answer:
                 "logprobs": joined(told[index]) if told[index] else None,
                 **self._ending(index, self._last[index]),
                 **extras[index],
-                **({"token_ids": tokens[index]} if self._telling.ids else {}),
-                **({"speculation": _steps(rounds[index])} if self._telling.steps else {}),
+                **({"token_ids": tokens[index]} if telling.ids else {}),
+                **({"speculation": _steps(tokens[index], rounds[index], telling.pieces)} if telling.steps else {}),
             }
             for index, voice in enumerate(self._voices)
         ]
@@ -194,7 +196,8 @@ class Answer:
         if self._telling.ids:
             choice["token_ids"] = part.tokens if part is not None else []
         if self._telling.steps:
-            choice["speculation"] = _steps(part.rounds if part is not None else ())
+            new, rounds = (part.tokens, part.rounds) if part is not None else ([], ())
+            choice["speculation"] = _steps(new, rounds, self._telling.pieces)
         return choice
 
     def _ending(self, index: int, part: Part) -> dict[str, Any]:
@@ -259,10 +262,18 @@ class Answer:
         }
 
 
-def _steps(rounds: Sequence[Round]) -> dict[str, list[int]]:
-    """Step by step: tokens, of which the first `accepted` were drafted, of so many that were verified."""
+def _steps(tokens: Sequence[int], rounds: Sequence[Round], pieces: Pieces) -> dict[str, list[Any]]:
+    """Step by step: tokens, of which the first `accepted` were drafted, of so many that were verified; their texts, and
+    those of the path that the draft believed in most.
+    """
+    ends = list(itertools.accumulate(one.tokens for one in rounds))
     return {
         "tokens": [one.tokens for one in rounds],
         "verified": [one.verified for one in rounds],
         "accepted": [one.accepted for one in rounds],
+        "texts": [
+            [pieces.text(token) for token in tokens[end - one.tokens : end]]
+            for one, end in zip(rounds, ends, strict=True)
+        ],
+        "guesses": [[pieces.text(token) for token in one.guess] for one in rounds],
     }

@@ -11,7 +11,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway.api import control, errors, health, native, tokens
+from gateway.api import control, errors, health, native, page, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
@@ -125,6 +125,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
 
     health.install(app, generator)
     tokens.install(app, generator)
+    page.install(app)
     control.install(app, Control(generator.orchestrator, facts), generator, facts)
     return app
 

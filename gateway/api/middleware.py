@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import Keys
 from gateway.api.errors import error_body, response_to
+from gateway.api.page import FILES
 from outrider.errors import TooManyRequests, Unauthenticated
 
 REQUEST_ID = "outrider.request_id"  # where the scope has it
@@ -69,7 +70,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http" or scope["path"] in _OPEN:
+        if scope["type"] != "http" or scope["path"] in _OPEN or scope["path"].startswith(FILES):
             await self._app(scope, receive, send)
             return
         try:
@@ -81,7 +82,7 @@ class Gate:
 
 
 _LIVE = frozenset({"/health/live", "/live"})
-_OPEN = _LIVE | {"/health", "/health/ready", "/health_generate", "/ready", "/metrics"}
+_OPEN = _LIVE | {"/", "/health", "/health/ready", "/health_generate", "/ready", "/metrics"}
 _SLASHES = re.compile("/{2,}")
 
 

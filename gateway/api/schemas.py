@@ -178,6 +178,7 @@ class GenerationBody(BaseModel):
             timeout=self.timeout,
             priority=self.priority or 0,
             max_draft_tokens=self._most_drafted(),
+            watched=self.reports_steps,
         )
 
     def grammar(self) -> Grammar | None:

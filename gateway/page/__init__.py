@@ -1,0 +1,1 @@
+"""The page in the browser: static files, served as they are."""

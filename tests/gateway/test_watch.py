@@ -1,0 +1,51 @@
+"""What a session's draft believed in, as the gateway sees it pass."""
+
+import numpy as np
+
+from gateway.watch import Watch, Watches
+from outrider.speculation.proposal import Proposal, path_hash
+from outrider.wire import codec
+
+PROMPT = [5, 6, 7]
+
+
+def proposal(above, tokens, parents, scores, session=1):
+    path = np.array(PROMPT + above, np.uint32)
+    return Proposal(
+        session, len(path), path_hash(path), np.array(tokens, np.uint32), np.array(parents, np.int32),
+        np.array(scores, np.float32),
+    )  # fmt: skip
+
+
+def watch_of_a_tree():
+    #   root ── 10 ── 11 ── 12
+    #       └── 20 ── 21   └── 13 (likelier)
+    watch = Watch(PROMPT)
+    watch.proposed(proposal([], [10, 11, 20, 21], [-1, 0, -1, 2], [-0.1, -0.2, -2.0, -0.1]))
+    watch.proposed(proposal([10, 11], [12, 13], [-1, -1], [-2.0, -0.5]))
+    return watch
+
+
+def test_the_guess_goes_along_what_was_accepted_and_on():
+    assert watch_of_a_tree().committed([99], 4) == (10, 11, 13)
+    assert watch_of_a_tree().committed([10, 99], 4) == (10, 11, 13)
+    assert watch_of_a_tree().committed([20, 99], 4) == (20, 21)
+    assert watch_of_a_tree().committed([10, 11, 12, 99], 4) == (10, 11, 12)
+
+
+def test_a_plain_step_has_no_guess_and_what_was_drafted_ahead_stays():
+    watch = watch_of_a_tree()
+    assert watch.committed([10], 0) == ()
+    assert watch.committed([99], 2) == (11, 13)
+    assert watch.committed([98], 2) == ()
+
+
+def test_only_sessions_that_are_watched_are_shown_frames():
+    batch = codec.proposals_to_pb([proposal([], [10], [-1], [-0.1]), proposal([], [30], [-1], [-0.1], session=2)])
+    watches = Watches()
+    watches.see(batch)
+    watches[1] = Watch(PROMPT)
+    watches.see(batch)
+    assert watches[1].committed([99], 1) == (10,)
+    batch.anchor_lengths = b"x"
+    watches.see(batch)  # a frame that cannot be read harms nobody
