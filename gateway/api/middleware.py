@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import Keys
 from gateway.api.errors import error_body, response_to
-from gateway.api.page import FILES
+from gateway.api.page import FILES, starting_page
 from outrider.errors import TooManyRequests, Unauthenticated
 
 REQUEST_ID = "outrider.request_id"  # where the scope has it
@@ -105,7 +105,7 @@ class _Bounded:
 
 async def _refuse(send: Send, request_id: bytes, limit: int) -> None:
     body = error_body(f"the body is larger than {limit} bytes", "invalid_request_error", "request_too_large")
-    await _send_json(send, 413, body, [(_HEADER, request_id), (b"connection", b"close")])
+    await _send(send, 413, body, [(_HEADER, request_id), (b"connection", b"close")])
 
 
 async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,16 +114,21 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
     assert scope["type"] == "http", "uvicorn is told to offer nothing else"
     reason = "the gateway is starting; it waits for a target service"
     if scope["path"] in _LIVE:
-        await _send_json(send, 200, orjson.dumps({"status": "ok"}), [])
+        await _send(send, 200, orjson.dumps({"status": "ok"}), [])
+        return
+    if scope["path"] == "/":
+        await _send(send, 503, starting_page(), [(b"retry-after", b"1")], b"text/html; charset=utf-8")
         return
     if scope["path"] in _OPEN:
         body = orjson.dumps({"status": "unavailable", "missing": [f"target: {reason}"]})
     else:
         body = error_body(reason, "server_error", "unavailable")
-    await _send_json(send, 503, body, [(b"retry-after", b"1")])
+    await _send(send, 503, body, [(b"retry-after", b"1")])
 
 
-async def _send_json(send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    start = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+async def _send(
+    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]], kind: bytes = b"application/json"
+) -> None:
+    start = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*start, *headers]})
     await send({"type": "http.response.body", "body": body})

@@ -13,6 +13,11 @@ _FOLDER = Path(__file__).parents[1] / "page"
 _HEADERS = {"content-security-policy": "default-src 'self'; img-src 'self' data:", "cache-control": "no-cache"}
 
 
+def starting_page() -> bytes:
+    """What stands in the page's place until there is something to ask; it looks again by itself."""
+    return (_FOLDER / "starting.html").read_bytes()
+
+
 def install(app: FastAPI) -> None:
     """Add the routes."""
 

@@ -80,8 +80,9 @@ class Browser:
         return result
 
     async def open(self, url: str) -> None:
-        """Go to a page."""
+        """Go to a page, and wait until it is there."""
         await self._call("Page.navigate", url=url)
+        await self.wait("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     async def run(self, script: str) -> Any:
         """The value of an expression in the page."""

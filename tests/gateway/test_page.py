@@ -1,17 +1,25 @@
 """The page at `/`: its files, and a chat in a real browser where one is installed."""
 
+import contextlib
 import shutil
 
+import httpx
 import pytest
 
 from tests.gateway.browser import Browser
-from tests.gateway.services import Gateway
+from tests.gateway.services import Gateway, until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+def page_of(gateway):
+    with contextlib.suppress(httpx.TransportError):
+        return gateway.client.get("/")
+    return None
+
+
 def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(folder, target, draft):
-    gateway = Gateway(folder, [target.address], [draft.address], api_key=("secret",)).wait()
+    gateway = Gateway(folder, [target.address], [draft.address], api_key=["secret"]).wait()
     try:
         page = gateway.client.get("/")
         assert page.headers["content-type"].startswith("text/html")
@@ -27,8 +35,21 @@ def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(folder, t
         assert gateway.stop() == 0
 
 
+def test_until_a_target_is_there_a_page_says_so(folder):
+    gateway = Gateway(folder, [f"unix:{folder}/nobody"], [])
+    try:
+        until(lambda: page_of(gateway) is not None, seconds=60)
+        page = page_of(gateway)
+        assert page.status_code == 503
+        assert page.headers["content-type"].startswith("text/html")
+        assert "starting" in page.text
+    finally:
+        gateway.stop()
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-async def test_a_chat_shows_which_tokens_were_drafted(gateway, tmp_path):
+async def test_a_chat_shows_which_tokens_were_drafted(gateway, target, tmp_path, monkeypatch):
+    monkeypatch.setattr(target.engine, "delay", 0.1)  # hints come in time, whatever else the machine does
     async with Browser(CHROMIUM, tmp_path) as browser:
         await browser.open(f"{gateway.url}/")
         await browser.wait("document.getElementById('model').textContent === 'counting'")
