@@ -29,3 +29,9 @@ def gateway(folder, target, draft):
     process = Gateway(folder, [target.address], [draft.address]).wait()
     yield process
     assert process.stop() == 0
+
+
+@pytest.fixture
+def hints_in_time(target, monkeypatch):
+    """Steps so slow that hints are there, whatever else the machine does."""
+    monkeypatch.setattr(target.engine, "delay", 0.03)

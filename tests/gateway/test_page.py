@@ -48,8 +48,8 @@ def test_until_a_target_is_there_a_page_says_so(folder):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-async def test_a_chat_shows_which_tokens_were_drafted(gateway, target, tmp_path, monkeypatch):
-    monkeypatch.setattr(target.engine, "delay", 0.1)  # hints come in time, whatever else the machine does
+@pytest.mark.usefixtures("hints_in_time")
+async def test_a_chat_shows_which_tokens_were_drafted(gateway, tmp_path):
     async with Browser(CHROMIUM, tmp_path) as browser:
         await browser.open(f"{gateway.url}/")
         await browser.wait("document.getElementById('model').textContent === 'counting'")

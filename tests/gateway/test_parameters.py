@@ -127,6 +127,7 @@ def test_a_request_without_speculation_is_not_opened_on_the_draft(client, target
     assert draft.engine.opened == opened + 2
 
 
+@pytest.mark.usefixtures("hints_in_time")
 @pytest.mark.parametrize("stream", [False, True])
 def test_drafted_tokens_are_marked_on_request(client, stream):
     options = {"model": "default", "prompt": "A", "max_tokens": 90, "temperature": 0, "stop": ["xyz"]}

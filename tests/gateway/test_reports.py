@@ -60,6 +60,7 @@ def test_a_report_in_sglang_s_shape():
     assert told["spec_accept_histogram"] == told["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_answers_tell_of_their_speculation(client):
     answer = client.completions.create(model="default", prompt="A", max_tokens=90, temperature=0)
     told, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
@@ -71,6 +72,7 @@ def test_answers_tell_of_their_speculation(client):
     assert answer.timings["draft_n"] == told["num_draft_tokens"]
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_several_choices_have_their_own_reports(client):
     answer = client.completions.create(model="default", prompt="A", max_tokens=30, n=2, seed=0)
     assert not hasattr(answer, "metrics")
@@ -90,6 +92,7 @@ def test_the_last_event_of_a_stream_has_the_report(client, usage):
     assert chunks[-1].timings["predicted_n"] == 30
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_vllm_s_counters_tell_what_ours_do(gateway):
     gateway.complete("A", max_tokens=90)
     name = "vllm:spec_decode_num_"

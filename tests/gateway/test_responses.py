@@ -20,6 +20,7 @@ def create(client, **options):
     return client.responses.create(**sent)
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_a_response(client, target):
     response = create(client, instructions="be brief", metadata={"a": "b"})
     assert response.output_text == TOKENIZER.decode(expected([ASSISTANT], 30))
