@@ -70,6 +70,9 @@ def process(command: Sequence[str], log: Path, **options: object) -> Iterator[su
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait(30)
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def wait_until(child: subprocess.Popen[bytes], serves: object, log: Path) -> None:
