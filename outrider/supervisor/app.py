@@ -144,7 +144,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
         draft = DraftConfig(
             **own, **shared, log_level=level, cores=format_cores(cores.draft), niceness=cores.niceness,
-            network_cores=format_cores(cores.network),
+            network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip

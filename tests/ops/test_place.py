@@ -45,4 +45,4 @@ def test_threads_that_speak_are_everywhere_and_threads_that_compute_stay():
     assert {facts[2] for facts in (before, speaking, follower, computing)} == {3}, "niceness stays"
     if before[1]:  # the system tells slices
         assert speaking[1] == 100_000
-        assert computing[1] == before[1]
+        assert computing[1] > speaking[1]

@@ -141,7 +141,8 @@ def test_only_who_has_the_key_controls(shared):
         "continue_generation",
     ):
         for headers in ({}, {"authorization": "Bearer wrong"}):
-            assert running.gateway.client.post(f"/{route}", headers=headers, json={}).status_code == 401
+            answer = running.gateway.client.post(f"/{route}", headers=headers, json={"abort_all": True})
+            assert answer.status_code == 401
     assert KEY not in running.gateway.client.get("/server_info").text
     assert running.version() == "default"
 
