@@ -16,7 +16,7 @@ export class Answer {
     this.began = performance.now();
     this.first = 0;
     this.counts = { tokens: 0, steps: 0, drafts: 0, verified: 0, accepted: 0 };
-    this.steps = []; // tokens of each, and how many of them were drafted
+    this.steps = []; // tokens of each, how many of them were drafted, and nodes that were verified
     this.decoder = new TextDecoder();
     const box = document.createElement("article");
     box.className = "answer";
@@ -49,12 +49,12 @@ export class Answer {
     this.counts.drafts += verified > 0;
     this.counts.verified += verified;
     this.counts.accepted += accepted;
-    this.steps.push([texts.length, accepted]);
+    this.steps.push([texts.length, accepted, verified]);
   }
 
   token(text, kind) {
     if (SPECIAL.test(text)) return;
-    const shown = kind === "rejected" ? text : this.decoder.decode(bytesOf(text), { stream: true });
+    const shown = kind === "rejected" ? text.replaceAll("\n", "⏎") : this.decoder.decode(bytesOf(text), { stream: true });
     if (!shown) return;
     const span = document.createElement("span");
     span.className = `token ${kind}`;
@@ -93,15 +93,15 @@ export class Answer {
     const [width, height] = [canvas.clientWidth * scale, canvas.clientHeight * scale];
     Object.assign(canvas, { width, height });
     const pen = canvas.getContext("2d");
-    const style = getComputedStyle(this.box);
+    const plain = getComputedStyle(this.box).borderTopColor;
     const colour = (kind) => getComputedStyle(document.querySelector(`.legend .${kind}`)).backgroundColor;
     const most = Math.max(4, ...this.steps.map(([count]) => count));
     const wide = Math.min(8 * scale, width / Math.max(this.steps.length, 1));
-    this.steps.forEach(([count, accepted], i) => {
+    this.steps.forEach(([count, accepted, verified], i) => {
       const unit = height / most;
       pen.fillStyle = colour("accepted");
       pen.fillRect(i * wide, height - accepted * unit, wide * 0.85, accepted * unit);
-      pen.fillStyle = accepted || count > 1 ? colour("bonus") : style.getPropertyValue("--line");
+      pen.fillStyle = verified ? colour("bonus") : plain;
       pen.fillRect(i * wide, height - count * unit, wide * 0.85, (count - accepted) * unit);
     });
   }

@@ -82,6 +82,7 @@ function compare(turn, on, off) {
   const ratio = on.rate && off.rate ? `, ${(on.rate / off.rate).toFixed(2)} times as fast with speculation` : "";
   verdict.textContent = `${same}${ratio}.`;
   turn.append(verdict);
+  verdict.scrollIntoView({ block: "end" });
 }
 
 async function ask(text) {
