@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-_PATIENCE = 600.0  # seconds until a peer serves
 
 
 @dataclass(frozen=True)
@@ -56,30 +52,11 @@ class Peer(ABC):
         """Greedy answers of at most `new` tokens to what a user says, all at once. Returns seconds for all of them."""
 
 
-@contextlib.contextmanager
-def process(command: Sequence[str], log: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    """A process, ended with the context. log: takes what it says."""
-    with log.open("wb") as said:
-        child = subprocess.Popen(command, stderr=said, **{"stdout": said, **options})  # type: ignore[call-overload]
-    try:
-        yield child
-    finally:
-        child.terminate()
-        try:
-            child.wait(30)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait(30)
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+def log_of(folder: Path, facts: Facts) -> Path:
+    """The file that takes what a peer says."""
+    return folder / (facts.name.replace("/", "-").replace(" ", "-") + ".log")
 
 
-def wait_until(child: subprocess.Popen[bytes], serves: object, log: Path) -> None:
-    """Wait for a peer. Raises RuntimeError with the end of what it said, if it does not come up."""
-    end = time.monotonic() + _PATIENCE
-    while not serves():  # type: ignore[operator]
-        if child.poll() is not None or time.monotonic() > end:
-            tail = log.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"{child.args!r} does not serve, exit code {child.poll()}:\n{tail}")
-        time.sleep(0.25)
+def end_of(log: Path) -> str:
+    """What a peer said last."""
+    return log.read_text(errors="replace")[-2000:]

@@ -24,7 +24,7 @@ from bench.peers import servers
 from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import median_and_quartiles, ratios, same_texts
 from bench.peers.workers import Worker
-from bench.prompts import read_prompts
+from bench.prompts import first_of_each, read_prompts
 from bench.report import Report
 from bench.system import PROMPTS
 from outrider.checkpoint import resolve, weight_files
@@ -86,7 +86,7 @@ def _named(text: str) -> tuple[str, Path]:
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*."""
     args = _arguments(argv)
-    texts = _texts(args)
+    texts = [prompt.turns[0] for prompt in first_of_each(read_prompts(args.prompts), args.limit)]
     report = Report("peers", "Our system beside others: greedy, one request at a time, and several at once")
     table = Report("peers-ratios", "Our tokens per second over others', prompt by prompt")
     with tempfile.TemporaryDirectory(prefix="outrider-") as logs, contextlib.ExitStack() as stack:
@@ -149,16 +149,6 @@ def ask_in_turns(
 def _rotated(peers: Sequence[Peer], turn: int) -> list[Peer]:
     first = turn % len(peers)
     return [*peers[first:], *peers[:first]]
-
-
-def _texts(args: argparse.Namespace) -> list[str]:
-    seen: dict[str, int] = {}
-    chosen = []
-    for prompt in read_prompts(args.prompts):
-        seen[prompt.category] = seen.get(prompt.category, 0) + 1
-        if args.limit is None or seen[prompt.category] <= args.limit:
-            chosen.append(prompt.turns[0])
-    return chosen
 
 
 def _notes(args: argparse.Namespace, count: int, bandwidth: float) -> list[str]:

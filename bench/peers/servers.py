@@ -13,10 +13,13 @@ from typing import Any
 
 import httpx
 
-from bench.peers.base import Facts, Peer, Reply, process, wait_until
+from bench.peers.base import Facts, Peer, Reply, end_of, log_of
+from bench.processes import running, wait_until
 from bench.serve.client import Client, Target
 from bench.serve.outcome import Outcome
 from bench.serving import free_port
+
+_PATIENCE = 600.0  # seconds until a peer serves
 
 
 class Server(Peer):
@@ -31,15 +34,16 @@ class Server(Peer):
         ports = {"port": str(free_port()), "spare": str(free_port())}
         self._url = f"http://127.0.0.1:{ports['port']}"
         self._command = [word.replace("{port}", ports["port"]).replace("{spare}", ports["spare"]) for word in command]
-        self._log = folder / (facts.name.replace("/", "-").replace(" ", "-") + ".log")
+        self._log = log_of(folder, facts)
         self._model, self._environment = model, environment
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """As of Peer."""
-        with process(self._command, self._log, env=self._environment) as child:
+        said = self._log.open("wb")
+        with said, running(self._command, env=self._environment, stdout=said, stderr=said) as child:
             with httpx.Client(verify=False) as client:
-                wait_until(child, lambda: self._serves(client), self._log)
+                wait_until(child, lambda: self._serves(client), _PATIENCE, lambda: end_of(self._log))
             yield
 
     def _serves(self, client: httpx.Client) -> bool:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.peers.base import Facts, Peer, Reply, process
+from bench.peers.base import Facts, Peer, Reply, end_of, log_of
+from bench.processes import running
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -28,7 +29,7 @@ class Worker(Peer):
         """script: in scripts/. folder: for its log."""
         super().__init__(facts)
         self._command = [python, "-u", str(_SCRIPTS / script), *arguments]
-        self._log = folder / (facts.name.replace("/", "-").replace(" ", "-") + ".log")
+        self._log = log_of(folder, facts)
         self._child: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
@@ -36,7 +37,7 @@ class Worker(Peer):
         """As of Peer."""
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        with process(self._command, self._log, env=environment, **pipes) as child:
+        with self._log.open("wb") as said, running(self._command, env=environment, stderr=said, **pipes) as child:
             self._child = child
             assert self._hear().get("ready"), "a worker is ready before it answers"
             yield
@@ -48,8 +49,7 @@ class Worker(Peer):
             if line.lstrip().startswith(b"{"):
                 heard: dict[str, Any] = json.loads(line)
                 return heard
-        tail = self._log.read_text(errors="replace")[-2000:]
-        raise RuntimeError(f"{self.facts.name} has ended with code {self._child.wait()}:\n{tail}")
+        raise RuntimeError(f"{self.facts.name} has ended with code {self._child.wait()}:\n{end_of(self._log)}")
 
     def ask(self, texts: Sequence[str], new: int) -> tuple[float, list[Reply]]:
         """As of Peer."""

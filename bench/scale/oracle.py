@@ -12,23 +12,18 @@ import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import uvloop
 from numpy.typing import NDArray
 
-from outrider import PROTOCOL_VERSION
+from bench.streams.fakes import serve_draft
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
-from outrider.serving.rpc import serve_engine
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
-from outrider.wire import codec
-from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 
-_WRONG = 7  # what is added to a token to make it another one
+_WRONG = 7  # bits that make a token another one
 _SURE = 0.98  # a proposal that is always right says so no louder
 
 
@@ -112,32 +107,10 @@ class OracleEngine(Engine):
         """Nothing to audit."""
 
 
-class _Servicer(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(self, hub: Any) -> None:
-        self._hub = hub
-
-    async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:  # noqa: ARG002, N802
-        """Facts."""
-        return draft_pb2.GetDraftInfoResponse(
-            protocol_version=PROTOCOL_VERSION, drafters=["ORACLE"], max_running_sessions=1024
-        )
-
-    async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
-        """The stream."""
-        async for frame in self._hub.serve(request_iterator):
-            yield frame
-
-
 def main(address: str, file: str, acceptance: float, seconds: float, count: int) -> int:
     """Serve until a signal."""
     texts = [Text(i, tokens, acceptance) for i, tokens in enumerate(json.loads(Path(file).read_text()))]
-
-    def register(server: Any, hub: Any, _: Any) -> list[str]:
-        draft_pb2_grpc.add_DraftServiceServicer_to_server(_Servicer(hub), server.server)
-        return ["outrider.wire.v1.DraftService"]
-
-    coders = codec.propose_request_from_pb, codec.propose_response_to_pb
-    return uvloop.run(serve_engine(lambda: OracleEngine(texts, acceptance, seconds, count), address, *coders, register))
+    return serve_draft(lambda: OracleEngine(texts, acceptance, seconds, count), address, "ORACLE")
 
 
 if __name__ == "__main__":

@@ -57,12 +57,11 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     return [cell for name in args.axes for cell in axes[name]]
 
 
-def step_cost(model: str, dtype: str, context: int) -> Callable[[int], float]:
+def step_cost(model: str, dtype: str) -> Callable[[int], float]:
     """Seconds of a step of the engine alone by its number of hints, between measured points on straight lines."""
     from bench.target import verified_steps
     from services.target.app import build_engine
 
-    del context
     engine = build_engine(resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True))  # type: ignore[arg-type]
     taken = verified_steps(engine, _ROWS, _STEPS)
     del engine
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     report = Report("scale", "How speculation grows: tokens per second with hints over those without")
     todo = cells(args)
-    cost = step_cost(args.model_path, args.dtype, args.context)
+    cost = step_cost(args.model_path, args.dtype)
     report.notes = _notes(args, cost)
     folder = resolve(args.model_path)
     longest = max(cell.context for cell in todo) + args.new_tokens

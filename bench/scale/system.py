@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from bench.processes import running, wait_until
 from bench.serving import free_port
 from outrider.client import AsyncClient
 from outrider.supervisor.health import is_healthy
@@ -38,27 +39,17 @@ class Draft:
     tokens: int = 16
 
 
-@contextlib.contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A Python module as a process, ended with the context."""
-    process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+def _module(*command: str) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """A Python module as a process."""
+    return running([sys.executable, "-m", *command], stdout=subprocess.DEVNULL)
 
 
 @contextlib.contextmanager
 def target(folder: Path, flags: Sequence[str]) -> Iterator[str]:
     """A target service; yields its address."""
     address = f"unix:{folder}/target"
-    with running("outrider", "target", "--listen", address, "--log-level", "warning", *flags) as process:
-        _wait(process, lambda: asyncio.run(is_healthy(address, 2.0)))
+    with _module("outrider", "target", "--listen", address, "--log-level", "warning", *flags) as process:
+        wait_until(process, lambda: asyncio.run(is_healthy(address, 2.0)), _PATIENCE)
         yield address
 
 
@@ -74,22 +65,14 @@ def gateway(folder: Path, target_address: str, draft: Draft | None = None) -> It
                 socket.unlink(missing_ok=True)
             facts = [str(fact) for fact in (draft.acceptance, draft.seconds, draft.tokens)]
             texts = str(folder / "texts.json")
-            process = stack.enter_context(running("bench.scale.oracle", f"unix:{oracle}", texts, *facts))
-            _wait(process, lambda: asyncio.run(is_healthy(f"unix:{oracle}", 2.0)))
+            process = stack.enter_context(_module("bench.scale.oracle", f"unix:{oracle}", texts, *facts))
+            wait_until(process, lambda: asyncio.run(is_healthy(f"unix:{oracle}", 2.0)), _PATIENCE)
             if draft.delay:
-                stack.enter_context(running("bench.scale.delay", str(far), str(oracle), str(draft.delay)))
+                stack.enter_context(_module("bench.scale.delay", str(far), str(oracle), str(draft.delay)))
             flags += ["--draft", f"unix:{far if draft.delay else oracle}"]
-        process = stack.enter_context(running("outrider", "gateway", *flags))
-        _wait(process, lambda: _serves(port))
+        process = stack.enter_context(_module("outrider", "gateway", *flags))
+        wait_until(process, lambda: _serves(port), _PATIENCE)
         yield f"127.0.0.1:{grpc_port}"
-
-
-def _wait(process: subprocess.Popen[bytes], serves: Any) -> None:
-    end = time.monotonic() + _PATIENCE
-    while not serves():
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"{process.args!r} does not serve, exit code {process.poll()}")
-        time.sleep(0.1)
 
 
 def _serves(port: int) -> bool:

@@ -9,7 +9,7 @@ then one frame of commits and one frame of proposals, each over two streams, and
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -180,13 +180,14 @@ class _Target(target_pb2_grpc.TargetServiceServicer):
 
 
 class _Draft(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(self, hub: Any) -> None:
+    def __init__(self, hub: Any, name: str) -> None:
         self._hub = hub
+        self._name = name
 
     async def GetDraftInfo(self, request: Any, context: Any) -> draft_pb2.GetDraftInfoResponse:  # noqa: ARG002, N802
         """Facts."""
         return draft_pb2.GetDraftInfoResponse(
-            protocol_version=PROTOCOL_VERSION, drafters=["COUNTING"], max_running_sessions=1024
+            protocol_version=PROTOCOL_VERSION, drafters=[self._name], max_running_sessions=1024
         )
 
     async def Propose(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ARG002, N802
@@ -195,25 +196,28 @@ class _Draft(draft_pb2_grpc.DraftServiceServicer):
             yield frame
 
 
+def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:
+    """Serve an engine that proposes, of a drafter without a model, until a signal. Returns the exit code."""
+
+    def register(server: Any, hub: Any, _: Any) -> list[str]:
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub, name), server.server)
+        return ["outrider.wire.v1.DraftService"]
+
+    coders: tuple[Any, Any] = (codec.propose_request_from_pb, codec.propose_response_to_pb)
+    return uvloop.run(serve_engine(engine, address, *coders, register))
+
+
 def main(role: str, address: str) -> int:
     """Serve until a signal."""
-    if role == "target":
+    if role == "draft":
+        return serve_draft(LockstepDraft, address, "COUNTING")
 
-        def register(server: Any, hub: Any, _: Any) -> list[str]:
-            target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
-            return ["outrider.wire.v1.TargetService"]
+    def register(server: Any, hub: Any, _: Any) -> list[str]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
+        return ["outrider.wire.v1.TargetService"]
 
-        engine: type[LockstepEngine] = LockstepTarget
-        coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
-    else:
-
-        def register(server: Any, hub: Any, _: Any) -> list[str]:
-            draft_pb2_grpc.add_DraftServiceServicer_to_server(_Draft(hub), server.server)
-            return ["outrider.wire.v1.DraftService"]
-
-        engine = LockstepDraft
-        coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
-    return uvloop.run(serve_engine(engine, address, *coders, register))
+    coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
+    return uvloop.run(serve_engine(LockstepTarget, address, *coders, register))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import httpx
 import uvloop
 
 from bench.report import Report
+from bench.serving import free_port
 from bench.streams.pingpong import round_trips
-from bench.system import free_port
 from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
 
 ROLES = ("gateway", "target", "draft")

@@ -1,8 +1,10 @@
 """Benchmarks that need hardware run here on something tiny, so that they work where it is there."""
 
+import pytest
 import torch
 
 from bench import draft_kernels, gpu, online
+from bench.__main__ import BENCHMARKS, main
 from bench.prompts import Prompt, rounds_of
 from bench.report import Report
 from bench.serve.outcome import Outcome
@@ -49,3 +51,11 @@ def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     monkeypatch.setattr("bench.report._chosen", tmp_path)
     online._plot(report)
     assert (tmp_path / "online.png").exists()
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_can_be_asked_for_its_flags(name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert "usage" in capsys.readouterr().out

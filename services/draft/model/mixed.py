@@ -49,16 +49,12 @@ def narrow_slopes(a: jax.Array, b: jax.Array, slope: jax.Array) -> tuple[jax.Arr
     to exchange rows and columns in memory first. Elsewhere that would only cost.
     """
     a, b, slope = a.astype(FORMAT), b.astype(FORMAT), slope.astype(FORMAT)
-    across = _product if a.ndim > 2 else _product_in_memory  # several matrices at a time have no product at all, then
+    across = narrow_dot if a.ndim > 2 else _product_in_memory  # several matrices at a time have no product at all, then
     return across(slope, b.swapaxes(-1, -2)), across(a.swapaxes(-1, -2), slope)
 
 
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return narrow_dot(a, b)
-
-
 def _product_in_memory(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(a, b, cpu=_by_rows, default=_product)
+    return jax.lax.platform_dependent(a, b, cpu=_by_rows, default=narrow_dot)
 
 
 def _by_rows(a: jax.Array, b: jax.Array) -> jax.Array:

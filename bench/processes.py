@@ -1,0 +1,40 @@
+"""Processes that live as long as a benchmark needs them, and that can be waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_GRACE = 30.0  # seconds until a process that was asked to end is killed
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, ended with the context, its pipes closed. options: of Popen."""
+    child = subprocess.Popen(command, **options)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        try:
+            child.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait(_GRACE)
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def wait_until(
+    child: subprocess.Popen[bytes], serves: Callable[[], bool], seconds: float, said: Callable[[], str] = str
+) -> None:
+    """Wait until a process serves. Raises RuntimeError with what it said last if it ends, or is not ready in time."""
+    end = time.monotonic() + seconds
+    while not serves():
+        if child.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"{child.args!r} does not serve, exit code {child.poll()}:\n{said()}")
+        time.sleep(0.1)
