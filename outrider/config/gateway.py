@@ -1,0 +1,65 @@
+"""Flags of the gateway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.config.common import ProcessConfig
+
+ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
+ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
+
+    host: str = "127.0.0.1"
+    """Host that clients connect to."""
+    port: int = 30000
+    """Port of the REST service."""
+    grpc_port: int = 30001
+    """Port of the gRPC service."""
+    served_model_name: str | None = None
+    """Name of the model in requests and answers; by default the model path."""
+    max_body_bytes: int = 4 << 20
+    """Largest request body."""
+    api_key: tuple[str, ...] = ()
+    """Keys that clients must show one of, but for health and metrics; also those in OUTRIDER_API_KEY, with spaces
+    between them. Without any, every client is served."""
+    admin_api_key: str | None = None
+    """Key that routes which control the targets ask for; without one, they are open to every client."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may ask from browsers (CORS), or *; none by default."""
+    request_timeout: float | None = None
+    """Seconds that any answer may take, from its request to its end; by default without limit."""
+    max_pending_requests: int = 4096
+    """Most generations under way, waiting ones included; further ones are refused with 503 and Retry-After."""
+    max_requests_per_key: int | None = None
+    """Most requests of one key under way; further ones are refused with 429 and Retry-After. By default unlimited."""
+    drain_timeout: float = 5.0
+    """Seconds that requests under way get to end when the gateway is told to stop; new ones are refused meanwhile."""
+    tool_call_parser: ToolCallParser = "auto"
+    """How the model writes calls of tools; auto looks at its chat template."""
+    reasoning_parser: ReasoningParser = "auto"
+    """How the model marks its reasoning: with <think> and </think>, of which deepseek-r1 leaves the first out; auto
+    looks at its chat template and at the prompt."""
+    disable_vllm_metrics: bool = False
+    """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
+    per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
+    """What answers tell of their speculation and times, in the shapes of vLLM (`metrics`) and llama.cpp (`timings`)."""
+    disable_draft_self_test: bool = False
+    """Ask no questions when a draft with a model comes up, to see whether it knows the target."""
+    connect_timeout: float = 600.0
+    """Seconds to wait for the services at start-up."""
+
+
+@dataclass(frozen=True)
+class GatewayConfig(GatewayOptions, ProcessConfig):
+    """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
+
+    target: tuple[str, ...] = ("127.0.0.1:30010",)
+    """Addresses of target services."""
+    draft: tuple[str, ...] = ()
+    """Addresses of draft services; without any, text is decoded plainly."""
