@@ -91,7 +91,7 @@ async def self_test(generator: Generator, draft: DraftLink) -> list[Finding]:
 
 
 async def _ask(generator: Generator, draft: DraftLink) -> tuple[list[Finding], float]:
-    """Ask until each drafter with a model was heard often enough, or rounds are over. Returns the accept length, too."""
+    """Ask until each drafter with a model was heard often enough, or rounds are over. Returns the accept length too."""
     before, steps, tokens = _told(draft), 0, 0
     findings: list[Finding] = []
     for _ in range(_ROUNDS):
