@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +29,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
+from services.draft.train.passages import Passages, quotes, user_turn_frame, whole_sentences
 from services.draft.train.prompts import Job, is_held_out
 from services.draft.train.store import Record, Store
 
@@ -39,8 +39,6 @@ _TIMEOUT = 30.0  # seconds for the calls before the stream
 _LEAST_NEW = 16  # tokens that a prompt must leave room for
 # Of what the target says in the user's place: a small model at temperature 1 soon talks nonsense, and answers in kind.
 _USER_TEMPERATURE, _USER_TOP_P = 0.7, 0.9
-_SENTENCES = re.compile(r"[^.!?\n]*[.!?\n]+\s*")  # whole ones
-_SENTINEL = "\u2042\u2042\u2042"  # a text that no template has
 
 
 @dataclass(frozen=True)
@@ -205,6 +203,7 @@ class Collector:
     def __init__(self, writer: Writer, store: Store, limits: Limits, held_out: float) -> None:
         """held_out: part of the conversations that are kept for the evaluation."""
         self._writer, self._store, self._limits, self._held_out = writer, store, limits, held_out
+        self._passages = Passages(store, writer.tokenizer)
         self.skipped = 0
 
     async def run(self, jobs: Iterator[Job]) -> None:
@@ -243,12 +242,17 @@ class Collector:
             async for record in self._answer(job, tokenizer.encode(conversation.text)):
                 yield record
             return
-        turns = (await self._user_turn(job),) if conversation.free else conversation.turns
+        quoting = quotes(conversation.opening)
+        if quoting:
+            turns: tuple[str, ...] = (self._quoting_turn(job),)
+        else:
+            turns = (await self._user_turn(job),) if conversation.free else conversation.turns
         messages = [{"role": role, "content": content} for role, content in conversation.messages]
         for turn in turns:
             messages.append({"role": "user", "content": turn})
             prompt, answer = tokenizer.encode_chat(messages), ""
-            first = len(self._opening(conversation.opening)) if conversation.free else len(prompt)
+            own = conversation.free and not quoting  # the target's words
+            first = len(self._opening(conversation.opening)) if own else len(prompt)
             async for record in self._answer(job, prompt, first):
                 yield record
                 answer = tokenizer.decode(record.tokens[len(prompt) :].tolist())
@@ -271,8 +275,14 @@ class Collector:
     def _opening(self, words: str) -> list[int]:
         """What a template puts before the user's first words, and these."""
         tokenizer = self._writer.tokenizer
-        text = tokenizer.template.render([{"role": "user", "content": words + _SENTINEL}])
-        return tokenizer.encode_rendered(text.partition(_SENTINEL)[0])
+        return tokenizer.encode_rendered(user_turn_frame(tokenizer)[0] + words)
+
+    def _quoting_turn(self, job: Job) -> str:
+        """A user's turn about what was written before. Raises InvalidRequest if that is too little."""
+        text = self._passages.fill(job.conversation.opening, job.seed ^ 2)
+        if not text:
+            raise InvalidRequest("too little was written that could be quoted")
+        return text
 
     async def _user_turn(self, job: Job) -> str:
         """What the target says in the user's place, in whole sentences. Raises InvalidRequest if that is nothing."""
@@ -283,7 +293,7 @@ class Collector:
         tokens, _ = await self._writer.write(prompt, sampling, self._limits.new)
         text = tokenizer.decode(tokens[len(prompt) :].tolist())
         if int(tokens[-1]) not in self._writer.info.eos_token_ids:
-            text = "".join(_SENTENCES.findall(text))
+            text = whole_sentences(text)
         if not text.strip():
             raise InvalidRequest("the user's turn is empty")
         return (opening + text).strip()

@@ -6,7 +6,8 @@ A file has a JSON object a line, each with one of
     text        a text that goes on, without template   messages   a conversation, which ends with the user
 
 Where the target begins, each conversation has an opening in turn: the user's first words, which say what kind of task
-it is; the target goes on from there. Without openings a small model writes much of the same.
+it is; the target goes on from there, unless the opening quotes it (passages.py). Without openings a small model writes
+much of the same.
 
 A job is one conversation at one temperature. Jobs come in passes over all conversations; every pass shuffles them anew,
 and gives each another temperature. A greedy answer is the same every time, so nobody is asked for one twice.

@@ -125,6 +125,11 @@ class Store:
         self.jobs.add(job)
         self.token_count += sum(record.learnt for record in records)
 
+    def tokens(self, index: int) -> NDArray[np.uint32]:
+        """The tokens of a record."""
+        entry = self._entries[index]
+        return np.fromfile(self._path("tokens.bin"), "<u4", int(entry["tokens"]), offset=4 * int(entry["token_start"]))
+
     def read(self) -> Reader:
         """What there is at present."""
         return Reader(self)
