@@ -46,7 +46,9 @@ class GatewayOptions:
     """How the model marks its reasoning: with <think> and </think>, of which deepseek-r1 leaves the first out; auto
     looks at its chat template and at the prompt."""
     disable_vllm_metrics: bool = False
-    """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
+    """Leave out of the metrics what is told under vLLM's names, too, which its dashboards read."""
+    disable_sglang_metrics: bool = False
+    """Leave out of the metrics what is told under SGLang's names, too, which its dashboards read."""
     per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
     """What answers tell of their speculation and times, in the shapes of vLLM (`metrics`) and llama.cpp (`timings`)."""
     disable_draft_self_test: bool = False
