@@ -24,11 +24,13 @@ from gateway import self_test
 from gateway.admission import Admission, Keys
 from gateway.api import app as rest
 from gateway.api.middleware import Edge, Gate
+from gateway.control import Control
+from gateway.facade import Backend, facades
 from gateway.facts import Facts
 from gateway.generation import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
-from gateway.peer_metrics import Sglang, Vllm
+from gateway.peer_metrics import SpeculationForPeers
 from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -60,7 +62,7 @@ async def serve(config: GatewayConfig) -> int:
     speak_from()
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
-    metrics = Metrics()
+    doubles, metrics = facades(config.grpc_facades), Metrics()
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     orchestrator = Orchestrator([TargetLink(address) for address in config.target], [], metrics)
@@ -68,7 +70,10 @@ async def serve(config: GatewayConfig) -> int:
     rest_server = start_rest(edge, listener)
     try:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, grpc_server.server)
-        await grpc_server.start(f"{config.host}:{config.grpc_port}", (SERVICE_NAME,))
+        for facade in doubles:
+            facade.add_to(grpc_server.server)
+        names = (SERVICE_NAME, *(facade.name for facade in doubles))
+        await grpc_server.start(f"{config.host}:{config.grpc_port}", names)
         target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
         if target is None:
             return 0
@@ -85,15 +90,16 @@ async def serve(config: GatewayConfig) -> int:
             timeout=config.request_timeout,
         )
         if not config.disable_vllm_metrics:
-            metrics.registry.register(Vllm(metrics, generator.name))
-        if not config.disable_sglang_metrics:
-            metrics.registry.register(Sglang(metrics, generator.name))
+            metrics.registry.register(SpeculationForPeers(metrics.tally, generator.name))
         for address in config.draft:
             orchestrator.attach_draft(DraftLink(address, target.info.model))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         edge.app = _guarded(rest.build(generator, facts), keys, config.allowed_origins)
         servicer.serve(generator, facts, keys)
+        backend = Backend(generator, facts, Control(orchestrator, facts), keys)
+        for facade in doubles:
+            facade.serve(backend)
         await grpc_server.set_serving(True)
         log.info("REST on http://%s:%d, gRPC on %s:%d", config.host, config.port, config.host, config.grpc_port)
         await unless(stop, meet(orchestrator, target))

@@ -9,6 +9,7 @@ from outrider.config.common import ProcessConfig
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
+GrpcFacade = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,11 @@ class GatewayOptions:
     reasoning_parser: ReasoningParser = "auto"
     """How the model marks its reasoning: with <think> and </think>, of which deepseek-r1 leaves the first out; auto
     looks at its chat template and at the prompt."""
+    grpc_facades: tuple[GrpcFacade, ...] = ("vllm",)
+    """Other engines' services that the gRPC port answers to, too, for routers made for those engines. A router that
+    finds several takes one of them; SGLang's has no seeds."""
     disable_vllm_metrics: bool = False
-    """Leave out of the metrics what is told under vLLM's names, too, which its dashboards read."""
-    disable_sglang_metrics: bool = False
-    """Leave out of the metrics what is told under SGLang's names, too, which its dashboards read."""
+    """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
     per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
     """What answers tell of their speculation and times, in the shapes of vLLM (`metrics`) and llama.cpp (`timings`)."""
     disable_draft_self_test: bool = False

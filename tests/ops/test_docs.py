@@ -16,7 +16,10 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
-OF_OTHERS = {"--build", "--drafter", "--help", "--ignore", "--profile"}  # of Docker, of benchmarks, of every program
+OF_OTHERS = {
+    "--build", "--drafter", "--help", "--ignore",  # of Docker, of benchmarks, of every program
+    "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # of buf and smg
+}  # fmt: skip
 
 
 def files():

@@ -1,0 +1,19 @@
+"""Other engines' gRPC services on the gateway's port, so that routers made for those engines can use it as a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gateway.facade.base import Backend, Facade
+from gateway.facade.sglang import SglangFacade
+from gateway.facade.vllm import VllmFacade
+from outrider.config.gateway import GrpcFacade
+
+__all__ = ["Backend", "Facade", "facades"]
+
+_KINDS: dict[GrpcFacade, type[Facade]] = {"vllm": VllmFacade, "sglang": SglangFacade}
+
+
+def facades(names: Sequence[GrpcFacade]) -> list[Facade]:
+    """One of each that is named."""
+    return [_KINDS[name]() for name in dict.fromkeys(names)]

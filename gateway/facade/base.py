@@ -1,0 +1,159 @@
+"""What the facades share: what is behind them, who may call, and errors as the statuses that routers expect.
+
+Routers take INVALID_ARGUMENT for the caller's mistake, and most other statuses for a worker that is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NoReturn
+
+import grpc
+from smg_grpc_proto.generated import common_pb2
+
+from gateway.admission import Keys
+from gateway.control import Control
+from gateway.facade.bundle import bundle, chunks
+from gateway.facts import Facts
+from gateway.generation import Generation, GenerationRequest, Generator
+from outrider.errors import InvalidRequest, OutriderError, Unauthenticated, Unavailable
+
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What answers the calls."""
+
+    generator: Generator
+    facts: Facts
+    control: Control
+    keys: Keys
+    started: float = field(default_factory=time.time)
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer's files and the model's configuration, by name."""
+        return next(dict(link.tokenizer_files) for link in self.generator.orchestrator.targets if link.tokenizer_files)
+
+    @cached_property
+    def archive(self) -> tuple[bytes, str]:
+        """Those files as one, and its SHA-256."""
+        return bundle(self.files)
+
+
+class Facade:
+    """One service. Its subclasses are servicers: they answer to calls by name."""
+
+    name: ClassVar[str]  # of the service, in full
+
+    def __init__(self) -> None:
+        self._backend: Backend | None = None
+        self._received = 0.0  # when the last request for text came, in seconds since 1970
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Make it known to a server."""
+        raise NotImplementedError
+
+    def serve(self, backend: Backend) -> None:
+        """Answer from now on. Until then every call but HealthCheck is Unavailable."""
+        self._backend = backend
+
+    # --- for subclasses ---
+
+    @contextlib.asynccontextmanager
+    async def _call(self, context: Any, *, generates: bool = False) -> AsyncIterator[Backend]:
+        """A call under way: its caller is let in, and OutriderErrors become its status."""
+        try:
+            backend = self._backend
+            if backend is None:
+                raise Unavailable("the gateway is starting; it waits for a target service")
+            key = backend.keys.check(_authorization(context))
+            with backend.keys.request(key) if generates else contextlib.nullcontext():
+                yield backend
+        except InvalidRequest as error:  # its kinds, too
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        except OutriderError as error:
+            await context.abort(error.status.grpc, error.message)
+
+    async def _refuse(self, context: Any, what: str) -> NoReturn:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, what)
+        raise AssertionError("an aborted call does not go on")
+
+    @contextlib.contextmanager
+    def _started(
+        self, backend: Backend, requests: Sequence[GenerationRequest], name: str
+    ) -> Iterator[list[Generation]]:
+        """Generations under way, one for each request; however it ends, they are closed. name: for Abort."""
+        self._received = time.time()
+        generations: list[Generation] = []
+        with contextlib.ExitStack() as stack:
+            for request in requests:
+                generation = backend.generator.start(request, name)
+                stack.callback(generation.close)
+                generations.append(generation)
+            yield generations
+
+    def _health(self) -> tuple[bool, str]:
+        """Whether text can be had, and what is in its way."""
+        if self._backend is None:
+            return False, "the gateway is starting; it waits for a target service"
+        generator = self._backend.generator
+        if generator.admission.draining:
+            return False, "the gateway is shutting down"
+        up = any(target.up for target in generator.orchestrator.targets)
+        return up, "; ".join(generator.orchestrator.missing()) or "ok"
+
+    # --- calls that are the same in all services ---
+
+    async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """The tokenizer's files as a zip archive, in parts; the last one has its SHA-256."""
+        del request
+        async with self._call(context) as backend:
+            data, digest = backend.archive
+            for part, last in chunks(data):
+                yield common_pb2.GetTokenizerChunk(data=part, sha256=digest if last else "")
+
+    async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Drop cached prefixes once nothing is under way; for the administrator, where there is a key for that."""
+        async with self._call(context) as backend:
+            key = backend.facts.config.admin_api_key
+            if key is not None and not secrets.compare_digest(_authorization(context), b"Bearer " + key.encode()):
+                raise Unauthenticated("this call needs the key of --admin-api-key")
+            deadline = time.monotonic() + request.timeout_s
+            while backend.generator.admission.running and time.monotonic() < deadline:  # noqa: ASYNC110 - called rarely
+                await asyncio.sleep(_POLL_SECONDS)
+            try:
+                await backend.control.flush_cache()
+            except InvalidRequest as error:
+                return common_pb2.FlushCacheResponse(success=False, message=error.message)
+            return common_pb2.FlushCacheResponse(success=True, message="Cache flushed.")
+        raise AssertionError("an aborted call does not go on")
+
+    async def Embed(self, request: Any, context: Any) -> NoReturn:  # noqa: N802
+        """Refused."""
+        del request
+        await self._refuse(context, "this server generates text; it has no embeddings")
+
+    async def StartProfile(self, request: Any, context: Any) -> NoReturn:  # noqa: N802
+        """Refused."""
+        del request
+        await self._refuse(context, "profiles cannot be taken over this service")
+
+    StopProfile = StartProfile
+
+    async def SubscribeKvEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Refused; GetLoads tells of loads."""
+        del request
+        await self._refuse(context, "events of the KV cache are not published; ask GetLoads for the load")
+        yield  # a stream, for gRPC
+
+
+def _authorization(context: Any) -> bytes:
+    return str(dict(context.invocation_metadata() or ()).get("authorization", "")).encode()

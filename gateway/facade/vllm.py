@@ -1,0 +1,138 @@
+"""vLLM's service as routers know it: vllm.grpc.engine.VllmEngine."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2 as pb
+from smg_grpc_proto import vllm_engine_pb2_grpc
+
+import outrider
+from gateway.facade.base import Backend, Facade
+from gateway.facade.knowledge import Loads, model_facts, now
+from gateway.facade.reading import choices, grammar, likeliest, refuse_given, sampling_of, tokens_limit
+from gateway.facade.telling import Answers
+from gateway.generation import GenerationRequest
+from outrider.errors import InvalidRequest
+
+# Pictures, and prompts that another worker has read.
+_UNSUPPORTED = ("mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
+
+
+class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
+    """Calls of VllmEngine."""
+
+    name = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loads = Loads()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """As in Facade."""
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Chunks of every choice where they are asked for, and its end."""
+        async with self._call(context, generates=True) as backend:
+            wanted = choices(await _request(backend, request), request.sampling_params.n)
+            answers = Answers(pb, wanted, stream=request.stream)
+            name = request.request_id or f"gen-{secrets.token_hex(12)}"
+            with self._started(backend, wanted, name) as generations:
+                async for message in answers.messages(generations):
+                    yield message
+
+    async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """End requests; their callers keep what they have got."""
+        async with self._call(context) as backend:
+            for name in request.request_ids:
+                backend.generator.abort(name)
+            return pb.AbortResponse()
+
+    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether text can be had. Asks for no key."""
+        del request, context
+        healthy, message = self._health()
+        return pb.HealthCheckResponse(healthy=healthy, message=message)
+
+    async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Facts about the model."""
+        del request
+        async with self._call(context) as backend:
+            return pb.GetModelInfoResponse(**model_facts(backend))
+
+    async def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Facts about the gateway and its targets."""
+        del request
+        async with self._call(context) as backend:
+            target = backend.facts.target
+            return pb.GetServerInfoResponse(
+                active_requests=backend.generator.admission.running,
+                last_receive_timestamp=self._received,
+                uptime_seconds=time.time() - backend.started,
+                server_type="vllm-grpc",
+                data_parallel_size=1,
+                kv_cache_dtype=target.kv_cache_dtype,
+                block_size=target.page_size,
+                model_dtype=target.model.dtype,
+                max_num_seqs=self._loads.fields(backend)["max_running_requests"],
+            )
+
+    async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """What all targets have to do, as one."""
+        del request
+        async with self._call(context) as backend:
+            load = pb.SchedulerLoad(**self._loads.fields(backend))
+            return pb.GetLoadsResponse(timestamp=now(), version=outrider.__version__, dp_rank_count=1, loads=[load])
+
+
+async def _request(backend: Backend, request: Any) -> GenerationRequest:
+    """Raises InvalidRequest."""
+    refuse_given(request, _UNSUPPORTED)
+    if request.data_parallel_rank:
+        raise InvalidRequest("there is one rank, 0", param="data_parallel_rank")
+    params = request.sampling_params
+    temperature = params.temperature if params.HasField("temperature") else 1.0
+    most = tokens_limit(params, "max_tokens")
+    return GenerationRequest(
+        _cut(await _prompt(backend, request), params, backend.generator.max_session_tokens - (most or 1)),
+        sampling_of(params, temperature, params.top_k, params.logit_bias.items()),
+        most,
+        min_tokens=params.min_tokens,
+        seed=params.seed if params.HasField("seed") else None,
+        stops=tuple(params.stop),
+        stop_token_ids=tuple(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        grammar=grammar(params),
+        logprobs=likeliest(params.logprobs, "logprobs") if params.HasField("logprobs") else None,
+        prompt_logprobs=(
+            likeliest(params.prompt_logprobs, "prompt_logprobs") if params.HasField("prompt_logprobs") else None
+        ),
+        include_stop=params.include_stop_str_in_output,
+        verbatim=not params.skip_special_tokens,
+    )
+
+
+async def _prompt(backend: Backend, request: Any) -> list[int]:
+    match request.WhichOneof("input"):
+        case "tokenized":
+            return list(request.tokenized.input_ids)
+        case "text":
+            return await backend.generator.encode(request.text)
+    raise InvalidRequest("set one of tokenized and text", param="input")
+
+
+def _cut(prompt: list[int], params: Any, room: int) -> list[int]:
+    """The end of a prompt, where it may be cut. room: the most that fits, in tokens."""
+    if not params.HasField("truncate_prompt_tokens"):
+        return prompt
+    length = params.truncate_prompt_tokens
+    if length == -1:
+        length = max(room, 1)
+    if length < 1:
+        raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more", param="truncate_prompt_tokens")
+    return prompt[-length:]
