@@ -40,6 +40,7 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.serving import process
 from outrider.serving.place import speak_from
 from outrider.serving.rpc import GrpcServer, stop_on_signals
+from outrider.tls import ServerTls
 from outrider.wire.v1 import gateway_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -63,17 +64,21 @@ async def serve(config: GatewayConfig) -> int:
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
     doubles, metrics = facades(config.grpc_facades), Metrics()
+    health_server = GrpcServer() if config.health_listen is not None else None
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
-    orchestrator = Orchestrator([TargetLink(address) for address in config.target], [], metrics)
+    tls, service_tls = config.server_tls(), config.service_tls()
+    orchestrator = Orchestrator([TargetLink(address, service_tls) for address in config.target], [], metrics)
     listener = bind(config.host, config.port)
-    rest_server = start_rest(edge, listener)
+    rest_server = start_rest(edge, listener, tls)
     try:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, grpc_server.server)
         for facade in doubles:
             facade.add_to(grpc_server.server)
         names = (SERVICE_NAME, *(facade.name for facade in doubles))
-        await grpc_server.start(f"{config.host}:{config.grpc_port}", names)
+        await grpc_server.start(f"{config.host}:{config.grpc_port}", names, tls)
+        if health_server is not None:
+            await health_server.start(config.health_listen or "", ())
         target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
         if target is None:
             return 0
@@ -92,7 +97,7 @@ async def serve(config: GatewayConfig) -> int:
         if not config.disable_vllm_metrics:
             metrics.registry.register(SpeculationForPeers(metrics.tally, generator.name))
         for address in config.draft:
-            orchestrator.attach_draft(DraftLink(address, target.info.model))
+            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         edge.app = _guarded(rest.build(generator, facts), keys, config.allowed_origins)
@@ -100,19 +105,27 @@ async def serve(config: GatewayConfig) -> int:
         backend = Backend(generator, facts, Control(orchestrator, facts), keys)
         for facade in doubles:
             facade.serve(backend)
-        await grpc_server.set_serving(True)
-        log.info("REST on http://%s:%d, gRPC on %s:%d", config.host, config.port, config.host, config.grpc_port)
+        await _set_serving(grpc_server, health_server, serving=True)
+        scheme = "https" if tls is not None else "http"
+        log.info("REST on %s://%s:%d, gRPC on %s:%d", scheme, config.host, config.port, config.host, config.grpc_port)
         await unless(stop, meet(orchestrator, target))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
-        await grpc_server.set_serving(False)
+        await _set_serving(grpc_server, health_server, serving=False)
         await admission.drain(config.drain_timeout)
         return 0
     finally:
         for task in (stop, *tests):
             task.cancel()
         await orchestrator.stop()
-        await asyncio.gather(stop_rest(rest_server), grpc_server.stop())
+        servers = [server for server in (grpc_server, health_server) if server is not None]
+        await asyncio.gather(stop_rest(rest_server), *(server.stop() for server in servers))
+
+
+async def _set_serving(*servers: GrpcServer | None, serving: bool) -> None:
+    for server in servers:
+        if server is not None:
+            await server.set_serving(serving)
 
 
 def _guarded(app: ASGIApp, keys: Keys, origins: Sequence[str]) -> ASGIApp:
@@ -198,10 +211,14 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{reason}; is it in use? Choose another --port") from None
 
 
-def start_rest(app: Edge, listener: socket.socket) -> tuple[_Server, asyncio.Task[None]]:
-    """Answer HTTP on a socket."""
+def start_rest(app: Edge, listener: socket.socket, tls: ServerTls | None = None) -> tuple[_Server, asyncio.Task[None]]:
+    """Answer HTTP on a socket, or HTTPS."""
+    files: dict[str, Any] = {}
+    if tls is not None:
+        files = {"ssl_certfile": tls.pair.certfile, "ssl_keyfile": tls.pair.keyfile, "ssl_ca_certs": tls.ca_certs}
+        files["ssl_cert_reqs"] = tls.cert_reqs
     settings = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_GRACE
+        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_GRACE, **files
     )
     server = _Server(settings)
     return server, asyncio.create_task(server.serve(sockets=[listener]), name="rest")

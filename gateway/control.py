@@ -18,7 +18,6 @@ from gateway.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
-from outrider.serving.rpc import CHANNEL_OPTIONS
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -137,7 +136,7 @@ class Control:
 async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
     """Over a channel of its own: a target that is refused for its old weights can be called, too."""
     try:
-        async with grpc.aio.insecure_channel(link.address, options=CHANNEL_OPTIONS) as channel:
+        async with link.open_channel() as channel:
             return await call(stub(channel))
     except grpc.aio.AioRpcError as error:
         raise _error_of(link, error) from None

@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig, plain_argv
+from outrider.config import ServeConfig, ServiceTlsOptions, plain_argv
 from outrider.errors import ConfigError, OutriderError
 
 USAGE = """\
@@ -45,11 +45,11 @@ _OWN_PACKAGES = ("outrider", "services", "gateway", "bench")
 
 
 @dataclass(frozen=True)
-class Healthcheck:
+class Healthcheck(ServiceTlsOptions):
     """Ask whether a service is up; the exit code is 0 if it is, 1 if not."""
 
-    address: tyro.conf.Positional[str]
-    """host:port or unix:/path of a gRPC service, or http://host:port of a gateway."""
+    address: tyro.conf.Positional[str] = "http://127.0.0.1:30000"
+    """host:port or unix:/path of a gRPC service, or http(s)://host:port of a gateway."""
     timeout: Annotated[float, tyro.conf.arg(aliases=["-t"])] = 2.0
     """Seconds to wait for the answer."""
 
@@ -119,6 +119,6 @@ def _healthcheck(flags: list[str]) -> int:
     from outrider.supervisor.health import is_healthy
 
     ask = tyro.cli(Healthcheck, prog="outrider healthcheck", args=flags)
-    healthy = asyncio.run(is_healthy(ask.address, ask.timeout))
+    healthy = asyncio.run(is_healthy(ask.address, ask.timeout, tls=ask.service_tls()))
     print("healthy" if healthy else f"{ask.address} is not healthy", file=sys.stdout if healthy else sys.stderr)
     return 0 if healthy else 1

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import grpc
 
 from outrider.errors import InvalidRequest, OutriderError, from_grpc_code
+from outrider.tls import ClientTls, open_blocking_channel, open_channel
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -168,10 +169,13 @@ class GatewayInfo:
 class Client:
     """Blocking client. Use as a context manager, or call `close`. Safe to share between threads."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
-        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one."""
+    def __init__(self, address: str, api_key: str | None = None, *, tls: ClientTls | None = None) -> None:
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one.
+
+        tls: from `outrider.tls.client_tls`, if the gateway's port speaks TLS
+        """
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = open_blocking_channel(address, _CHANNEL_OPTIONS, tls)
         self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     def __enter__(self) -> Client:
@@ -214,10 +218,13 @@ class Client:
 class AsyncClient:
     """Asynchronous client. Use as an async context manager, or call `close`. Belongs to one event loop."""
 
-    def __init__(self, address: str, api_key: str | None = None) -> None:
-        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one."""
+    def __init__(self, address: str, api_key: str | None = None, *, tls: ClientTls | None = None) -> None:
+        """address: of the gateway's gRPC service, "host:port" or "unix:/path". api_key: if the gateway asks for one.
+
+        tls: from `outrider.tls.client_tls`, if the gateway's port speaks TLS
+        """
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._channel = open_channel(address, _CHANNEL_OPTIONS, tls)
         self._stub: Any = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     async def __aenter__(self) -> AsyncClient:

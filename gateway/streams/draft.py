@@ -11,6 +11,7 @@ from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link
 from outrider.errors import ConfigError
+from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
@@ -24,9 +25,9 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
 
     service = "draft"
 
-    def __init__(self, address: str, target_model: common_pb2.ModelInfo) -> None:
+    def __init__(self, address: str, target_model: common_pb2.ModelInfo, tls: ClientTls | None = None) -> None:
         """target_model: what the draft's model must fit."""
-        super().__init__(address)
+        super().__init__(address, tls)
         self._target_model = target_model
         self._awaited = True  # hints were wanted by the last commits
         self.features: Features | None = None  # what it feeds on; None if it needs nothing of the target

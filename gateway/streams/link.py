@@ -23,6 +23,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.serving.rpc import CHANNEL_OPTIONS
+from outrider.tls import ClientTls, open_channel, tls_trouble
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,9 @@ class Link(ABC, Generic[Info, Frame]):
 
     service: str
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         self.address = address
+        self._tls = tls
         self.up = False
         self.session_count = 0  # kept by the orchestrator
         self.load: common_pb2.EngineLoad | None = None  # what the engine said last
@@ -54,6 +56,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.on_frame: Callable[[Frame], None] = lambda _: None
         self._pending = asyncio.Event()
         self._settled = asyncio.Event()  # up, or refused
+        self._complaint: str | None = None  # what gRPC said when it could not connect
         self._later: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -115,14 +118,29 @@ class Link(ABC, Generic[Info, Frame]):
         if self._later is None:
             self._later = asyncio.get_running_loop().call_later(_HELD, self.wake)
 
+    def open_channel(self) -> grpc.aio.Channel:
+        """A channel to the replica."""
+        return open_channel(self.address, CHANNEL_OPTIONS, self._tls)
+
+    async def _shake_hands(self, channel: grpc.aio.Channel) -> Info:
+        try:
+            return await self._handshake(channel)
+        except grpc.aio.AioRpcError as error:
+            # Asked once a message: the probe is a connection of its own.
+            if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._complaint:
+                self._complaint = error.details()
+                if trouble := await tls_trouble(self.address, self._tls):
+                    raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
+            raise
+
     async def _run(self) -> None:
         wait = _FIRST_WAIT
         while True:
             opened = math.inf
             try:
-                async with grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS) as channel:
+                async with self.open_channel() as channel:
                     self.channel = channel
-                    self.info = await self._handshake(channel)
+                    self.info = await self._shake_hands(channel)
                     await _check_serving(channel)
                     self.refusal = None
                     opened = time.monotonic()

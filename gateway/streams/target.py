@@ -12,6 +12,7 @@ from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
 from outrider.errors import ConfigError
+from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -23,8 +24,8 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     service = "target"
 
-    def __init__(self, address: str) -> None:
-        super().__init__(address)
+    def __init__(self, address: str, tls: ClientTls | None = None) -> None:
+        super().__init__(address, tls)
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()  # ids of the specifications that it knows
         self._wanted: dict[int, Features] = {}

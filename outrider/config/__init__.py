@@ -21,6 +21,7 @@ from outrider.config.draft import (
 from outrider.config.gateway import GatewayConfig, GatewayOptions, ReasoningParser, ToolCallParser
 from outrider.config.serve import ServeConfig
 from outrider.config.target import KVCacheDType, Quantization, SchedulePolicy, TargetConfig
+from outrider.config.tls import ServiceTlsOptions
 from outrider.config.train import TrainConfig
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ReasoningParser",
     "SchedulePolicy",
     "ServeConfig",
+    "ServiceTlsOptions",
     "SharedOptions",
     "TargetConfig",
     "ToolCallParser",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from outrider.config.common import ProcessConfig
+from outrider.config.tls import ServiceTlsOptions, TlsOptions
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
@@ -13,7 +14,7 @@ GrpcFacade = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True)
-class GatewayOptions:
+class GatewayOptions(TlsOptions):
     """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
 
     host: str = "127.0.0.1"
@@ -60,10 +61,12 @@ class GatewayOptions:
 
 
 @dataclass(frozen=True)
-class GatewayConfig(GatewayOptions, ProcessConfig):
+class GatewayConfig(GatewayOptions, ServiceTlsOptions, ProcessConfig):
     """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
 
     target: tuple[str, ...] = ("127.0.0.1:30010",)
     """Addresses of target services."""
     draft: tuple[str, ...] = ()
     """Addresses of draft services; without any, text is decoded plainly."""
+    health_listen: str | None = None
+    """Address of a gRPC port for health checks alone, without TLS; by default none."""

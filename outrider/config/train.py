@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import tyro
 
 from outrider.config.common import DEFAULT_MODEL, ProcessConfig
+from outrider.config.tls import ServiceTlsOptions
 
 TrainedAlgorithm = Literal["EAGLE", "EAGLE3", "NEXTN", "STANDALONE"]
 
 
 @dataclass(frozen=True)
-class TrainConfig(ProcessConfig):
+class TrainConfig(ServiceTlsOptions, ProcessConfig):
     """Train a draft for a target: the target writes answers, and a head learns to foretell them."""
 
     model_path: Annotated[str, tyro.conf.arg(aliases=["--model"])] = DEFAULT_MODEL

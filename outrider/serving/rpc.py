@@ -25,6 +25,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.serving.place import compute_on, speak_from
 from outrider.serving.stream import Decode, Encode, StreamHub
+from outrider.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
@@ -78,15 +79,21 @@ class GrpcServer:
         add_HealthServicer_to_server(self.health, self.server)
         self._names: tuple[str, ...] = ("",)
 
-    async def start(self, address: str, service_names: Sequence[str]) -> None:
+    async def start(self, address: str, service_names: Sequence[str], tls: ServerTls | None = None) -> None:
         """Bind and listen. address: "host:port" or "unix:/path". Raises ConfigError if it cannot be bound."""
+        if tls is not None and address.startswith("unix:"):
+            raise ConfigError(f"{address} is a Unix domain socket, which is never encrypted; leave --ssl-certfile out, "
+                              "or listen on host:port")  # fmt: skip
         self._names = ("", *service_names)
         reflection.enable_server_reflection(
             (*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self.server
         )
         await self.set_serving(False)
         try:
-            bound = self.server.add_insecure_port(address)
+            if tls is None:
+                bound = self.server.add_insecure_port(address)
+            else:
+                bound = self.server.add_secure_port(address, tls.credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on {address}: is it in use? Choose another address ({error})") from None
         if bound == 0 and not address.startswith("unix:"):
@@ -145,6 +152,8 @@ async def serve_engine(
     encode: Encode[Any],
     register: Callable[[GrpcServer, StreamHub[Any, Any], EngineLoop], Sequence[str]],
     network_cores: Sequence[int] | None = None,
+    *,
+    tls: ServerTls | None = None,
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
 
@@ -167,7 +176,7 @@ async def serve_engine(
     loop = EngineLoop(on_fault=end, cores=own)
     hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
     server = GrpcServer()
-    await server.start(address, register(server, hub, loop))
+    await server.start(address, register(server, hub, loop), tls)
     try:
         engine = await asyncio.to_thread(build_there)
     except BaseException:
@@ -177,7 +186,7 @@ async def serve_engine(
         loop.start(engine, hub.publish)
         server.tell("")
         await server.set_serving(True)
-        log.info("ready on %s", address)
+        log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
         await stop.wait()
         log.info("stopping")
         await server.set_serving(False)

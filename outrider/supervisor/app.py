@@ -82,6 +82,7 @@ def check_flags(config: ServeConfig) -> None:
             f"{draft.speculative_algorithm} drafts with a model of its own; name it with --speculative-draft-model-path"
         )
     tree_shape(config)
+    gateway.server_tls()
     if gateway.port == gateway.grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
@@ -151,6 +152,7 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     gateway = GatewayConfig(
         **asdict(config.gateway), log_level=level, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (),
+        health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
     )  # fmt: skip
     return Processes(target, draft, gateway)
 
@@ -170,7 +172,7 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:
         children.append(child("draft", processes.draft, processes.draft.listen))
-    children.append(child("gateway", processes.gateway, base_url(processes.gateway)))
+    children.append(child("gateway", processes.gateway, processes.gateway.health_listen or base_url(processes.gateway)))
     children[-1].extra_grace = processes.gateway.drain_timeout
     return children
 
@@ -178,7 +180,8 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
 def base_url(gateway: GatewayConfig) -> str:
     """URL at which this machine reaches the gateway."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
-    return f"http://[{host}]:{gateway.port}" if ":" in host else f"http://{host}:{gateway.port}"
+    scheme = "https" if gateway.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{gateway.port}" if ":" in host else f"{scheme}://{host}:{gateway.port}"
 
 
 async def _run(processes: Processes, display: Display) -> int:

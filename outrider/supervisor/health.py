@@ -11,16 +11,23 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider.serving.rpc import PROGRESS
+from outrider.tls import ClientTls, open_channel
 
 
-async def is_healthy(address: str, seconds: float = 2.0, tell: Callable[[str], None] = lambda _: None) -> bool:
-    """True if the service serves. address: "host:port", "unix:/path" or "http://host:port". seconds: to wait.
+async def is_healthy(
+    address: str,
+    seconds: float = 2.0,
+    tell: Callable[[str], None] = lambda _: None,
+    tls: ClientTls | None = None,
+) -> bool:
+    """True if the service serves. address: "host:port", "unix:/path" or "http(s)://host:port". seconds: to wait.
 
-    tell: called with how far a start-up is, in words, if the service says so
+    tell: called with how far a start-up is, in words, if the service says so. tls: for gRPC, and for https, which
+    without it trusts what the system does
     """
     if address.startswith(("http://", "https://")):
-        return await asyncio.to_thread(_http_health, address, seconds)
-    async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        return await asyncio.to_thread(_http_health, address, seconds, tls)
+    async with open_channel(address, [("grpc.use_local_subchannel_pool", 1)], tls) as channel:
         try:
             call = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=seconds)
             answer = await call
@@ -32,9 +39,10 @@ async def is_healthy(address: str, seconds: float = 2.0, tell: Callable[[str], N
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _http_health(base_url: str, timeout: float) -> bool:
+def _http_health(base_url: str, timeout: float, tls: ClientTls | None) -> bool:
     # Straight to the service: a proxy of the environment has no business between two local processes.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    https = urllib.request.HTTPSHandler(context=None if tls is None else tls.context())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
     try:
         with opener.open(base_url.rstrip("/") + "/health", timeout=timeout) as answer:
             return bool(answer.status == 200)

@@ -51,6 +51,7 @@ async def serve(config: DraftConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     config = with_drafter(config, config.model_path)
     check(config)
+    tls = config.server_tls()
     servicers: list[DraftServicer] = []
     servers: list[GrpcServer] = []
     drafters: list[Drafter] = []
@@ -74,7 +75,7 @@ async def serve(config: DraftConfig) -> int:
     try:
         coders = propose_request_from_pb, propose_response_to_pb
         network = None if config.network_cores is None else parse_cores(config.network_cores)
-        return await serve_engine(build_engine, config.listen, *coders, register, network)
+        return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls)
     finally:
         for drafter in drafters:
             drafter.stop()

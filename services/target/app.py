@@ -40,6 +40,7 @@ def main(argv: Sequence[str]) -> int:
 async def serve(config: TargetConfig) -> int:
     """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
     servicers: list[TargetServicer] = []
+    tls = config.server_tls()
 
     def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
         servicers.append(TargetServicer(hub, loop))
@@ -54,7 +55,7 @@ async def serve(config: TargetConfig) -> int:
         servicers[0].serve(describe(folder, engine, config), engine, control)
         return engine
 
-    return await serve_engine(build, config.listen, verify_request_from_pb, verify_response_to_pb, register)
+    return await serve_engine(build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls)
 
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:

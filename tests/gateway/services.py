@@ -101,8 +101,8 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 class Service:
     """A fake service in a thread of its own. `stop` tears its streams down as a crash does; `start` brings it back."""
 
-    def __init__(self, kind, address, *, delay=0.0, files=None, **facts):
-        self.kind, self.address, self.delay = kind, address, delay
+    def __init__(self, kind, address, *, delay=0.0, files=None, tls=None, **facts):
+        self.kind, self.address, self.delay, self.tls = kind, address, delay, tls
         self.facts, self.options = facts, {"files": files} if files is not None else {}
         self.engine: FakeEngine
 
@@ -126,7 +126,7 @@ class Service:
         hub = StreamHub(loop.submit, *self.kind.coders)
         server = GrpcServer()
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
-        await server.start(self.address, (self.kind.name,))
+        await server.start(self.address, (self.kind.name,), self.tls)
         loop.start(self.engine, hub.publish)
         await server.set_serving(True)
         ready.set()
@@ -142,9 +142,10 @@ class Service:
 class Gateway:
     """`python -m gateway`, and what a test asks it."""
 
-    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, **flags):
+    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, **flags):
+        """verify: how the client knows the gateway's certificate, where it has one; an SSLContext."""
         self.port, self.grpc_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
         settings = {"port": self.port, "grpc-port": self.grpc_port} | flags
         self.command = [sys.executable, "-m", "gateway", "--target", *targets]
@@ -155,7 +156,7 @@ class Gateway:
             self.command += [f"--{name.replace('_', '-')}", *map(str, values)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(self.command, stderr=log)
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=30, verify=True if verify is None else verify)
 
     def healthy(self):
         with contextlib.suppress(httpx.TransportError):

@@ -27,6 +27,7 @@ from outrider.serving.messages import Message, OpenSession
 from outrider.serving.rpc import CHANNEL_OPTIONS
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.text.tokenizer import Tokenizer
+from outrider.tls import ClientTls, open_channel, tls_trouble
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from services.draft.train.passages import Passages, quotes, user_turn_frame, whole_sentences
@@ -65,8 +66,8 @@ class _Session:
 class Writer:
     """A target that writes. Use: `async with Writer(...) as writer`."""
 
-    def __init__(self, address: str, spec: FeatureSpec) -> None:
-        self.address, self.spec = address, spec
+    def __init__(self, address: str, spec: FeatureSpec, tls: ClientTls | None = None) -> None:
+        self.address, self.spec, self.tls = address, spec, tls
         self.info = target_pb2.GetTargetInfoResponse()
         self.row_bytes = 0
         self._sessions: dict[int, _Session] = {}
@@ -75,7 +76,9 @@ class Writer:
         self._broken: OutriderError | None = None
 
     async def __aenter__(self) -> Writer:
-        self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        if trouble := await tls_trouble(self.address, self.tls):
+            raise ConfigError(f"the target at {self.address} {trouble}")
+        self._channel = open_channel(self.address, CHANNEL_OPTIONS, self.tls)
         self._stub: Any = target_pb2_grpc.TargetServiceStub(self._channel)
         try:
             await self._shake_hands()

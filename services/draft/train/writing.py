@@ -57,7 +57,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) 
             if child is not None:
                 await _ready(child)
             try:
-                async with Writer(address, states) as writer:
+                async with Writer(address, states, config.service_tls()) as writer:
                     collector = Collector(writer, store, limits, config.held_out)
                     await _watched(collector, store, limits, todo)
                     break
