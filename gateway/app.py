@@ -31,6 +31,7 @@ from gateway.generation import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.peer_metrics import SpeculationForPeers
+from gateway.pools.pool import Routing
 from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -68,7 +69,9 @@ async def serve(config: GatewayConfig) -> int:
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
-    orchestrator = Orchestrator([TargetLink(address, service_tls) for address in config.target], [], metrics)
+    rules = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
+    targets = [TargetLink(address, service_tls) for address in config.target]
+    orchestrator = Orchestrator(targets, [], metrics, routing=rules)
     listener = bind(config.host, config.port)
     rest_server = start_rest(edge, listener, tls)
     try:
@@ -171,7 +174,7 @@ async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetL
                 task.cancel()
             assert first.info is not None, "a link that is up knows its service"
             for link in targets:
-                link.expect(first.info.model)
+                link.expect(first.info)
             return first
     raise Unavailable("no target service answered")
 

@@ -106,7 +106,10 @@ class Generator:
         admission: Admission | None = None,
         timeout: float | None = None,
     ) -> None:
-        """name: of the served model. max_session_tokens: of prompt and answer. timeout: of any answer, seconds."""
+        """name: of the served model. max_session_tokens: of prompt and answer, or more once a larger target was met.
+
+        timeout: of any answer, seconds.
+        """
         self.admission = admission or Admission()
         self._timeout = timeout
         self.orchestrator = orchestrator
@@ -114,8 +117,13 @@ class Generator:
         self.metrics = metrics
         self.name = name
         self.vocab_size = vocab_size
-        self.max_session_tokens = max_session_tokens
+        self._max_session_tokens = max_session_tokens
         self._running: dict[str, set[Generation]] = {}  # by request
+
+    @property
+    def max_session_tokens(self) -> int:
+        """Tokens of prompt and answer, as many as the largest target that has been met can hold."""
+        return max(self._max_session_tokens, self.orchestrator.longest)
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless the name is the served model's, "default" or nothing."""

@@ -1,8 +1,8 @@
 """Sessions over services: opens them, relays between the streams, and keeps them alive when a service dies.
 
-    1. A request opens a session on the least loaded target and draft.
+    1. A request opens a session on a target and a draft, chosen by what they have cached and by load (`pools/`).
     2. A frame of a target goes to the drafts as it came, and to the sessions that wait for their tokens.
-    3. A frame of a draft goes to the targets as it came.
+    3. What drafts say goes to the targets (`drafting.py`).
     4. A session ends with its finish reason, an error, or because its client went away; then it is closed everywhere.
 
 When a stream is lost, its sessions wait. They are opened again, with prompt and committed tokens, on the next replica
@@ -18,29 +18,28 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from gateway import feeding
+from gateway.drafting import ATTEMPTS, Drafting
 from gateway.metrics import Metrics
+from gateway.pools.placing import Placement
+from gateway.pools.pool import Routing
 from gateway.session import Session
-from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.watch import Watches
-from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
+from outrider.errors import OutriderError, Overloaded, Unavailable
 from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
-from outrider.wire.opens import open_to_pb
-from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
+from outrider.wire.v1 import target_pb2
 
 log = logging.getLogger(__name__)
 
 RESUME_TIMEOUT = 120.0  # seconds that sessions wait for a target to come back
-_ATTEMPTS = 4  # times that a service may lose track of a session before it is believed to do so always
 
 _FINISH_REASONS = {int(reason): reason for reason in FinishReason}
 
@@ -55,19 +54,22 @@ class Orchestrator:
         metrics: Metrics,
         *,
         resume_timeout: float = RESUME_TIMEOUT,
+        routing: Routing | None = None,
     ) -> None:
-        """resume_timeout: seconds that sessions wait for a target to come back."""
-        self.targets = list(targets)
-        self.drafts: list[DraftLink] = []
+        """resume_timeout: seconds that sessions wait for a target to come back. routing: which one gets a session."""
+        self.places = Placement(metrics, routing)
         self.metrics = metrics
         self.sessions: dict[int, Session] = {}
         self._watches = Watches()
+        self._drafting = Drafting(self.places, self.sessions, self._watches, metrics)
         self._resume_timeout = resume_timeout
-        self._gave_up = False  # no target is up, and none came back in time
-        self._giving_up: asyncio.TimerHandle | None = None
+        self.longest = 0  # tokens of a session that some target can hold
+        self._alone_since: float | None = None  # by the loop's clock; while no target is up
+        self._waiting: dict[int, asyncio.TimerHandle] = {}  # sessions without a target, by id
         # The high half tells gateways apart, the low half their sessions.
         self._ids = itertools.count(secrets.randbits(31) << 32)
-        for target in self.targets:
+        for target in targets:
+            self.places.add(target)
             target.on_up = partial(self._target_up, target)
             target.on_down = partial(self._target_down, target)
             target.on_frame = partial(self._from_target, target)
@@ -76,17 +78,23 @@ class Orchestrator:
         metrics.before_render = self._sample
 
     @property
+    def targets(self) -> list[TargetLink]:
+        """Links to all targets."""
+        return self.places.targets
+
+    @property
+    def drafts(self) -> list[DraftLink]:
+        """Links to all drafts."""
+        return self.places.drafts
+
+    @property
     def links(self) -> list[TargetLink | DraftLink]:
         """All links."""
         return [*self.targets, *self.drafts]
 
     def attach_draft(self, draft: DraftLink) -> None:
         """Take a draft's link on."""
-        self.drafts.append(draft)
-        draft.on_up = partial(self._draft_up, draft)
-        draft.on_down = partial(self._draft_down, draft)
-        draft.on_frame = partial(self._from_draft, draft)
-        draft.before_up = partial(self._configure_features, draft)
+        self._drafting.attach(draft)
 
     # --- sessions ---
 
@@ -98,11 +106,11 @@ class Orchestrator:
         draft: DraftLink | None = None,
         **options: Any,
     ) -> Session:
-        """Open a session. draft: the one to begin with, instead of the least loaded. options: those of Session.
+        """Open a session. draft: the one to begin with, instead of the one that suits. options: those of Session.
 
         While targets are away it waits; raises Unavailable once they have been for too long.
         """
-        if self._gave_up:
+        if self._nobody_comes():
             raise self._nobody()
         session = Session(next(self._ids), prompt, sampling, stop, **options)
         self.sessions[session.id] = session
@@ -110,20 +118,20 @@ class Orchestrator:
             self._watches[session.id] = session.watch
         if session.counted:
             self.metrics.prompt_tokens.inc(len(prompt))
-        self._open_on_draft(session, draft)  # first, for its draft says which features the target is asked for
+        # First, for its draft says which features the target is asked for.
+        self.places.open_on_draft(session, draft)
         self._open_on_target(session)
         return session
 
     def close(self, session: Session) -> None:
         """Forget a session and free it on both services. Does nothing if it has ended by itself."""
-        if self.sessions.pop(session.id, None) is None:
+        if session.id not in self.sessions:
             return
-        self._watches.pop(session.id, None)
         if session.target is not None:
             session.target.close(session.id)
         if session.draft is not None:
             session.draft.close(session.id)
-        self._move(session, None, None)
+        self._forget(session)
 
     def abort_all(self) -> int:
         """End all sessions; their clients keep what they have got. Returns how many there were."""
@@ -138,46 +146,27 @@ class Orchestrator:
             session.commit([], 0, 0, FinishReason.ABORT)
             self.close(session)
 
-    def _open_on_target(self, session: Session) -> bool:
-        """Open a session on the least loaded target, rather on one that has not refused it. False if none is up."""
-        up = (link for link in self.targets if link.up)
-        target = min(up, key=lambda link: (link in session.refused_by, link.session_count), default=None)
-        self._move(session, target, session.draft)
-        if target is not None:
-            target.open(_request_of(session, target))
-        return target is not None
-
-    def _open_on_draft(self, session: Session, draft: DraftLink | None = None) -> bool:
-        """Open a session on a draft, by default the least loaded. False if none is up, or it wants no hints."""
-        if session.max_draft_tokens == 0:
-            return False
-        if draft is None or not draft.up:
-            draft = min((link for link in self.drafts if link.up), key=lambda link: link.session_count, default=None)
-        self._move(session, session.target, draft)
-        if draft is not None:
-            loads = [target.load for target in self.targets if target.up]
-            # Where hints do not pay at present, a draft need not read the prompt.
-            unwanted = bool(loads) and all(load is not None and load.hints_unwanted for load in loads)
-            draft.open(open_to_pb(replace(session.request(), hints_unwanted=unwanted)))
-        return draft is not None
-
-    def _move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:
-        """Note where a session is open."""
-        for old in (session.target, session.draft):
-            if old is not None:
-                old.session_count -= 1
-        session.target, session.draft = target, draft
-        for new in (target, draft):
-            if new is not None:
-                new.session_count += 1
+    def _open_on_target(self, session: Session, *, again: bool = False) -> None:
+        """Open a session on a target, or let it wait for one. again: it was open before."""
+        opened = self.places.open_on_target(session, again=again)
+        if opened and session.id in self._waiting:
+            self._waiting.pop(session.id).cancel()
+        elif not opened and session.id not in self._waiting:
+            loop = asyncio.get_running_loop()
+            self._waiting[session.id] = loop.call_later(self._resume_timeout, self._waited, session)
 
     def _end(self, session: Session) -> None:
         """Forget a session that ended by itself; the services have forgotten it, too."""
-        del self.sessions[session.id]
-        self._watches.pop(session.id, None)
         if session.lingers and session.target is not None:
             session.target.close(session.id)
-        self._move(session, None, None)
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        del self.sessions[session.id]
+        self._watches.pop(session.id, None)
+        if session.id in self._waiting:
+            self._waiting.pop(session.id).cancel()
+        self.places.leave(session)
 
     def _fail(self, session: Session, error: OutriderError) -> None:
         self.close(session)
@@ -188,7 +177,7 @@ class Orchestrator:
     def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
         if frame.commits.session_ids:
             for draft in self.drafts:
-                if draft.up:
+                if draft.up and draft.session_count:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
             now = time.perf_counter()
             told = _logprobs(frame)
@@ -227,7 +216,7 @@ class Orchestrator:
         known = len(session.tokens) - base
         if known < 0:
             log.error("session %d lost %d tokens on the way; opening it again", session.id, -known)
-            self._reopen_on_target(session)
+            self.places.open_there(session)
             return
         new = tokens[known:] if known else tokens
         if not new and finish is FinishReason.RUNNING:
@@ -242,122 +231,49 @@ class Orchestrator:
         session = self.sessions.get(failure.session_id)
         if session is None or session.target is not target:
             return
-        self._move(session, None, session.draft)  # the target has forgotten it
+        self.places.move(session, None, session.draft)  # the target has forgotten it
         session.target_failures += 1
         # Unavailable asks for the tokens anew; a full target sends them to others; other errors would come again.
-        if isinstance(failure.error, Unavailable) and session.target_failures < _ATTEMPTS:
-            self._reopen_on_target(session)
-        elif isinstance(failure.error, Overloaded) and self._others(session, target):
+        if isinstance(failure.error, Unavailable) and session.target_failures < ATTEMPTS:
+            self._open_on_target(session, again=True)
+        elif isinstance(failure.error, Overloaded) and self.places.refused(session, target):
             self._open_on_target(session)
         else:
             self._fail(session, failure.error)
-
-    def _others(self, session: Session, target: TargetLink) -> bool:
-        """Note that a target has no room for a session. True if there is another one to ask."""
-        session.refused_by.add(target)
-        return any(link.up and link not in session.refused_by for link in self.targets)
-
-    # --- features ---
-
-    async def _configure_features(self, draft: DraftLink) -> None:
-        """Let the targets know what a draft feeds on. Raises ConfigError if one that is up cannot give it."""
-        assert draft.features is not None, "a draft that feeds on nothing asks for nothing"
-        for target in self.targets:
-            await target.configure(draft.features)
-
-    def _feed_again(self, session: Session) -> None:
-        """Ask the target for all of a session's features: it opens the session once more, and computes it anew."""
-        session.features_until = 0
-        if session.target is not None and session.draft is not None and session.draft.feature_spec:
-            session.lingers = True
-            session.target.open(_request_of(session, session.target))
-
-    # --- frames of a draft ---
-
-    def _from_draft(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
-        if frame.proposals.session_ids:
-            self._relay_proposals(draft, frame)
-            self._watches.see(frame.proposals)
-        for error in frame.errors:
-            self._draft_failed(draft, codec.failure_from_pb(error))
-        draft.load = frame.load
-
-    def _relay_proposals(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
-        if len(self.targets) == 1:
-            if self.targets[0].up:
-                self.targets[0].propose(frame.proposals)
-            return
-
-        def target_of(session_id: int) -> TargetLink | None:
-            session = self.sessions.get(session_id)
-            return session.target if session is not None else None
-
-        try:
-            for target, batch in split_proposals(frame.proposals, target_of).items():
-                target.propose(batch)
-        except InvalidRequest as error:
-            log.warning("the draft at %s sent proposals that cannot be read: %s", draft.address, error.message)
-
-    def _draft_failed(self, draft: DraftLink, failure: SessionFailure) -> None:
-        session = self.sessions.get(failure.session_id)
-        if session is None or session.draft is not draft:
-            return
-        log.info("session %d on the draft at %s: %s", session.id, draft.address, failure.error.message)
-        self._move(session, session.target, None)
-        session.draft_failures += 1
-        if isinstance(failure.error, Unavailable) and session.draft_failures < _ATTEMPTS:
-            self._reopen_on_draft(session)
 
     # --- services come and go ---
 
     def _target_up(self, target: TargetLink) -> None:
         self.metrics.service_up.labels("target", target.address).set(1)
-        self._gave_up = False
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-            self._giving_up = None
+        self._alone_since = None
+        if target.info is not None:
+            self.longest = max(self.longest, target.info.max_session_tokens)
         for session in self.sessions.values():
             if session.target is None:
-                self._reopen_on_target(session)
+                self._open_on_target(session, again=True)
 
     def _target_down(self, target: TargetLink) -> None:
         self.metrics.service_up.labels("target", target.address).set(0)
-        for session in self.sessions.values():
-            if session.target is target:
-                self._reopen_on_target(session)
+        self.places.lost(target)
         if not any(link.up for link in self.targets):
             log.warning("%d sessions wait for a target to come back", len(self.sessions))
-            loop = asyncio.get_running_loop()
-            self._giving_up = loop.call_later(self._resume_timeout, self._give_up)
+            self._alone_since = asyncio.get_running_loop().time()
+        for session in self.sessions.values():
+            if session.target is target:
+                self._open_on_target(session, again=True)
 
-    def _reopen_on_target(self, session: Session) -> None:
-        if self._open_on_target(session):
-            self.metrics.reopened.labels("target").inc()
+    def _waited(self, session: Session) -> None:
+        """A session has waited for a target for too long."""
+        self._fail(session, self._nobody())
 
-    def _give_up(self) -> None:
-        self._gave_up = True
-        for session in list(self.sessions.values()):
-            self._fail(session, self._nobody())
+    def _nobody_comes(self) -> bool:
+        """True if all targets have been away for too long."""
+        if self._alone_since is None:
+            return False
+        return asyncio.get_running_loop().time() >= self._alone_since + self._resume_timeout
 
     def _nobody(self) -> Unavailable:
         return Unavailable(f"no target service came back in {self._resume_timeout:.0f} s; retry later")
-
-    def _draft_up(self, draft: DraftLink) -> None:
-        self.metrics.service_up.labels("draft", draft.address).set(1)
-        for session in self.sessions.values():
-            if session.draft is None and session.draft_failures < _ATTEMPTS:
-                self._reopen_on_draft(session)
-
-    def _draft_down(self, draft: DraftLink) -> None:
-        self.metrics.service_up.labels("draft", draft.address).set(0)
-        for session in self.sessions.values():
-            if session.draft is draft:
-                self._reopen_on_draft(session)
-
-    def _reopen_on_draft(self, session: Session) -> None:
-        if self._open_on_draft(session):
-            self.metrics.reopened.labels("draft").inc()
-            self._feed_again(session)
 
     # --- health ---
 
@@ -380,17 +296,8 @@ class Orchestrator:
         """End all sessions and streams."""
         for session in list(self.sessions.values()):
             self._fail(session, Unavailable("the gateway is shutting down; retry elsewhere"))
-        if self._giving_up is not None:
-            self._giving_up.cancel()
         for link in self.links:
             await link.stop()
-
-
-def _request_of(session: Session, target: TargetLink) -> common_pb2.OpenSession:
-    """What opens a session on a target, with the features that its draft feeds on if the target can give them."""
-    draft = session.draft
-    wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
-    return open_to_pb(session.request(wanted if wanted in target.features else 0))
 
 
 def _logprobs(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from gateway.pools.prefixes import Trail
 from gateway.report import Round
 from gateway.watch import Watch
 from outrider.errors import OutriderError
@@ -70,6 +71,7 @@ class Session:
         self.max_draft_tokens = max_draft_tokens
         self.prompt_told: Logprobs | None = None  # log-probabilities of the prompt, once they are known
         self.cached_tokens = 0  # of the prompt, found in the first target's prefix cache
+        self.trail = Trail(cache_salt)  # of its tokens
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
         self.target_failures = 0

@@ -45,6 +45,12 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         """Id of what it feeds on; 0 for nothing."""
         return self.features.spec.spec_id if self.features is not None else 0
 
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Drafters and model; equal for replicas of one another."""
+        info = self.info
+        return (*info.drafters, info.model.fingerprint) if info is not None else ()
+
     def follows(self, length: int) -> bool:
         """True if it drafts for sessions of that many tokens."""
         limit = self.info.max_session_tokens if self.info is not None else 0

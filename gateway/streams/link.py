@@ -46,7 +46,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.address = address
         self._tls = tls
         self.up = False
-        self.session_count = 0  # kept by the orchestrator
+        self.session_count = 0  # kept by whoever places them
         self.load: common_pb2.EngineLoad | None = None  # what the engine said last
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
@@ -59,6 +59,11 @@ class Link(ABC, Generic[Info, Frame]):
         self._complaint: str | None = None  # what gRPC said when it could not connect
         self._later: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def places(self) -> int:
+        """Sessions that run there together; 0 as long as that is not known."""
+        return int(getattr(self.info, "max_running_sessions", 0))
 
     # --- what a service fills in ---
 

@@ -29,7 +29,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.tokenizer_files: dict[str, bytes] = {}
         self.features: set[int] = set()  # ids of the specifications that it knows
         self._wanted: dict[int, Features] = {}
-        self._expected: common_pb2.ModelInfo | None = None
+        self._expected: target_pb2.GetTargetInfoResponse | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -37,24 +37,38 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self._proposals: list[common_pb2.ProposalBatch] = []
         self._closes: list[int] = []
 
-    def expect(self, model: common_pb2.ModelInfo) -> None:
-        """Refuse every other model from now on. Raises ConfigError if it serves another one already."""
-        self._expected = common_pb2.ModelInfo.FromString(model.SerializeToString())
+    def expect(self, facts: target_pb2.GetTargetInfoResponse) -> None:
+        """Refuse what would give other texts from now on. Raises ConfigError if it is such a one already."""
+        self._expected = target_pb2.GetTargetInfoResponse.FromString(facts.SerializeToString())
         if self.info is not None:
-            self._check_model(self.info.model)
+            self._check(self.info)
 
     def weights_changed(self, weights: common_pb2.WeightFacts) -> None:
         """It has these weights now, or must get them before it is used again."""
         assert self._expected is not None, "weights change only once a target has been met"
-        self._expected.fingerprint = weights.fingerprint
+        self._expected.model.fingerprint = weights.fingerprint
 
-    def _check_model(self, model: common_pb2.ModelInfo) -> None:
-        if self._expected is not None and model.fingerprint != self._expected.fingerprint:
+    def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
+        """Raise ConfigError for another model than the expected one, or other number formats."""
+        expected = self._expected
+        if expected is None:
+            return
+        model, served = facts.model, expected.model
+        if model.fingerprint != served.fingerprint:
             raise ConfigError(
                 f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
-                f"that this gateway serves is {self._expected.model_path}, fingerprint {self._expected.fingerprint}; "
+                f"that this gateway serves is {served.model_path}, fingerprint {served.fingerprint}; "
                 "restart the gateway to change the model, or update the target's weights"
             )
+        for flag, own, others in (
+            ("--dtype", model.dtype, served.dtype),
+            ("--kv-cache-dtype", facts.kv_cache_dtype, expected.kv_cache_dtype),
+        ):
+            if own != others:
+                raise ConfigError(
+                    f"the target at {self.address} computes with {flag} {own}, the others of its pool with {others}; "
+                    "sessions may move between them, so give all the same"
+                )
 
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session."""
@@ -87,7 +101,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if not self.tokenizer_files:
             parts = stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=CALL_TIMEOUT)
             self.tokenizer_files = await collect_files(parts)
-        self._check_model(info.model)
+        self._check(info)
         await self._configure_all(channel)
         return info
 

@@ -67,6 +67,13 @@ class GatewayConfig(GatewayOptions, ServiceTlsOptions, ProcessConfig):
     target: tuple[str, ...] = ("127.0.0.1:30010",)
     """Addresses of target services."""
     draft: tuple[str, ...] = ()
-    """Addresses of draft services; without any, text is decoded plainly."""
+    """Addresses of draft services; without any, text is decoded plainly. Of several kinds, sessions go to the first one
+    that has a place."""
+    cache_threshold: float = 0.3
+    """Several replicas: part of a prompt that one must have been sent before to be preferred; 1 goes by load alone."""
+    balance_abs_threshold: int = 8
+    """Several replicas: sessions more than the least loaded has, with which one is no longer preferred ..."""
+    balance_rel_threshold: float = 1.5
+    """... if they are also that many times as many."""
     health_listen: str | None = None
     """Address of a gRPC port for health checks alone, without TLS; by default none."""

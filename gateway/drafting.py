@@ -1,0 +1,117 @@
+"""The drafts' part in sessions: their hints go to targets, their failures and returns concern nobody else.
+
+A frame of a draft goes to the targets as it came, or in parts where there are several. A lost draft only means fewer
+hints: its sessions are opened on another one, or on the same once it is back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+from gateway.metrics import Metrics
+from gateway.pools.placing import Placement, request_of
+from gateway.session import Session
+from gateway.streams.batches import split_proposals
+from gateway.streams.draft import DraftLink
+from gateway.streams.target import TargetLink
+from gateway.watch import Watches
+from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving.messages import SessionFailure
+from outrider.wire import codec
+from outrider.wire.v1 import draft_pb2
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 4  # times that a service may lose track of a session before it is believed to do so always
+
+
+class Drafting:
+    """Listens to drafts. Lives in one event loop."""
+
+    def __init__(self, places: Placement, sessions: Mapping[int, Session], watches: Watches, metrics: Metrics) -> None:
+        """sessions: all that are open, by id."""
+        self._places = places
+        self._sessions = sessions
+        self._watches = watches
+        self._metrics = metrics
+
+    def attach(self, draft: DraftLink) -> None:
+        """Take a draft's link on."""
+        self._places.add(draft)
+        draft.on_up = partial(self._up, draft)
+        draft.on_down = partial(self._down, draft)
+        draft.on_frame = partial(self._take, draft)
+        draft.before_up = partial(self._configure_features, draft)
+
+    # --- frames ---
+
+    def _take(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
+        if frame.proposals.session_ids:
+            self._relay(draft, frame)
+            self._watches.see(frame.proposals)
+        for error in frame.errors:
+            self._failed(draft, codec.failure_from_pb(error))
+        draft.load = frame.load
+
+    def _relay(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
+        targets = self._places.targets
+        if len(targets) == 1:
+            if targets[0].up:
+                targets[0].propose(frame.proposals)
+            return
+
+        def target_of(session_id: int) -> TargetLink | None:
+            session = self._sessions.get(session_id)
+            return session.target if session is not None else None
+
+        try:
+            for target, batch in split_proposals(frame.proposals, target_of).items():
+                target.propose(batch)
+        except InvalidRequest as error:
+            log.warning("the draft at %s sent proposals that cannot be read: %s", draft.address, error.message)
+
+    def _failed(self, draft: DraftLink, failure: SessionFailure) -> None:
+        session = self._sessions.get(failure.session_id)
+        if session is None or session.draft is not draft:
+            return
+        log.info("session %d on the draft at %s: %s", session.id, draft.address, failure.error.message)
+        self._places.move(session, session.target, None)
+        session.draft_failures += 1
+        if isinstance(failure.error, Unavailable) and session.draft_failures < ATTEMPTS:
+            self._open_again(session)
+
+    # --- coming and going ---
+
+    def _up(self, draft: DraftLink) -> None:
+        self._metrics.service_up.labels("draft", draft.address).set(1)
+        for session in self._sessions.values():
+            if session.draft is None and session.draft_failures < ATTEMPTS:
+                self._open_again(session)
+
+    def _down(self, draft: DraftLink) -> None:
+        self._metrics.service_up.labels("draft", draft.address).set(0)
+        self._places.lost(draft)
+        for session in self._sessions.values():
+            if session.draft is draft:
+                self._open_again(session)
+
+    def _open_again(self, session: Session) -> None:
+        if self._places.open_on_draft(session, again=True):
+            self._feed_again(session)
+
+    # --- features ---
+
+    async def _configure_features(self, draft: DraftLink) -> None:
+        """Let the targets know what a draft feeds on. Raises ConfigError if one that is up cannot give it."""
+        assert draft.features is not None, "a draft that feeds on nothing asks for nothing"
+        for target in self._places.targets:
+            await target.configure(draft.features)
+
+    def _feed_again(self, session: Session) -> None:
+        """Ask the target for all of a session's features: it opens the session once more, and computes it anew."""
+        session.features_until = 0
+        if session.target is not None and session.draft is not None and session.draft.feature_spec:
+            session.lingers = True
+            session.target.open(request_of(session, session.target))
