@@ -25,6 +25,7 @@ from gateway.generation import Generation, GenerationRequest, Generator
 from outrider.errors import InvalidRequest, OutriderError, Unauthenticated, Unavailable
 
 _POLL_SECONDS = 0.02
+_STARTING = "the gateway is starting; it waits for a target service"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Facade:
         raise NotImplementedError
 
     def serve(self, backend: Backend) -> None:
-        """Answer from now on. Until then every call but HealthCheck is Unavailable."""
+        """Answer from now on. Until then every call is Unavailable."""
         self._backend = backend
 
     # --- for subclasses ---
@@ -73,7 +74,7 @@ class Facade:
         try:
             backend = self._backend
             if backend is None:
-                raise Unavailable("the gateway is starting; it waits for a target service")
+                raise Unavailable(_STARTING)
             key = backend.keys.check(_authorization(context))
             with backend.keys.request(key) if generates else contextlib.nullcontext():
                 yield backend
@@ -100,10 +101,15 @@ class Facade:
                 generations.append(generation)
             yield generations
 
-    def _health(self) -> tuple[bool, str]:
-        """Whether text can be had, and what is in its way."""
+    async def _health(self, context: Any) -> tuple[bool, str]:
+        """Whether text can be had, and what is in its way. Asks for no key.
+
+        While the gateway starts it is Unavailable: a router that gets any answer takes it for a worker that can tell
+        its facts, asks for them once, and does not ask again.
+        """
         if self._backend is None:
-            return False, "the gateway is starting; it waits for a target service"
+            await context.abort(grpc.StatusCode.UNAVAILABLE, _STARTING)
+            raise AssertionError("an aborted call does not go on")
         generator = self._backend.generator
         if generator.admission.draining:
             return False, "the gateway is shutting down"

@@ -70,8 +70,8 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Whether text can be had. Asks for no key."""
-        del request, context
-        healthy, message = self._health()
+        del request
+        healthy, message = await self._health(context)
         return pb.HealthCheckResponse(healthy=healthy, message=message)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802

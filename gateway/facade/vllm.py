@@ -55,8 +55,8 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Whether text can be had. Asks for no key."""
-        del request, context
-        healthy, message = self._health()
+        del request
+        healthy, message = await self._health(context)
         return pb.HealthCheckResponse(healthy=healthy, message=message)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
