@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from gateway.pace import Pace
 from outrider.config import GatewayConfig
 from outrider.errors import Overloaded, TooManyRequests, Unauthenticated, Unavailable
 
@@ -27,18 +28,26 @@ class Admission:
         self.draining = False
         self.running = 0
         self._most = most
+        self._pace = Pace()
 
     def enter(self) -> None:
         """Count a generation. Raises Overloaded, Unavailable."""
         if self.draining:
-            raise Unavailable("the gateway is shutting down; retry elsewhere")
+            raise Unavailable("the gateway is shutting down; retry elsewhere", retry_after=1)
         if self._most is not None and self.running >= self._most:
-            raise Overloaded(f"{self.running} requests are under way, which is the most that may; retry later")
+            message = f"{self.running} requests are under way, which is the most that may; retry later"
+            raise Overloaded(message, retry_after=self.come_back())
         self.running += 1
+        self._pace.begin()
 
-    def leave(self) -> None:
-        """Count it no longer."""
+    def leave(self, *, refused: bool = False) -> None:
+        """Count it no longer. refused: no target had room for it."""
         self.running -= 1
+        self._pace.end(refused=refused)
+
+    def come_back(self) -> int:
+        """Seconds after which there should be room for one more who was refused."""
+        return self._pace.promise()
 
     async def drain(self, seconds: float) -> None:
         """Let no more in, and wait until all have left, or the time is over."""
@@ -59,6 +68,7 @@ class Keys:
             self._keys.append(config.admin_api_key.encode())
         self._most = config.max_requests_per_key
         self._under_way = Counter[bytes]()
+        self._paces: dict[bytes, Pace] = {}  # of keys, which are known
 
     def check(self, authorization: bytes) -> bytes:
         """The key of a caller, by its header; empty where none is asked for. Raises Unauthenticated."""
@@ -77,12 +87,16 @@ class Keys:
         if self._most is None:
             yield
             return
+        pace = self._paces.setdefault(key, Pace())
         if self._under_way[key] >= self._most:
-            raise TooManyRequests(f"{self._most} requests of this key are under way, which is the most that may")
+            message = f"{self._most} requests of this key are under way, which is the most that may"
+            raise TooManyRequests(message, retry_after=pace.promise())
         self._under_way[key] += 1
+        pace.begin()
         try:
             yield
         finally:
+            pace.end()
             self._under_way[key] -= 1
             if not self._under_way[key]:
                 del self._under_way[key]

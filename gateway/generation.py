@@ -171,7 +171,7 @@ class Generator:
         try:
             return self._open(request, request_id, sampling, stop)
         except BaseException:
-            self.admission.leave()
+            self.admission.leave(refused=True)
             raise
 
     def _open(
@@ -195,10 +195,11 @@ class Generator:
         generation = Generation(self.orchestrator, self.metrics, session, text, timeout)
         self._running.setdefault(request_id, set()).add(generation)
         generation.on_close = partial(self._forget, request_id, generation)
+        generation.come_back = self.admission.come_back
         return generation
 
     def _forget(self, request_id: str, generation: Generation) -> None:
-        self.admission.leave()
+        self.admission.leave(refused=generation.refused)
         of_request = self._running[request_id]
         of_request.discard(generation)
         if not of_request:
@@ -253,7 +254,13 @@ class Generation:
         self._outcome = "abort"
         self._closed = False
         self.on_close: Callable[[], None] = lambda: None
+        self.come_back: Callable[[], int] = lambda: 1  # seconds after which to ask again, where no target had room
         metrics.running_requests.inc()
+
+    @property
+    def refused(self) -> bool:
+        """True if no target had room for it."""
+        return self._outcome == "overloaded"
 
     async def next(self) -> Part:
         """The next part; none follows the one that has a finish reason. Raises the error that ended the session."""
@@ -262,6 +269,8 @@ class Generation:
             tokens, finish, rounds, told = await (session.next() if self._deadline is None else self._in_time())
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
+            if self.refused and error.retry_after is None:
+                error.retry_after = self.come_back()
             raise
         piece, used = text.add(tokens, finish)
         dropped = len(tokens) - used

@@ -24,6 +24,7 @@ from typing import Any
 from gateway import feeding
 from gateway.drafting import ATTEMPTS, Drafting
 from gateway.metrics import Metrics
+from gateway.pace import bounded
 from gateway.pools.placing import Placement
 from gateway.pools.pool import Routing
 from gateway.session import Session
@@ -273,7 +274,10 @@ class Orchestrator:
         return asyncio.get_running_loop().time() >= self._alone_since + self._resume_timeout
 
     def _nobody(self) -> Unavailable:
-        return Unavailable(f"no target service came back in {self._resume_timeout:.0f} s; retry later")
+        now = asyncio.get_running_loop().time()
+        away = now - self._alone_since if self._alone_since is not None else 0.0
+        message = f"no target service came back in {self._resume_timeout:.0f} s; retry later"
+        return Unavailable(message, retry_after=bounded(away))
 
     # --- health ---
 

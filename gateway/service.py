@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import outrider
 from gateway.admission import Keys
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Generator, Part
+from gateway.pace import as_long_again
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.serving.rpc import statuses
@@ -30,6 +32,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._generator: Generator | None = None
         self._facts: Facts | None = None
         self._keys: Keys | None = None
+        self._since = time.monotonic()
 
     def serve(self, generator: Generator, facts: Facts, keys: Keys | None = None) -> None:
         """Answer from now on. Until then every call is Unavailable."""
@@ -44,7 +47,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     def _ready(self) -> Generator:
         if self._generator is None:
-            raise Unavailable("the gateway is starting; it waits for a target service")
+            seconds = as_long_again(self._since)
+            raise Unavailable("the gateway is starting; it waits for a target service", retry_after=seconds)
         return self._generator
 
     async def GetGatewayInfo(  # noqa: N802

@@ -7,6 +7,7 @@
 A prompt is a text, a list of token ids, or a conversation: a list of messages such as
 {"role": "user", "content": "Hello"}. Leaving a loop over parts early cancels the generation. Errors of the gateway are
 raised as the OutriderError that it met: InvalidRequest, ModelNotFound, ContextTooLong, Overloaded, Unavailable, ...
+Where it is worth asking again, their `retry_after` says in how many seconds.
 """
 
 from __future__ import annotations
@@ -359,4 +360,7 @@ def _outrider_error(error: Any) -> OutriderError:
     """The error behind a failed call; statuses that only gRPC itself gives, such as a deadline, keep their name."""
     code: grpc.StatusCode = error.code()
     details: str = error.details() or ""
-    return from_grpc_code(int(code.value[0]), details or code.name.lower().replace("_", " "))
+    found = from_grpc_code(int(code.value[0]), details or code.name.lower().replace("_", " "))
+    seconds = dict(error.trailing_metadata() or ()).get("retry-after", "")
+    found.retry_after = int(seconds) if str(seconds).isdigit() else None
+    return found

@@ -39,10 +39,12 @@ class OutriderError(Exception):
 
     status: ClassVar[Status] = Status(grpc.StatusCode.INTERNAL, 500, "server_error", "internal_error")
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        """retry_after: seconds after which it is worth asking again."""
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after = retry_after
 
 
 class InvalidRequest(OutriderError):

@@ -11,7 +11,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway.api import control, errors, health, native, page, tokens
+from gateway.api import control, docs, errors, health, native, page, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
@@ -38,7 +38,14 @@ _TIMEOUT = "x-request-timeout"  # a header, in seconds
 
 def build(generator: Generator, facts: Facts) -> FastAPI:
     """The app with all routes. facts: what the gateway tells of itself."""
-    app = FastAPI(title="Outrider", version=facts.version, redirect_slashes=False, responses=errors.RESPONSES)
+    app = FastAPI(
+        title="Outrider",
+        version=facts.version,
+        redirect_slashes=False,
+        responses=errors.RESPONSES,
+        docs_url=None,
+        redoc_url=None,
+    )
     errors.describe(app)
     errors.install(app)
     started = int(time.time())
@@ -126,6 +133,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
     health.install(app, generator)
     tokens.install(app, generator)
     page.install(app)
+    docs.install(app)
     control.install(app, Control(generator.orchestrator, facts), generator, facts)
     return app
 

@@ -40,7 +40,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "The key is missing or wrong."},
     404: {"model": ErrorBody, "description": "There is no such route or model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    429: {"model": ErrorBody, "description": "Too many requests of this key are under way."},
+    429: {"model": ErrorBody, "description": "Too many requests of this key are under way; see `Retry-After`."},
     503: {"model": ErrorBody, "description": "No room or no target at present; `Retry-After` says when to come back."},
     504: {"model": ErrorBody, "description": "The time that the request gave is over."},
 }
@@ -60,7 +60,7 @@ def response_to(error: OutriderError) -> Response:
     """The response for one of our errors. Overload and absence invite a retry, other server errors do not."""
     headers = {}
     if error.status.http in (429, 503):
-        headers["retry-after"] = "1"
+        headers["retry-after"] = str(error.retry_after or 1)
     elif error.status.http == 401:
         headers["www-authenticate"] = "Bearer"
     elif error.status.http >= 500:

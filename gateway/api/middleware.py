@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import time
 
 import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.admission import Keys
 from gateway.api.errors import error_body, response_to
 from gateway.api.page import FILES, starting_page
+from gateway.pace import as_long_again
 from outrider.errors import TooManyRequests, Unauthenticated
 
 REQUEST_ID = "outrider.request_id"  # where the scope has it
@@ -28,7 +30,7 @@ class Edge:
     """Refuses bodies that are too large, echoes or mints X-Request-Id, and says 503 until there is an app."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        self.app: ASGIApp = _starting
+        self.app: ASGIApp = _Starting()
         self._limit = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,9 +110,19 @@ async def _refuse(send: Send, request_id: bytes, limit: int) -> None:
     await _send(send, 413, body, [(_HEADER, request_id), (b"connection", b"close")])
 
 
-async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
+class _Starting:
     """Stands in until a target has been met."""
-    del receive
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Say so."""
+        del receive
+        await _starting(scope, send, str(as_long_again(self._since)).encode())
+
+
+async def _starting(scope: Scope, send: Send, seconds: bytes) -> None:
     assert scope["type"] == "http", "uvicorn is told to offer nothing else"
     reason = "the gateway is starting; it waits for a target service"
     if scope["path"] in _LIVE:
@@ -123,7 +135,7 @@ async def _starting(scope: Scope, receive: Receive, send: Send) -> None:
         body = orjson.dumps({"status": "unavailable", "missing": [f"target: {reason}"]})
     else:
         body = error_body(reason, "server_error", "unavailable")
-    await _send(send, 503, body, [(b"retry-after", b"1")])
+    await _send(send, 503, body, [(b"retry-after", seconds)])
 
 
 async def _send(

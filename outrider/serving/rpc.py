@@ -133,7 +133,16 @@ async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
     try:
         yield
     except OutriderError as error:
-        await context.abort(error.status.grpc, error.message)
+        await context.abort(error.status.grpc, error.message, _come_back(error.retry_after))
+
+
+RETRY_AFTER = "retry-after"
+"""Trailing metadata of a refusal: seconds after which it is worth asking again."""
+
+
+def _come_back(seconds: int | None) -> tuple[tuple[str, str], ...]:
+    # gRPC's own retries, where a client has them switched on, heed the second.
+    return () if seconds is None else ((RETRY_AFTER, str(seconds)), ("grpc-retry-pushback-ms", str(1000 * seconds)))
 
 
 def stop_on_signals() -> asyncio.Event:

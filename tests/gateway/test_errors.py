@@ -179,7 +179,8 @@ def test_a_full_queue_is_told_before_the_answer_begins(gateway, stream):
     before = gateway.metric("outrider_requests_total", outcome="overloaded")
     response = gateway.client.post("/v1/completions", json={"prompt": [5, BUSY], "stream": stream})
     error = error_of(response, 503)
-    assert (error["code"], response.headers["retry-after"]) == ("overloaded", "1")
+    assert error["code"] == "overloaded"
+    assert 1 <= int(response.headers["retry-after"]) <= 60
     assert "retry later" in error["message"]
     assert gateway.metric("outrider_requests_total", outcome="overloaded") == before + 1
 

@@ -8,6 +8,8 @@ import sys
 import httpx
 import pytest
 
+from outrider.client import Client
+from outrider.errors import Unavailable
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
 
 
@@ -90,7 +92,11 @@ def test_a_gateway_without_a_target_lives_but_is_not_ready(folder):
         for path in ("/health", "/health/ready", "/health_generate"):
             assert _answers(gateway, path) == 503
         refused = gateway.client.post("/v1/completions", json={"prompt": "A"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.status_code == 503
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        with Client(f"127.0.0.1:{gateway.grpc_port}") as client, pytest.raises(Unavailable) as caught:
+            client.info()
+        assert 1 <= caught.value.retry_after <= 60
     finally:
         assert gateway.stop() == 0
 
