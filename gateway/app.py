@@ -30,8 +30,8 @@ from gateway.facts import Facts
 from gateway.generation import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
-from gateway.peer_metrics import SpeculationForPeers
 from gateway.pools.pool import Routing
+from gateway.peer_metrics import Sglang, Vllm
 from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -98,7 +98,9 @@ async def serve(config: GatewayConfig) -> int:
             timeout=config.request_timeout,
         )
         if not config.disable_vllm_metrics:
-            metrics.registry.register(SpeculationForPeers(metrics.tally, generator.name))
+            metrics.registry.register(Vllm(metrics, generator.name))
+        if not config.disable_sglang_metrics:
+            metrics.registry.register(Sglang(metrics, generator.name))
         for address in config.draft:
             orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
         if not config.disable_draft_self_test:

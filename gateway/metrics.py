@@ -6,13 +6,15 @@ What every commit touches is a plain number, and becomes a metric only when some
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.hint_metrics import Hints
 from gateway.session import Session
 from outrider.wire.v1 import common_pb2
 
@@ -37,11 +39,17 @@ class Histogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """As Prometheus reads it."""
+        yield self.family(self._name)
+
+    def family(self, name: str, labels: Mapping[str, str] | None = None) -> Metric:
+        """The same under any name, with labels."""
         buckets, total = [], 0
         for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        made = HistogramMetricFamily(name, self._text, labels=list(labels or ()))
+        made.add_metric(list((labels or {}).values()), buckets, self._sum)
+        return made
 
 
 @dataclass(eq=False)
@@ -56,6 +64,12 @@ class Tally(Collector):
     misses: int = 0
     cached: int = 0
     drafts: list[int] = field(default_factory=lambda: [0] * (DEEPEST + 1))  # steps by what they accepted
+
+    def reached(self) -> list[int]:
+        """Accepted draft tokens by position, the first is 0, as far as any was accepted, but at least one."""
+        # A step that accepted n tokens accepted one at each of the positions 0 .. n - 1.
+        counts = list(accumulate(reversed(self.drafts)))[::-1][1:]
+        return [count for place, count in enumerate(counts) if count or not place]
 
     @property
     def accept_length(self) -> float:
@@ -74,11 +88,29 @@ class Tally(Collector):
             ("generated_tokens", "New tokens that were committed.", self.tokens),
             ("verified_draft_tokens", "Draft nodes that were verified.", self.verified),
             ("accepted_draft_tokens", "Draft nodes that were accepted; bonus tokens not counted.", self.accepted),
+            (
+                "wasted_verification_tokens",
+                "Draft nodes that were verified for nothing.",
+                self.verified - self.accepted,
+            ),
+            (
+                "drafts",
+                "Steps of a session that verified at least one draft node, its first one included.",
+                sum(self.drafts),
+            ),
             ("cached_prompt_tokens", "Prompt tokens found in a target's prefix cache.", self.cached),
             ("hint_hits", "Decoding steps of a session that verified at least one draft node.", self.hits),
             ("hint_misses", "Decoding steps of a session that had no draft node to verify.", self.misses),
         ):
             yield CounterMetricFamily(f"outrider_{name}", text, value=value)
+        positions = CounterMetricFamily(
+            "outrider_accepted_draft_tokens_by_position",
+            "Draft nodes that were accepted, by how many were accepted before them in their step.",
+            labels=("position",),
+        )
+        for position, count in enumerate(self.reached()):
+            positions.add_metric([str(position)], count)
+        yield positions
         yield GaugeMetricFamily(
             "outrider_accept_length", "Tokens per step, bonus included, since the start.", self.accept_length
         )
@@ -163,6 +195,9 @@ class Metrics:
         self._compilations = gauge(
             "draft_compilations", "Programs compiled while serving; none should be.", drafter[:1]
         )
+        self.loads: dict[tuple[str, str], common_pb2.EngineLoad] = {}  # the last of each service, by its address
+        self._hints = Hints()
+        registry.register(self._hints)
         self._learning = Learning()
         registry.register(self._learning)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
@@ -189,6 +224,7 @@ class Metrics:
 
     def load(self, service: str, address: str, load: common_pb2.EngineLoad) -> None:
         """Note what an engine says of itself."""
+        self.loads[service, address] = load
         self._running.labels(service, address).set(load.running_sessions)
         self._queue.labels(service, address).set(load.waiting_sessions)
         self._free_pages.labels(service, address).set(load.free_pages)
@@ -198,6 +234,8 @@ class Metrics:
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
         if service == "target":
             self._plain.labels(address).set(load.hints_unwanted)
+            if load.HasField("hints"):
+                self._hints.loads[address] = load.hints
         if service == "draft":
             self._compilations.labels(address).set(load.compilations)
             if load.HasField("online"):
@@ -209,5 +247,6 @@ class Metrics:
 
     def render(self) -> bytes:
         """The exposition, as Prometheus reads it."""
+        self.loads.clear()
         self.before_render()
         return generate_latest(self.registry)

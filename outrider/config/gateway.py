@@ -51,7 +51,9 @@ class GatewayOptions(TlsOptions):
     """Other engines' services that the gRPC port answers to, too, for routers made for those engines. A router that
     finds several takes one of them; SGLang's has no seeds."""
     disable_vllm_metrics: bool = False
-    """Tell of speculation under our own names alone in the metrics, and not under vLLM's, which its dashboards read."""
+    """Leave out of the metrics what is told under vLLM's names, too, which its dashboards read."""
+    disable_sglang_metrics: bool = False
+    """Leave out of the metrics what is told under SGLang's names, too, which its dashboards read."""
     per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = "summary"
     """What answers tell of their speculation and times, in the shapes of vLLM (`metrics`) and llama.cpp (`timings`)."""
     disable_draft_self_test: bool = False

@@ -136,6 +136,21 @@ class OnlineLoad:
 
 
 @dataclass(frozen=True)
+class HintLoad:
+    """What became of the hints that a target got, since the start. Fields as in the wire's HintLoad."""
+
+    nodes: int = 0
+    unverified: int = 0
+    undrafted: int = 0
+    unwanted: int = 0
+    late: int = 0
+    empty: int = 0
+    unpaid: int = 0
+    lags: tuple[int, ...] = ()
+    lag_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class EngineLoad:
     """State of an engine after a step. Fields as in the wire's EngineLoad."""
 
@@ -152,6 +167,7 @@ class EngineLoad:
     hints_unwanted: bool = False
     compilations: int = 0
     online: OnlineLoad | None = None
+    hints: HintLoad | None = None
 
 
 @dataclass

@@ -13,7 +13,7 @@ import numpy as np
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
-from outrider.serving.messages import DrafterLoad, EngineLoad, Message, OnlineLoad, SessionFailure, StepOutput
+from outrider.serving.messages import DrafterLoad, EngineLoad, HintLoad, Message, OnlineLoad, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, pack, split, unpack
 from outrider.wire.opens import open_to_pb, opens_from_pb
@@ -252,6 +252,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         ],
         hints_unwanted=load.hints_unwanted,
         online=common_pb2.OnlineLoad(**asdict(load.online)) if load.online is not None else None,
+        hints=_hints_to_pb(load.hints) if load.hints is not None else None,
     )
 
 
@@ -271,6 +272,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.hints_unwanted,
         message.compilations,
         _online_from_pb(message.online) if message.HasField("online") else None,
+        _hints_from_pb(message.hints) if message.HasField("hints") else None,
     )
 
 
@@ -283,6 +285,34 @@ def _online_from_pb(message: common_pb2.OnlineLoad) -> OnlineLoad:
         message.accept_length_before,
         message.accept_length_after,
         message.seconds,
+    )
+
+
+def _hints_to_pb(hints: HintLoad) -> common_pb2.HintLoad:
+    return common_pb2.HintLoad(
+        nodes=hints.nodes,
+        unverified=hints.unverified,
+        undrafted=hints.undrafted,
+        unwanted=hints.unwanted,
+        late=hints.late,
+        empty=hints.empty,
+        unpaid=hints.unpaid,
+        lags=hints.lags,
+        lag_tokens=hints.lag_tokens,
+    )
+
+
+def _hints_from_pb(message: common_pb2.HintLoad) -> HintLoad:
+    return HintLoad(
+        message.nodes,
+        message.unverified,
+        message.undrafted,
+        message.unwanted,
+        message.late,
+        message.empty,
+        message.unpaid,
+        tuple(message.lags),
+        message.lag_tokens,
     )
 
 

@@ -40,6 +40,7 @@ from services.target.compaction import Moves
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
+from services.target.hints import HintRecord
 from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
@@ -92,6 +93,7 @@ class TargetEngine(Engine):
         if config.speculative_always:
             self._patience = Patience(ALWAYS, longest=AS_LONG_AS_IT_TAKES)
         self._calibration = Calibration()  # of all sessions; where new ones begin
+        self._record = HintRecord()
         self.budget = Budget()  # what rows cost is measured by the warm-up
         self._least = 0.0  # probability below which no node paid in the last step
         if self.max_session_tokens < model.context_length:
@@ -129,6 +131,7 @@ class TargetEngine(Engine):
         self.grammars.forget(session_id)
         self._patience.forget(session_id)
         if entry is not None:
+            self._record.ended(session_id, entry.tree)
             self.scheduler.remove(entry.session, trusted=trusted)
             self.features.close(session_id)
 
@@ -140,8 +143,10 @@ class TargetEngine(Engine):
             if entry is None:
                 continue
             self._patience.answered(proposal.session_id, proposal.committed_length >= entry.session.length)
+            known, held = 0, len(entry.tree)
             if len(proposal.tokens) and int(proposal.tokens.max()) < self.model.vocab_size:
-                entry.tree.merge(proposal)
+                known = entry.tree.merge(proposal)
+            self._record.came(proposal, entry.session.length, len(entry.tree) - held, known)
 
     def hints(self, session_id: int) -> SpeculationTree:
         """The speculation tree of a session that is open."""
@@ -151,6 +156,7 @@ class TargetEngine(Engine):
         """Begin anew with what sessions taught and left behind; the warm-up's own are no example."""
         self.flush()
         self._calibration = Calibration()
+        self._record = HintRecord()
         self._step_tokens = 0
 
     # --- control: see control.py ---
@@ -220,6 +226,7 @@ class TargetEngine(Engine):
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
             hints_unwanted=self._patience.way is Way.PLAIN,
+            hints=self._record.load(),
         )
 
     def check(self) -> None:
@@ -245,8 +252,13 @@ class TargetEngine(Engine):
         chunks = self.scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        hints = hints and self._patience.way is not Way.PLAIN and any(entry.tree for entry in self._entries.values())
+        plain = self._patience.way is Way.PLAIN
+        hints = hints and not plain and any(entry.tree for entry in self._entries.values())
         drafts = self._drafts(chunks) if hints else {}
+        if self._record.begun:
+            for chunk in chunks:
+                if chunk.last and not drafts.get(chunk.session.id):
+                    self._record.missed(chunk.session, self._entries[chunk.session.id].tree, unwanted=plain)
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
     def _drafts(self, chunks: Sequence[Chunk]) -> dict[int, TreeSlice]:
@@ -369,7 +381,9 @@ class TargetEngine(Engine):
         session, tree = entry.session, entry.tree
         base = session.length
         told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
+        held = len(tree)
         entry.append(verdict.tokens)
+        self._record.unverified += held - len(draft.tokens) - len(tree)
         if verdict.reason == FinishReason.RUNNING:
             session.computed = max(session.computed, session.length - 1)
             session.table.truncate(session.length)

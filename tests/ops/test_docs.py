@@ -17,7 +17,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs" / "decisions").glob("*.md")),
 ]
 OF_OTHERS = {
-    "--build", "--drafter", "--help", "--ignore",  # of Docker, of benchmarks, of every program
+    "--build", "--drafter", "--help", "--ignore", "--profile",  # of Docker, of benchmarks, of every program
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # of buf and smg
 }  # fmt: skip
 

@@ -212,7 +212,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted", "compilations", "online")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted", "compilations", "online", "hints")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +226,7 @@ class EngineLoad(_message.Message):
     HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
     ONLINE_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
     free_pages: int
@@ -239,7 +240,30 @@ class EngineLoad(_message.Message):
     hints_unwanted: bool
     compilations: int
     online: OnlineLoad
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ..., online: _Optional[_Union[OnlineLoad, _Mapping]] = ...) -> None: ...
+    hints: HintLoad
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ..., online: _Optional[_Union[OnlineLoad, _Mapping]] = ..., hints: _Optional[_Union[HintLoad, _Mapping]] = ...) -> None: ...
+
+class HintLoad(_message.Message):
+    __slots__ = ("nodes", "unverified", "undrafted", "unwanted", "late", "empty", "unpaid", "lags", "lag_tokens")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
+    UNDRAFTED_FIELD_NUMBER: _ClassVar[int]
+    UNWANTED_FIELD_NUMBER: _ClassVar[int]
+    LATE_FIELD_NUMBER: _ClassVar[int]
+    EMPTY_FIELD_NUMBER: _ClassVar[int]
+    UNPAID_FIELD_NUMBER: _ClassVar[int]
+    LAGS_FIELD_NUMBER: _ClassVar[int]
+    LAG_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    nodes: int
+    unverified: int
+    undrafted: int
+    unwanted: int
+    late: int
+    empty: int
+    unpaid: int
+    lags: _containers.RepeatedScalarFieldContainer[int]
+    lag_tokens: int
+    def __init__(self, nodes: _Optional[int] = ..., unverified: _Optional[int] = ..., undrafted: _Optional[int] = ..., unwanted: _Optional[int] = ..., late: _Optional[int] = ..., empty: _Optional[int] = ..., unpaid: _Optional[int] = ..., lags: _Optional[_Iterable[int]] = ..., lag_tokens: _Optional[int] = ...) -> None: ...
 
 class OnlineLoad(_message.Message):
     __slots__ = ("steps", "rows", "kept", "rejected", "accept_length_before", "accept_length_after", "seconds")
