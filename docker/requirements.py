@@ -1,11 +1,12 @@
-"""Prints what an extra of the project needs, one requirement a line. So an image's layer of dependencies depends on
+"""Prints what extras of the project need, one requirement a line. So an image's layer of dependencies depends on
 pyproject.toml alone, and a change of the code does not install them anew.
 
-Usage: python3 requirements.py EXTRA < pyproject.toml
+Usage: python3 requirements.py EXTRA... < pyproject.toml
 """
 
 import sys
 import tomllib
 
 project = tomllib.load(sys.stdin.buffer)["project"]
-sys.stdout.write("\n".join(project["dependencies"] + project["optional-dependencies"][sys.argv[1]]) + "\n")
+wanted = [need for extra in sys.argv[1:] for need in project["optional-dependencies"][extra]]
+sys.stdout.write("\n".join(project["dependencies"] + wanted) + "\n")

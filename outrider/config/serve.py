@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from outrider.config.common import LogLevel, SharedOptions
+from outrider.config.common import LogFormat, LogLevel, SharedOptions
 from outrider.config.draft import DraftOptions
 from outrider.config.gateway import GatewayOptions
 from outrider.config.target import TargetOptions
@@ -34,3 +34,8 @@ class ServeConfig:
     """Address of the draft service, host:port or unix:/path; by default a private Unix domain socket."""
     log_level: LogLevel = "info"
     """Least severe log lines that are shown."""
+    log_format: LogFormat = "text"
+    """Log lines for people (text), or one JSON object an event."""
+    otlp_traces_endpoint: str | None = None
+    """Where all processes send traces by OTLP, such as http://127.0.0.1:4317; none are made by default. Needs
+    outrider[otel]."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from outrider.config.common import DEFAULT_MODEL, DType, ProcessConfig, SharedOptions
+from outrider.config.common import DEFAULT_MODEL, DType, ServiceConfig, SharedOptions
 from outrider.config.tls import TlsOptions
 
 KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
@@ -88,7 +88,7 @@ class TargetOptions(KernelOptions):
 
 
 @dataclass(frozen=True)
-class TargetConfig(TargetOptions, SharedOptions, TlsOptions, ProcessConfig):
+class TargetConfig(TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
     """The target service: verifies proposals with the large model."""
 
     listen: str = "127.0.0.1:30010"

@@ -61,6 +61,7 @@ class OpenSession:
     hints_unwanted: a draft need not work for it before a commit says that hints are wanted
     priority: of sessions that wait, those with a lower number are admitted first
     max_draft_tokens: draft nodes that a step may verify; None is as many as pay, 0 plain decoding
+    traceparent: W3C trace context of the request that wants its spans; empty for none
     """
 
     session_id: int
@@ -77,6 +78,7 @@ class OpenSession:
     hints_unwanted: bool = False
     priority: int = 0
     max_draft_tokens: int | None = None
+    traceparent: str = ""
 
     def validate(self, vocab_size: int, max_tokens: int) -> None:
         """Raise InvalidRequest unless the tokens are known and leave room for one more among max_tokens."""

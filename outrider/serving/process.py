@@ -26,7 +26,7 @@ def run(role: str, config: ProcessConfig, serve: Callable[[], Coroutine[Any, Any
 
 def run_plainly(role: str, config: ProcessConfig, work: Callable[[], int]) -> int:
     """As `run`, without an event loop around the work."""
-    setup_logging(role, config.log_level)
+    setup_logging(role, config.log_level, config.log_format)
     try:
         take_cores(config.cores, config.niceness)
         return work()

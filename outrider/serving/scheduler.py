@@ -15,6 +15,7 @@ is the same, one computes it, and the others take it one step later.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -180,6 +181,7 @@ class Scheduler:
                 return
             self._waiting.take(session)
             self._running[session.id] = session
+            session.admitted_at = session.admitted_at or time.time_ns()
             session.attach()
             promised += pages_for(session.length + 1) - len(session.table.pages)
 

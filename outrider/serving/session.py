@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,6 +23,8 @@ class Session:
     Rows count as computed once their step is launched. Nothing is pending while the next token is being drawn.
 
     cached_tokens: prompt tokens that were found in the prefix cache when it began
+    opened_at, admitted_at, first_at: when it came, was first given pages, and committed first, in nanoseconds since
+        1970; 0 if that has not been
     to_score: rows from the first on whose logits somebody asked for; scored: how many of them were computed
     """
 
@@ -35,6 +39,9 @@ class Session:
         self.opened_length = self.length
         self.computed = 0
         self.cached_tokens = 0
+        self.traceparent = request.traceparent
+        self.opened_at = time.time_ns()
+        self.admitted_at = self.first_at = 0
         asked = request.prompt_logprobs is not None and self.length == self.prompt_length
         self.to_score = self.prompt_length - 1 if asked else 0
         self.scored = 0

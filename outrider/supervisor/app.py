@@ -56,7 +56,7 @@ class Processes:
 
 def serve(config: ServeConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError and EngineFault for what cannot start."""
-    setup_logging("serve", config.log_level)
+    setup_logging("serve", config.log_level, config.log_format)
     config = replace(config, draft=with_drafter(config.draft, config.target.model_path))
     check_flags(config)
     cores = choose_cores(config)
@@ -133,24 +133,25 @@ def draft_quantization(config: ServeConfig) -> str | None:
 
 def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     """The three configurations. runtime: a private folder for sockets."""
-    shared, level = asdict(config.shared), config.log_level
+    shared = asdict(config.shared)
+    told = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
     shape = tree_shape(config)
     target = TargetConfig(
         **asdict(config.target), **(shared if shape is None else shared | {"speculative_num_draft_tokens": shape.rows}),
-        log_level=level, cores=format_cores(cores.target),
+        **told, cores=format_cores(cores.target),
         listen=config.listen_target or f"unix:{runtime}/target.sock",
     )  # fmt: skip
     draft = None
     if config.draft.speculative_algorithm != "NONE":
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
         draft = DraftConfig(
-            **own, **shared, log_level=level, cores=format_cores(cores.draft), niceness=cores.niceness,
+            **own, **shared, **told, cores=format_cores(cores.draft), niceness=cores.niceness,
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",
         )  # fmt: skip
     gateway = GatewayConfig(
-        **asdict(config.gateway), log_level=level, cores=format_cores(cores.gateway),
+        **asdict(config.gateway), **told, cores=format_cores(cores.gateway),
         target=(target.listen,), draft=(draft.listen,) if draft else (),
         health_listen=f"unix:{runtime}/gateway.sock" if config.gateway.ssl_certfile else None,
     )  # fmt: skip

@@ -34,6 +34,7 @@ def open_to_pb(request: OpenSession) -> common_pb2.OpenSession:
         grammar=_grammar_to_pb(request.grammar),
         priority=request.priority,
         max_draft_tokens=request.max_draft_tokens,
+        traceparent=request.traceparent,
     )
 
 
@@ -55,6 +56,7 @@ def open_from_pb(message: common_pb2.OpenSession) -> OpenSession:
         hints_unwanted=message.hints_unwanted,
         priority=message.priority,
         max_draft_tokens=message.max_draft_tokens if message.HasField("max_draft_tokens") else None,
+        traceparent=message.traceparent,
     )
 
 

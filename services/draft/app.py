@@ -22,6 +22,7 @@ from outrider.serving import process
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
+from outrider.tracing import tracing_to
 from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
@@ -70,12 +71,14 @@ async def serve(config: DraftConfig) -> int:
         drafters.extend(engine.drafters)
         for drafter in drafters:
             drafter.start()
+        engine.tracing = tracing
         return engine
 
     try:
         coders = propose_request_from_pb, propose_response_to_pb
         network = None if config.network_cores is None else parse_cores(config.network_cores)
-        return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls)
+        with tracing_to(config.otlp_traces_endpoint, "draft") as tracing:
+            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls)
     finally:
         for drafter in drafters:
             drafter.stop()

@@ -20,6 +20,8 @@ from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import ROOT
+from outrider.tracing import Tracing
+from services.draft import spans
 from services.draft.beam import BeamFrontier
 from services.draft.drafters.base import Drafter, Wish
 from services.draft.frontier import Frontier, TreeLimits
@@ -47,6 +49,7 @@ class DraftEngine(Engine):
         self._records = [Record(drafter.name) for drafter in self.drafters]
         self._quick_was_last = False
         self._failures: list[SessionFailure] = []
+        self.tracing: Tracing | None = None  # where spans of sessions go
 
     # --- sessions ---
 
@@ -84,6 +87,8 @@ class DraftEngine(Engine):
             for places in self._places:
                 places.leave(session)
             self._admit()
+            if self.tracing is not None and session.traceparent:
+                spans.tell(self.tracing, session, [drafter.name for drafter in self.drafters])
 
     def _admit(self) -> None:
         for places in self._places:

@@ -6,6 +6,7 @@ Every drafter of the session has a frontier: what it has still to expand. The ma
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -40,6 +41,9 @@ class DraftSession:
         self.stop_ids = request.stop.stop_ids(eos_token_ids)
         self.prompt_length = request.prompt_length
         self.cache_salt = request.cache_salt
+        self.traceparent = request.traceparent
+        self.opened_at = time.time_ns()
+        self.opened_length = len(request.tokens)
         self.limits = limits
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.frontiers = tuple(frontiers) or (Frontier(limits.nodes, limits.floor, from_parents=True),)

@@ -21,6 +21,7 @@ from outrider.serving import process
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
+from outrider.tracing import tracing_to
 from outrider.wire.codec import verify_request_from_pb, verify_response_to_pb
 from services.target.service import TargetServicer, describe
 
@@ -51,11 +52,15 @@ async def serve(config: TargetConfig) -> int:
 
         folder = checkpoint.resolve(config.model_path)
         engine = build_engine(folder, config)
+        engine.tracing = tracing
         control = Control(engine, folder, trust_remote_code=config.trust_remote_code)
         servicers[0].serve(describe(folder, engine, config), engine, control)
         return engine
 
-    return await serve_engine(build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls)
+    with tracing_to(config.otlp_traces_endpoint, "target") as tracing:
+        return await serve_engine(
+            build, config.listen, verify_request_from_pb, verify_response_to_pb, register, tls=tls
+        )
 
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:

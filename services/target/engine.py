@@ -34,6 +34,8 @@ from outrider.serving.scheduler import Chunk, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
+from outrider.tracing import Tracing
+from services.target import spans
 from services.target.batch import Work, build
 from services.target.budget import Budget, Calibration, least_score, promised
 from services.target.compaction import Moves
@@ -86,6 +88,7 @@ class TargetEngine(Engine):
         self._flight: Flight | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
         self.paused = False
+        self.tracing: Tracing | None = None  # where spans of sessions go
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
@@ -132,6 +135,8 @@ class TargetEngine(Engine):
         self._patience.forget(session_id)
         if entry is not None:
             self._record.ended(session_id, entry.tree)
+            if self.tracing is not None and entry.session.traceparent:
+                spans.tell(self.tracing, entry.session)
             self.scheduler.remove(entry.session, trusted=trusted)
             self.features.close(session_id)
 
@@ -410,6 +415,7 @@ class TargetEngine(Engine):
     @staticmethod
     def _first(entry: Entry) -> dict[str, Any]:
         """What the first commit of a session tells besides."""
+        entry.session.first_at = time.time_ns()
         prompt = entry.prompt_scores
         return {
             "cached_tokens": entry.session.cached_tokens,

@@ -96,7 +96,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "hints_unwanted", "priority", "max_draft_tokens")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "hints_unwanted", "priority", "max_draft_tokens", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class OpenSession(_message.Message):
     HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     tokens: bytes
     prompt_length: int
@@ -125,7 +126,8 @@ class OpenSession(_message.Message):
     hints_unwanted: bool
     priority: int
     max_draft_tokens: int
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., hints_unwanted: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., hints_unwanted: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("spec_id", "layers", "final", "format", "norm_epsilon")

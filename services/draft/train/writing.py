@@ -102,6 +102,7 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
         flags = TargetConfig(
             model_path=config.model_path, listen=address, max_running_requests=config.max_running_requests,
             max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
+            log_format=config.log_format,
         )  # fmt: skip
         child = Child("target", [sys.executable, "-um", "outrider", "target", *to_argv(flags)], address, _pass_on)
         life = asyncio.create_task(child.keep_alive())

@@ -1,0 +1,57 @@
+"""Logs: for people, or one JSON object an event."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from outrider.telemetry import REQUEST_ID, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def lines(capsys):
+    return capsys.readouterr().err.splitlines()
+
+
+def test_lines_for_people(capsys):
+    setup_logging("draft")
+    logging.getLogger("a").info("ready on %s", "here")
+    (line,) = lines(capsys)
+    assert line.split()[1:] == ["draft", "INFO", "ready", "on", "here"]
+
+
+def test_json_has_what_belongs_to_an_event(capsys):
+    setup_logging("target", "info", "json")
+    log = logging.getLogger("services.target")
+    log.debug("not shown")
+    log.info("two\nlines of %s", "Zürich")
+    token = REQUEST_ID.set("q7")
+    log.warning("of a request", extra={"steps": 3, "path": None})
+    REQUEST_ID.reset(token)
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        log.exception("it failed")
+    first, second, third = map(json.loads, lines(capsys))
+    assert first.pop("time").endswith("+00:00")
+    said = {"level": "info", "role": "target", "logger": "services.target", "message": "two\nlines of Zürich"}
+    assert first == said
+    assert (second["request_id"], second["steps"], second["path"], second["level"]) == ("q7", 3, None, "warning")
+    assert "request_id" not in third
+    assert third["exception"].endswith("ValueError: wrong")
+
+
+def test_what_cannot_be_json_is_told_as_text(capsys):
+    setup_logging("gateway", "info", "json")
+    logging.getLogger("x").info("odd", extra={"what": sys})
+    (line,) = lines(capsys)
+    assert json.loads(line)["what"] == str(sys)

@@ -1,0 +1,199 @@
+"""Traces: one request, three processes, one tree of spans, as a collector gets them."""
+
+import time
+from concurrent import futures
+
+import grpc
+import httpx
+import pytest
+
+pytest.importorskip("opentelemetry.sdk")
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from outrider.errors import ConfigError
+from outrider.tracing import tracing_to
+from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.gateway.services import until
+from tests.system.test_serve import System
+from tests.tiny import write_model, write_tokenizer
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """What an OTLP collector does first: take spans. spans: (service, span), as they came."""
+
+    def __init__(self):
+        self.spans = []
+        self.server = grpc.server(futures.ThreadPoolExecutor(4))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)
+        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+    def Export(self, request, context):
+        for resource in request.resource_spans:
+            service = plain(resource.resource.attributes)["service.name"]
+            self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def trace(self, trace_id):
+        """Spans of a trace, by service and name."""
+        return {(service, s.name): s for service, s in self.spans if s.trace_id.hex() == trace_id}
+
+    def whole(self, count=5, **wanted):
+        """Spans of the trace with so many of them whose request has these attributes."""
+
+        def found():
+            for _, span in list(self.spans):
+                has = plain(span.attributes)
+                trace = self.trace(span.trace_id.hex())
+                fits = all(has.get(name.replace("__", ".")) == value for name, value in wanted.items())
+                if fits and len(trace) >= count:
+                    return trace
+            return None
+
+        return until(found, seconds=60)
+
+
+def plain(attributes):
+    """Attributes as Python has them."""
+
+    def value(any_value):
+        kind = any_value.WhichOneof("value")
+        if kind == "array_value":
+            return [value(item) for item in any_value.array_value.values]
+        return getattr(any_value, kind)
+
+    return {attribute.key: value(attribute.value) for attribute in attributes}
+
+
+@pytest.fixture(scope="module")
+def collector():
+    made = Collector()
+    yield made
+    made.server.stop(0).wait()
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory, collector):
+    folder = write_tokenizer(write_model(tmp_path_factory.mktemp("target")))
+    flags = ["--speculative-algorithm", "NGRAM", "--otlp-traces-endpoint", collector.url, "--log-format", "json"]
+    system = System(folder, *flags).wait()
+    yield system
+    assert system.stop() == 0
+
+
+def complete(system, headers=(), **options):
+    body = {"model": "default", "prompt": "a b a b", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    return httpx.post(f"{system.url}/v1/completions", json=body | options, headers=dict(headers), timeout=60)
+
+
+@pytest.mark.system
+def test_one_trace_through_three_processes(system, collector):
+    before = time.time_ns()
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "X-Request-Id": "q7"}
+    assert complete(system, headers, seed=5, top_p=0.5, stop=["never said"]).status_code == 200
+    trace = until(lambda: len(collector.trace(TRACE)) == 5 and collector.trace(TRACE), seconds=60)
+    names = {("outrider-gateway", next(name for service, name in trace if service == "outrider-gateway"))}
+    names |= {("outrider-target", name) for name in ("queue", "prefill", "decode")} | {("outrider-draft", "draft")}
+    assert set(trace) == names
+    (request,) = [span for (service, _), span in trace.items() if service == "outrider-gateway"]
+    assert request.name.startswith("text_completion ")
+    assert request.parent_span_id.hex() == CALLER
+    assert request.kind == request.SPAN_KIND_SERVER
+    others = [span for (service, _), span in trace.items() if service != "outrider-gateway"]
+    assert {span.parent_span_id for span in others} == {request.span_id}
+    assert len({span.span_id for span in trace.values()}) == 5
+    for span in trace.values():
+        assert before <= span.start_time_unix_nano <= span.end_time_unix_nano <= time.time_ns()
+    queue, prefill, decode = (trace["outrider-target", name] for name in ("queue", "prefill", "decode"))
+    assert request.start_time_unix_nano <= queue.start_time_unix_nano
+    assert queue.end_time_unix_nano == prefill.start_time_unix_nano
+    assert prefill.end_time_unix_nano == decode.start_time_unix_nano
+    assert decode.end_time_unix_nano <= request.end_time_unix_nano
+
+
+@pytest.mark.system
+def test_attributes_are_those_of_the_conventions(system, collector):
+    assert complete(system, {"X-Request-Id": "q8"}, seed=5, top_p=0.5, stop=["never said"], n=2).status_code == 200
+    trace = collector.whole(gen_ai__response__id="q8")
+    told = {span.name: plain(span.attributes) for span in trace.values()}
+    request = next(told[name] for name in told if name.startswith("text_completion"))
+    wanted = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.max_tokens": 24,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 0.5,
+        "gen_ai.request.seed": 5,
+        "gen_ai.request.stop_sequences": ["never said"],
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.stream": False,
+        "gen_ai.response.id": "q8",
+        "gen_ai.response.finish_reasons": ["length", "length"],
+        "gen_ai.usage.output_tokens": 48,
+        "http.response.status_code": 200,
+    }
+    assert {name: request.get(name) for name in wanted} == wanted
+    assert request["gen_ai.request.model"] == request["gen_ai.response.model"]
+    assert request["gen_ai.usage.input_tokens"] == told["prefill"]["gen_ai.usage.input_tokens"]
+    assert 0 < request["gen_ai.response.time_to_first_chunk"] <= request["gen_ai.latency.e2e"]
+    assert request["outrider.steps"] == 48 - request["outrider.accepted_draft_tokens"]
+    assert told["decode"]["gen_ai.usage.output_tokens"] == 24
+    assert told["draft"]["outrider.drafters"] == ["NGRAM"]
+    assert not any("a b a b" in str(value) for span in told.values() for value in span.values())
+    sessions = [plain(s.attributes)["outrider.session_id"] for _, s in collector.spans
+                if s.trace_id == next(iter(trace.values())).trace_id and s.name == "decode"]  # fmt: skip
+    assert len(sessions) == len(set(sessions)) == 2
+
+
+@pytest.mark.system
+def test_a_stream_that_is_left_and_a_chat_over_grpc(system, collector):
+    body = {"model": "default", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{system.url}/v1/completions", json=body, headers={"X-Request-Id": "q9"}) as answer:
+        next(answer.iter_lines())
+    trace = collector.whole(gen_ai__response__id="q9")
+    request = next(plain(s.attributes) for (service, _), s in trace.items() if service == "outrider-gateway")
+    assert request["gen_ai.response.finish_reasons"] in (["abort"], ["length"])
+    assert request["gen_ai.request.stream"]
+    channel = grpc.insecure_channel(f"127.0.0.1:{system.grpc_port}")
+    wanted = gateway_pb2.GenerateRequest(chat={"messages": [{"role": "user", "content": "hi"}]}, max_tokens=4)
+    trace_id = "1" * 32
+    metadata = (("traceparent", f"00-{trace_id}-{CALLER}-01"),)
+    with channel:
+        list(gateway_pb2_grpc.GatewayServiceStub(channel).Generate(wanted, metadata=metadata))
+    trace = until(lambda: len(collector.trace(trace_id)) == 5 and collector.trace(trace_id), seconds=60)
+    assert any(name.startswith("chat ") for _, name in trace)
+
+
+@pytest.mark.system
+def test_what_is_refused_is_an_error_and_what_is_not_sampled_is_not_sent(system, collector):
+    assert complete(system, {"X-Request-Id": "q10"}, max_tokens=10**9).status_code == 400
+    span = next(iter(collector.whole(1, gen_ai__response__id="q10").values()))
+    assert span.status.code == span.status.STATUS_CODE_ERROR
+    assert plain(span.attributes)["error.type"] == "400"
+    silent = "2" * 32
+    assert complete(system, {"traceparent": f"00-{silent}-{CALLER}-00"}).status_code == 200
+    complete(system, {"X-Request-Id": "q11"})
+    collector.whole(gen_ai__response__id="q11")
+    assert collector.trace(silent) == {}
+    assert httpx.get(f"{system.url}/health").status_code == 200
+    assert not any("health" in str(plain(span.attributes)) for _, span in collector.spans)
+
+
+def test_without_an_endpoint_nothing_is_made():
+    with tracing_to(None, "target") as tracing:
+        assert tracing is None
+
+
+def test_a_protocol_that_is_not_known_is_refused(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier pigeon")
+    with pytest.raises(ConfigError, match="carrier pigeon"), tracing_to("http://127.0.0.1:1", "target"):
+        pass
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"outrider\[otel\]"), tracing_to("http://127.0.0.1:1", "target"):
+        pass
