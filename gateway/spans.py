@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from gateway.generation import GenerationRequest
 
+_FAILED = ("error", "overloaded")  # outcomes of generations
+
 CURRENT: ContextVar[RequestSpan | None] = ContextVar("request_span", default=None)
 
 
@@ -58,6 +60,8 @@ class RequestSpan:
         """The answer has been sent, or a generation is over: its session, and how it ended."""
         if session is not None:
             self._reasons.append(outcome)
+            if outcome in _FAILED:
+                self.attributes.setdefault("error.type", outcome)
             if session.steps:
                 self._firsts.append(session.first_at - self._began)
             for name, count in (

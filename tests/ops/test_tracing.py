@@ -150,8 +150,9 @@ def test_attributes_are_those_of_the_conventions(system, collector):
 
 @pytest.mark.system
 def test_a_stream_that_is_left_and_a_chat_over_grpc(system, collector):
-    body = {"model": "default", "prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    body = {"model": "default", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{system.url}/v1/completions", json=body, headers={"X-Request-Id": "q9"}) as answer:
+        assert answer.status_code == 200
         next(answer.iter_lines())
     trace = collector.whole(gen_ai__response__id="q9")
     request = next(plain(s.attributes) for (service, _), s in trace.items() if service == "outrider-gateway")
