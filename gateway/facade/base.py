@@ -22,7 +22,8 @@ from gateway.control import Control
 from gateway.facade.bundle import bundle, chunks
 from gateway.facts import Facts
 from gateway.generation import Generation, GenerationRequest, Generator
-from outrider.errors import InvalidRequest, OutriderError, Unauthenticated, Unavailable
+from outrider.errors import InvalidRequest, Unauthenticated, Unavailable
+from outrider.serving.rpc import statuses
 
 _POLL_SECONDS = 0.02
 _STARTING = "the gateway is starting; it waits for a target service"
@@ -71,17 +72,16 @@ class Facade:
     @contextlib.asynccontextmanager
     async def _call(self, context: Any, *, generates: bool = False) -> AsyncIterator[Backend]:
         """A call under way: its caller is let in, and OutriderErrors become its status."""
-        try:
-            backend = self._backend
-            if backend is None:
-                raise Unavailable(_STARTING)
-            key = backend.keys.check(_authorization(context))
-            with backend.keys.request(key) if generates else contextlib.nullcontext():
-                yield backend
-        except InvalidRequest as error:  # its kinds, too
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        except OutriderError as error:
-            await context.abort(error.status.grpc, error.message)
+        async with statuses(context):
+            try:
+                backend = self._backend
+                if backend is None:
+                    raise Unavailable(_STARTING)
+                key = backend.keys.check(_authorization(context))
+                with backend.keys.request(key) if generates else contextlib.nullcontext():
+                    yield backend
+            except InvalidRequest as error:  # its kinds, too
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
 
     async def _refuse(self, context: Any, what: str) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, what)
