@@ -14,6 +14,8 @@ FIELDS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar",
 )  # fmt: skip
 
+_COMPACT = "disable_any_whitespace"  # in structured_outputs
+
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     """The grammar of a request. Raises InvalidRequest for one that cannot be read, and for more than one."""
@@ -26,7 +28,21 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise InvalidRequest(f"{names} cannot be combined; send one of them", param=found[1][0])
-    return found[0][1] if found else None
+    if not found:
+        return None
+    asked = fields.get("structured_outputs")
+    compact = isinstance(asked, dict) and asked.get(_COMPACT) is True
+    return _compact(found[0][1]) if compact else found[0][1]
+
+
+def _compact(grammar: Grammar) -> Grammar:
+    """A JSON schema without any whitespace between its parts, in the words of the compiler of grammars."""
+    schema = json.loads(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else False
+    if schema is False:
+        return grammar
+    told = {} if schema is True else schema
+    guidance = {**told.get("x-guidance", {}), "whitespace_flexible": False}
+    return Grammar(grammar.kind, json.dumps({**told, "x-guidance": guidance}))
 
 
 def _json_schema(value: Any, name: str) -> Grammar:
@@ -79,7 +95,7 @@ def _structured_outputs(value: Any, name: str) -> Grammar | None:
         raise InvalidRequest(f"{name} must be an object", param=name)
     found: list[Grammar] = []
     for key, content in value.items():
-        if content is None or content is False:
+        if content is None or content is False or (key == _COMPACT and content is True):
             continue
         if key not in _STRUCTURED:
             raise InvalidRequest(f"`{name}.{key}` is not supported by this server; leave it out", param=name)
