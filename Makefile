@@ -7,10 +7,10 @@ PROTOS := $(wildcard protos/outrider/wire/v1/*.proto)
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install lint check test bench gpu serve protos fresh-protos clean
+.PHONY: help install lint check test conformance bench gpu serve protos fresh-protos clean
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## make .venv and install everything into it (again only if pyproject.toml changed)
 
@@ -37,6 +37,9 @@ check: lint fresh-protos  ## lint, and the generated stubs are up to date
 
 test: install  ## the whole suite, on the CPU
 	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup -m "not gpu" $(ARGS)
+
+conformance: install  ## clients that nobody here wrote against a running system; writes docs/conformance.md
+	$(BIN)/python -m tests.conformance $(ARGS)
 
 bench: install  ## measure the whole system (ARGS="--help" lists what can be chosen)
 	$(BIN)/python -m bench $(ARGS)

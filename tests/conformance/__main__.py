@@ -1,0 +1,143 @@
+"""Run the clients, and write what each showed into a page.
+
+make conformance                              the default model, all clients
+make conformance ARGS="--only openai llm"     some of them; the page is then left as it is
+make conformance ARGS="--url http://..."      against a system that runs already
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tyro
+
+from bench.serving import served
+from outrider import __version__, checkpoint
+from tests.conformance.environments import CLIENTS, FOLDER, ROOT, SCRIPTS, Client
+
+PAGE = ROOT / "docs" / "conformance.md"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Run clients that nobody here wrote against a running system."""
+
+    url: str | None = None
+    """Base URL of a system that runs already, without /v1; by default one is started."""
+    model_path: str = "default"
+    """Model of the system that is started, and whose tokenizer the clients use."""
+    only: tuple[str, ...] = ()
+    """Clients to run; by default all."""
+    seconds: float = 600.0
+    """Longest time of a client."""
+    page: str | None = None
+    """Page that is written; by default docs/conformance.md if all clients are run, and else none."""
+
+
+@dataclass
+class Outcome:
+    """What a client showed: names of checks with what they found, and those that failed with why."""
+
+    client: Client
+    version: str = "-"
+    passed: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome:
+    """Drive a client. What it cannot do is a failure, not an error of ours."""
+    outcome = Outcome(client)
+    try:
+        client.install()
+        outcome.version = client.version()
+    except subprocess.CalledProcessError as error:
+        outcome.failed.append(("installation", str(error)))
+        return outcome
+    start = time.monotonic()
+    work = FOLDER / "work" / client.name
+    work.mkdir(parents=True, exist_ok=True)
+    told = work / "told.jsonl"
+    told.unlink(missing_ok=True)
+    settings = {"URL": url, "MODEL_FOLDER": str(model_folder), "TOLD": str(told), "BIN": str(client.python.parent)}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+    command = [client.python, SCRIPTS / client.script]
+    try:
+        ended = subprocess.run(command, cwd=work, env=environment, timeout=seconds, capture_output=True, text=True)
+        if ended.returncode:
+            outcome.failed.append(("the script", (ended.stderr.strip().splitlines() or ["ended"])[-1]))
+    except subprocess.TimeoutExpired:
+        outcome.failed.append(("the script", f"was not done in {seconds:.0f} s"))
+    for line in told.read_text().splitlines() if told.exists() else []:
+        row = json.loads(line)
+        (outcome.passed if row["ok"] else outcome.failed).append((row["check"], row["found"]))
+    outcome.seconds = time.monotonic() - start
+    return outcome
+
+
+@contextlib.contextmanager
+def system(options: Options) -> Iterator[str]:
+    """Base URL of what is asked."""
+    if options.url is not None:
+        yield options.url.rstrip("/")
+        return
+    with served(options.model_path, ["--request-timeout", "60"], "auto") as url:
+        yield url
+
+
+def page(outcomes: Sequence[Outcome], model: str) -> str:
+    """The page."""
+    rows = [
+        f"| {o.client.name} | {o.version} | {len(o.passed)} of {len(o.passed) + len(o.failed)} | {o.seconds:.0f} s |"
+        for o in outcomes
+    ]
+    parts = [
+        "# Clients that nobody here wrote",
+        "",
+        f"`make conformance` wrote this page: Outrider {__version__} with {model}, Python {platform.python_version()}.",
+        "Each client has a virtual environment of its own, made on demand under `build/conformance`.",
+        "",
+        "| client | version | checks passed | took |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+    for outcome in outcomes:
+        parts += ["", f"## {outcome.client.name} {outcome.version}", ""]
+        parts += [f"- {name}: {found}" if found else f"- {name}" for name, found in outcome.passed]
+        parts += [f"- **failed** {name}: {found}" for name, found in outcome.failed]
+    return "\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run them. Returns 0 if every check passed, else 1."""
+    options = tyro.cli(Options, args=argv, prog="make conformance")
+    unknown = set(options.only) - {client.name for client in CLIENTS}
+    if unknown:
+        print(f"there is no client {', '.join(sorted(unknown))}; choose of {', '.join(c.name for c in CLIENTS)}")
+        return 2
+    chosen = [client for client in CLIENTS if not options.only or client.name in options.only]
+    folder, outcomes = checkpoint.resolve(options.model_path), []
+    with system(options) as url:
+        for client in chosen:
+            outcome = run(client, url, folder, options.seconds)
+            outcomes.append(outcome)
+            print(f"{client.name} {outcome.version}: {len(outcome.passed)} passed, {len(outcome.failed)} failed")
+            for name, found in outcome.failed:
+                print(f"  FAILED {name}: {found}")
+    where = options.page or (str(PAGE) if len(chosen) == len(CLIENTS) else None)
+    if where is not None:
+        Path(where).write_text(page(outcomes, checkpoint.display_name(options.model_path)))
+    return int(any(outcome.failed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
