@@ -11,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 import tyro
-import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -26,6 +24,7 @@ from gateway.api import app as rest
 from gateway.api.middleware import Edge, Gate
 from gateway.api.tracing import Traced
 from gateway.control import Control
+from gateway.doors import Doors
 from gateway.facade import Backend, facades
 from gateway.facts import Facts
 from gateway.generation import Generator
@@ -37,12 +36,14 @@ from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.text.tokenizer import ModelTokenizer
+from gateway.workers.answers import answers_for
+from gateway.workers.parent import oversee
+from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.serving import process
 from outrider.serving.place import speak_from
-from outrider.serving.rpc import GrpcServer, stop_on_signals
-from outrider.tls import ServerTls
+from outrider.serving.rpc import stop_on_signals
 from outrider.tracing import Tracing, tracing_to
 from outrider.wire.v1 import gateway_pb2_grpc
 
@@ -52,49 +53,52 @@ Result = TypeVar("Result")
 
 _PATIENCE = 2.0  # seconds after which a service that is away is warned of
 _START_UP = 60.0  # seconds in which a service that does not fit ends the process; later ones are only not used
-_GRACE = 5  # seconds that requests get to end when the gateway stops
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
     config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
+    if config.gateway_workers != 1:
+        return process.run_plainly("gateway", config, lambda: asyncio.run(oversee(config)))
     return process.run("gateway", config, lambda: serve(config))
 
 
-async def serve(config: GatewayConfig) -> int:
-    """Serve until a signal. Returns the exit code. Raises ConfigError, Unavailable."""
+async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
+    """Serve until a signal. peers: other processes on the same ports. Returns the exit code.
+
+    Raises ConfigError, Unavailable.
+    """
     speak_from()
     request_log.enable(config.enable_log_requests)
     with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
-        return await _serve(config, tracing)
+        return await _serve(config, tracing, peers or Peers())
 
 
-async def _serve(config: GatewayConfig, tracing: Tracing | None) -> int:
+async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(stop_on_signals().wait())
-    edge, servicer, grpc_server = Edge(config.max_body_bytes), GatewayServicer(), GrpcServer()
+    edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
+    doors = Doors(config, edge, shared=peers.several)
     doubles, metrics = facades(config.grpc_facades), Metrics()
-    health_server = GrpcServer() if config.health_listen is not None else None
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
     rules = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
     targets = [TargetLink(address, service_tls) for address in config.target]
     orchestrator = Orchestrator(targets, [], metrics, routing=rules)
-    listener = bind(config.host, config.port)
-    rest_server = start_rest(edge, listener, tls)
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, doors.grpc.server)
+    for facade in doubles:
+        facade.add_to(doors.grpc.server)
+    names = (SERVICE_NAME, *(facade.name for facade in doubles))
+    late = peers.opened  # others serve: clients are better off with them until this one can, too
     try:
-        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, grpc_server.server)
-        for facade in doubles:
-            facade.add_to(grpc_server.server)
-        names = (SERVICE_NAME, *(facade.name for facade in doubles))
-        await grpc_server.start(f"{config.host}:{config.grpc_port}", names, tls)
-        if health_server is not None:
-            await health_server.start(config.health_listen or "", ())
+        await doors.start_health()
+        if not late:
+            await doors.open(names, tls)
         target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
         if target is None:
             return 0
         assert target.info is not None, "a link that is up knows its service"
-        facts = Facts(config, target.info)
+        facts = Facts(config, target.info, peers)
         generator = Generator(
             orchestrator,
             ModelTokenizer(target.tokenizer_files),
@@ -113,34 +117,32 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None) -> int:
             orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
+        control = Control(orchestrator, facts)
+        await peers.serve(answers_for(generator, control))
         edge.app = _guarded(rest.build(generator, facts), keys, config.allowed_origins)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)
-        backend = Backend(generator, facts, Control(orchestrator, facts), keys)
+        backend = Backend(generator, facts, control, keys)
         for facade in doubles:
             facade.serve(backend)
-        await _set_serving(grpc_server, health_server, serving=True)
+        if late:
+            await doors.open(names, tls)
+        await doors.set_serving(True)
         scheme = "https" if tls is not None else "http"
         log.info("REST on %s://%s:%d, gRPC on %s:%d", scheme, config.host, config.port, config.host, config.grpc_port)
         await unless(stop, meet(orchestrator, target))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
-        await _set_serving(grpc_server, health_server, serving=False)
+        await doors.set_serving(False)
         await admission.drain(config.drain_timeout)
         return 0
     finally:
         for task in (stop, *tests):
             task.cancel()
         await orchestrator.stop()
-        servers = [server for server in (grpc_server, health_server) if server is not None]
-        await asyncio.gather(stop_rest(rest_server), *(server.stop() for server in servers))
-
-
-async def _set_serving(*servers: GrpcServer | None, serving: bool) -> None:
-    for server in servers:
-        if server is not None:
-            await server.set_serving(serving)
+        await peers.stop()
+        await doors.close()
 
 
 def _guarded(app: ASGIApp, keys: Keys, origins: Sequence[str]) -> ASGIApp:
@@ -206,41 +208,3 @@ async def _meet(link: TargetLink | DraftLink) -> None:
         log.warning("%s; going on without it until it comes", error.message)
         with contextlib.suppress(Unavailable):
             await link.wait_up(_START_UP)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if the port is in use."""
-    try:
-        return socket.create_server((host, port), backlog=2048)
-    except OSError as error:
-        reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        raise ConfigError(f"{reason}; is it in use? Choose another --port") from None
-
-
-def start_rest(app: Edge, listener: socket.socket, tls: ServerTls | None = None) -> tuple[_Server, asyncio.Task[None]]:
-    """Answer HTTP on a socket, or HTTPS."""
-    files: dict[str, Any] = {}
-    if tls is not None:
-        files = {"ssl_certfile": tls.pair.certfile, "ssl_keyfile": tls.pair.keyfile, "ssl_ca_certs": tls.ca_certs}
-        files["ssl_cert_reqs"] = tls.cert_reqs
-    settings = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_GRACE, **files
-    )
-    server = _Server(settings)
-    return server, asyncio.create_task(server.serve(sockets=[listener]), name="rest")
-
-
-async def stop_rest(rest_server: tuple[_Server, asyncio.Task[None]]) -> None:
-    """Stop answering HTTP; what is under way gets a moment."""
-    server, task = rest_server
-    server.should_exit = True
-    await task

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import grpc
@@ -57,7 +57,7 @@ class Control:
             self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
             for target in self._targets
         ]
-        return self._changed(await asyncio.gather(*calls, return_exceptions=True))
+        return await self._changed(await asyncio.gather(*calls, return_exceptions=True))
 
     async def update_from_tensors(
         self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate
@@ -81,21 +81,29 @@ class Control:
             async for part in _cut(parts):
                 await _put(queues, tasks, part)
             await _put(queues, tasks, None)
-            return self._changed(await asyncio.gather(*tasks, return_exceptions=True))
+            return await self._changed(await asyncio.gather(*tasks, return_exceptions=True))
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _changed(self, results: Sequence[Any]) -> common_pb2.WeightFacts:
-        """Note what each target has now. Raises the first error."""
+    async def _changed(self, results: Sequence[Any]) -> common_pb2.WeightFacts:
+        """Note what each target has now, here and in other workers. Raises the first error."""
         changed: list[common_pb2.WeightFacts] = [r.weights for r in results if not isinstance(r, BaseException)]
         if changed:
-            model, first = self._facts.target.model, changed[0]
-            model.fingerprint, self._facts.target.weight_version = first.fingerprint, first.weight_version
-            for target, result in zip(self._targets, results, strict=True):
-                target.weights_changed(first if isinstance(result, BaseException) else result.weights)
+            first = changed[0]
+            prints = [(first if isinstance(r, BaseException) else r.weights).fingerprint for r in results]
+            news = {"version": first.weight_version, "fingerprint": first.fingerprint, "targets": prints}
+            self.adopt(news)
+            await self._facts.peers.ask("weights", news)
         _check(results)
         return changed[0]
+
+    def adopt(self, news: Mapping[str, Any]) -> None:
+        """Targets have new weights. news: their `version` and `fingerprint`, and the fingerprint of each target's."""
+        model = self._facts.target.model
+        model.fingerprint, self._facts.target.weight_version = news["fingerprint"], news["version"]
+        for target, fingerprint in zip(self._targets, news["targets"], strict=True):
+            target.weights_changed(fingerprint)
 
     # --- cache and pauses ---
 

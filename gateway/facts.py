@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
 import outrider
 from gateway.generation import Generator
+from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.wire.v1 import target_pb2
 
@@ -20,6 +21,7 @@ class Facts:
 
     config: GatewayConfig
     target: target_pb2.GetTargetInfoResponse
+    peers: Peers = field(default_factory=Peers)
 
     @property
     def version(self) -> str:

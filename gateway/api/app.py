@@ -23,6 +23,7 @@ from gateway.api.voices import Voice
 from gateway.control import Control
 from gateway.facts import Facts
 from gateway.generation import Generator
+from gateway.workers import exposition
 from outrider.errors import InvalidRequest, ModelNotFound
 
 MAX_GENERATIONS = 128
@@ -119,7 +120,9 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(generator.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        """The figures of all workers, where there are several."""
+        page = await exposition.collect(generator.metrics, facts.peers)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/get_server_info")
     @app.get("/server_info")

@@ -107,10 +107,14 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
         """End one request, or all, which asks for the key of --admin-api-key. Clients keep what they have got."""
         if body.abort_all:
             await check_key(request)
-            return _json({"success": True, "aborted_requests": generator.orchestrator.abort_all()})
+            others = await facts.peers.ask("abort_all")
+            aborted = generator.orchestrator.abort_all() + sum(others.values())
+            return _json({"success": True, "aborted_requests": aborted})
         if not body.rid:
             raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
-        return _json({"success": True, "aborted_requests": generator.abort(_PREFIX.sub("", body.rid))})
+        name = _PREFIX.sub("", body.rid)
+        others = await facts.peers.ask("abort", name)
+        return _json({"success": True, "aborted_requests": generator.abort(name) + sum(others.values())})
 
     @app.get("/get_weight_version")
     @app.get("/weight_version")

@@ -43,10 +43,10 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if self.info is not None:
             self._check(self.info)
 
-    def weights_changed(self, weights: common_pb2.WeightFacts) -> None:
-        """It has these weights now, or must get them before it is used again."""
+    def weights_changed(self, fingerprint: str) -> None:
+        """It has weights of this fingerprint now, or must get them before it is used again."""
         assert self._expected is not None, "weights change only once a target has been met"
-        self._expected.model.fingerprint = weights.fingerprint
+        self._expected.model.fingerprint = fingerprint
 
     def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
         """Raise ConfigError for another model than the expected one, or other number formats."""

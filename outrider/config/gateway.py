@@ -7,6 +7,7 @@ from typing import Literal
 
 from outrider.config.common import ServiceConfig
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
+from outrider.errors import ConfigError
 
 ToolCallParser = Literal["auto", "none", "hermes", "qwen25", "llama3", "deepseekv3"]
 ReasoningParser = Literal["auto", "none", "deepseek-r1", "qwen3"]
@@ -23,6 +24,8 @@ class GatewayOptions(TlsOptions):
     """Port of the REST service."""
     grpc_port: int = 30001
     """Port of the gRPC service."""
+    gateway_workers: int = 1
+    """Processes that share both ports."""
     served_model_name: str | None = None
     """Name of the model in requests and answers; by default the model path."""
     max_body_bytes: int = 4 << 20
@@ -62,6 +65,11 @@ class GatewayOptions(TlsOptions):
     """Ask no questions when a draft with a model comes up, to see whether it knows the target."""
     connect_timeout: float = 600.0
     """Seconds to wait for the services at start-up."""
+
+    def check_workers(self) -> None:
+        """Raise ConfigError for a number of workers that cannot be."""
+        if self.gateway_workers < 1:
+            raise ConfigError(f"--gateway-workers must be 1 or more, not {self.gateway_workers}")
 
 
 @dataclass(frozen=True)

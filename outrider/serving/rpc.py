@@ -47,8 +47,8 @@ SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.so_reuseport", 0),
 ]
+_SHARES = "grpc.so_reuseport"
 
 
 PROGRESS = "outrider-progress"
@@ -73,8 +73,9 @@ class _Health(HealthServicer):  # type: ignore[misc]
 class GrpcServer:
     """A grpc.aio server with health and reflection. Use: add services to `server`, `start`, `set_serving`, `stop`."""
 
-    def __init__(self) -> None:
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+    def __init__(self, *, shared: bool = False) -> None:
+        """shared: other processes may listen on the same port."""
+        self.server = grpc.aio.server(options=[*SERVER_OPTIONS, (_SHARES, int(shared))])
         self.health = _Health()
         add_HealthServicer_to_server(self.health, self.server)
         self._names: tuple[str, ...] = ("",)

@@ -83,6 +83,7 @@ def check_flags(config: ServeConfig) -> None:
         )
     tree_shape(config)
     gateway.server_tls()
+    gateway.check_workers()
     if gateway.port == gateway.grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):

@@ -140,12 +140,17 @@ class Child:
 
 
 async def supervise(
-    children: Sequence[Child], starting: Coroutine[None, None, None], stop: asyncio.Event, hurry: asyncio.Event
+    children: Sequence[Child],
+    starting: Coroutine[None, None, None],
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    *,
+    together: bool = False,
 ) -> Child | None:
     """Run children until `stop`, or until one gives up, which is then returned.
 
     starting: runs beside them and may return at any time. hurry: kills what does not end at once. The last child is
-    ended first, then the others together.
+    ended first, then the others together; or all together.
     """
     lives = {child: asyncio.create_task(child.keep_alive()) for child in children}
     start = asyncio.create_task(starting)
@@ -159,7 +164,7 @@ async def supervise(
     finally:
         start.cancel()
         stopping.cancel()
-        for group in (children[-1:], children[:-1]):
+        for group in (children,) if together else (children[-1:], children[:-1]):
             grace = GRACE_SECONDS + max((child.extra_grace for child in group), default=0.0)
             await _end({child: lives[child] for child in group}, grace, hurry)
     for life in lives.values():

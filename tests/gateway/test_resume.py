@@ -93,7 +93,7 @@ def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder)
         for stream in streams:
             started(stream)
         draft.stop()
-        assert gateway.client.get("/health").status_code == 503
+        until(lambda: gateway.client.get("/health").status_code == 503)
         assert "draft" in gateway.client.get("/health").text
         assert gateway.text("A", max_tokens=3) == "BCD"
         draft.start()
@@ -148,7 +148,7 @@ def test_a_target_that_dies_midway_changes_no_token(folder, temperature):
         for stream in streams:
             started(stream)
         target.stop()
-        assert gateway.client.get("/health").status_code == 503
+        until(lambda: gateway.client.get("/health").status_code == 503)
         target.start()
         for stream in streams:
             stream.text = stream.text.removeprefix("A")

@@ -1,0 +1,101 @@
+"""The ports of the gateway: REST, gRPC, and health alone. A worker that stops leaves the port that others share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import uvicorn
+
+from gateway.api.middleware import Edge
+from outrider.config import GatewayConfig
+from outrider.errors import ConfigError
+from outrider.serving.rpc import GrpcServer
+from outrider.tls import ServerTls
+
+_GRACE = 5  # seconds that requests get to end when the gateway stops
+
+
+class Doors:
+    """Servers of one process. Use: add services to `grpc.server`, `open`, `set_serving`, `close`."""
+
+    def __init__(self, config: GatewayConfig, edge: Edge, *, shared: bool = False) -> None:
+        """shared: other processes listen on the same ports."""
+        self.grpc = GrpcServer(shared=shared)
+        self._config = config
+        self._edge = edge
+        self._shared = shared
+        self._health = GrpcServer() if config.health_listen is not None else None
+        self._rest: tuple[_Server, asyncio.Task[None]] | None = None
+        self._open = False
+
+    async def start_health(self) -> None:
+        """Listen where health alone is asked. Raises ConfigError if that cannot be."""
+        if self._health is not None:
+            await self._health.start(self._config.health_listen or "", ())
+
+    async def open(self, names: Sequence[str], tls: ServerTls | None) -> None:
+        """Listen where clients come; 503 is answered until the edge has an app. Raises ConfigError for ports in use.
+
+        names: of the gRPC services that were added.
+        """
+        config = self._config
+        self._rest = start_rest(self._edge, bind(config.host, config.port, shared=self._shared), tls)
+        self._open = True
+        await self.grpc.start(f"{config.host}:{config.grpc_port}", names, tls)
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health says. A process that serves no longer leaves ports that others share."""
+        for server in (self.grpc, self._health):
+            if server is not None:
+                await server.set_serving(serving)
+        if self._shared and not serving and self._rest is not None:
+            for listening in self._rest[0].servers:
+                listening.close()
+
+    async def close(self) -> None:
+        """Stop; what is under way gets a moment."""
+        servers = [server for server in (self.grpc if self._open else None, self._health) if server is not None]
+        rest = [stop_rest(self._rest)] if self._rest is not None else []
+        await asyncio.gather(*rest, *(server.stop() for server in servers))
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A listening socket. shared: others may listen there, too. Raises ConfigError if the port is in use."""
+    try:
+        return socket.create_server((host, port), backlog=2048, reuse_port=shared)
+    except OSError as error:
+        reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise ConfigError(f"{reason}; is it in use? Choose another --port") from None
+
+
+def start_rest(app: Edge, listener: socket.socket, tls: ServerTls | None = None) -> tuple[_Server, asyncio.Task[None]]:
+    """Answer HTTP on a socket, or HTTPS."""
+    files: dict[str, Any] = {}
+    if tls is not None:
+        files = {"ssl_certfile": tls.pair.certfile, "ssl_keyfile": tls.pair.keyfile, "ssl_ca_certs": tls.ca_certs}
+        files["ssl_cert_reqs"] = tls.cert_reqs
+    settings = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_GRACE, **files
+    )
+    server = _Server(settings)
+    return server, asyncio.create_task(server.serve(sockets=[listener]), name="rest")
+
+
+async def stop_rest(rest_server: tuple[_Server, asyncio.Task[None]]) -> None:
+    """Stop answering HTTP; what is under way gets a moment."""
+    server, task = rest_server
+    server.should_exit = True
+    await task

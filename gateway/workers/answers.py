@@ -1,0 +1,17 @@
+"""What a worker answers to the others."""
+
+from __future__ import annotations
+
+from gateway.control import Control
+from gateway.generation import Generator
+from gateway.workers.peers import Answers
+
+
+def answers_for(generator: Generator, control: Control) -> Answers:
+    """By question: its own metrics; requests that another worker was told to end; weights that one has changed."""
+    return {
+        "metrics": lambda _: generator.metrics.render().decode(),
+        "abort": generator.abort,
+        "abort_all": lambda _: generator.orchestrator.abort_all(),
+        "weights": control.adopt,
+    }

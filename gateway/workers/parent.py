@@ -1,0 +1,138 @@
+"""The parent of several gateway processes that share its ports.
+
+    reserve the ports, so that nobody else takes them
+    start the workers ──► one that dies is started again; one that cannot start at all ends all
+    a signal ──► all workers at once refuse what is new, and let what is under way end
+
+The kernel spreads connections over the workers that listen (SO_REUSEPORT). The parent itself serves no client; where
+--health-listen is given it answers there, for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gateway.workers.peers import health_address, open_mark
+from outrider.config import GatewayConfig, to_argv
+from outrider.errors import ConfigError, EngineFault
+from outrider.serving.rpc import GrpcServer
+from outrider.supervisor.health import is_healthy
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, supervise
+
+log = logging.getLogger(__name__)
+
+_START_UP = 60.0  # seconds in which services that do not fit end all; later, only the worker that finds them
+
+
+async def oversee(config: GatewayConfig) -> int:
+    """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault."""
+    config.check_workers()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    health = GrpcServer() if config.health_listen is not None else None
+    with _reserved(config), tempfile.TemporaryDirectory(prefix="outrider-gateway-") as name:
+        children = _children(config, Path(name))
+        if health is not None:
+            await health.start(config.health_listen or "", ())
+        try:
+            loser = await supervise(children, _watch(children, Path(name), health), stop, hurry, together=True)
+        finally:
+            if health is not None:
+                await health.stop()
+    if loser is None:
+        return 0
+    message = loser.last_line.removeprefix("error: ")
+    raise ConfigError(message) if loser.gave_up == EXIT_MISCONFIGURED else EngineFault(f"{loser.name}: {message}")
+
+
+def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayConfig:
+    """What one worker is told: its share of the bound, a health of its own, and one of them to test the drafts."""
+    return replace(
+        config,
+        gateway_workers=1,
+        niceness=0,  # it has the parent's
+        max_pending_requests=-(-config.max_pending_requests // config.gateway_workers),
+        disable_draft_self_test=config.disable_draft_self_test or index > 0,
+        health_listen=health_address(folder, index),
+    )
+
+
+def _children(config: GatewayConfig, folder: Path) -> list[Child]:
+    children = []
+    for index in range(config.gateway_workers):
+        command = [sys.executable, "-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder)]
+        command += to_argv(worker_config(config, index, folder))
+        child = Child(f"worker {index}", command, health_address(folder, index), _tell)
+        child.extra_grace = config.drain_timeout
+        children.append(child)
+    return children
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+async def _watch(children: Sequence[Child], folder: Path, health: GrpcServer | None) -> None:
+    """Say when the first worker serves, and when all do; some time later, what still dies is only started again."""
+    loop, waiting = asyncio.get_running_loop(), list(children)
+    until: float | None = None
+    while waiting or loop.time() < (until or 0.0):
+        for child in list(waiting):
+            if child.pid is not None and await is_healthy(child.address):
+                waiting.remove(child)
+                if not open_mark(folder).exists():
+                    open_mark(folder).touch()
+                    if health is not None:
+                        await health.set_serving(True)
+                if not waiting:
+                    log.info("%d workers serve", len(children))
+                    until = loop.time() + _START_UP
+        await asyncio.sleep(POLL_SECONDS)
+    for child in children:
+        child.ready = True
+
+
+@contextlib.contextmanager
+def _reserved(config: GatewayConfig) -> Iterator[None]:
+    """Hold the ports that the workers will share, without listening. Raises ConfigError for one that is in use."""
+    with contextlib.ExitStack() as held:
+        for port, flag in ((config.port, "--port"), (config.grpc_port, "--grpc-port")):
+            with _bound(config.host, port, flag, shared=False):  # also where others share it
+                pass
+            held.enter_context(_bound(config.host, port, flag, shared=True))
+        yield
+
+
+def _bound(host: str, port: int, flag: str, *, shared: bool) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        holder = socket.socket(family, kind, protocol)
+        try:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if shared:
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            holder.bind(address)
+        except OSError:
+            holder.close()
+            raise
+        return holder
+    except OSError as error:
+        reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise ConfigError(f"{reason}; is it in use? Choose another {flag}") from None
