@@ -23,6 +23,7 @@ BENCHMARKS = {
     "accept": ("bench.accept", "how much drafters foretell, by kind of prompt"),
     "online": ("bench.online", "a draft that learns while it serves"),
     "target": ("bench.target", "steps of the target against their floors; hints against plain decoding"),
+    "kernels": ("bench.kernels", "products and attention of the target on a CPU against their floors"),
     "draft": ("bench.draft", "rounds of growth of the draft against their floors"),
     "draft-kernels": ("bench.draft_kernels", "the draft's attention on an accelerator"),
     "quality": ("bench.quality", "what narrow weights and caches cost in quality"),
