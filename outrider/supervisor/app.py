@@ -36,10 +36,10 @@ from outrider.config import (
 )
 from outrider.drafts import DEFAULT_HEAD, with_drafter
 from outrider.errors import ConfigError, EngineFault
-from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, supervise
+from outrider.supervisor.trees import tree_shape, with_tree
 from outrider.telemetry import setup_logging
 
 _GLANCE = 0.5  # seconds between two looks at how far the processes are
@@ -60,6 +60,7 @@ def serve(config: ServeConfig) -> int:
     config = replace(config, draft=with_drafter(config.draft, config.target.model_path))
     check_flags(config)
     cores = choose_cores(config)
+    config = with_tree(config, cores)
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
@@ -88,15 +89,6 @@ def check_flags(config: ServeConfig) -> None:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
         check_port(gateway.host, port, flag)
-
-
-def tree_shape(config: ServeConfig) -> TreeShape | None:
-    """The shape that the flags give trees of a model; None if they adapt. Raises ConfigError."""
-    shared = config.shared
-    if config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
-        return None
-    rows = shared.speculative_num_draft_tokens
-    return explicit_shape(shared.speculative_num_steps, shared.speculative_eagle_topk, rows)
 
 
 def check_port(host: str, port: int, flag: str) -> None:

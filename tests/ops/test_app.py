@@ -11,6 +11,7 @@ from outrider.errors import ConfigError
 from outrider.supervisor.app import base_url, check_flags, configure, make_children
 from outrider.supervisor.cores import CorePlan
 from outrider.supervisor.display import Display, first_curl
+from outrider.supervisor.trees import with_tree
 from tests.ops.children import free_port
 
 CORES = CorePlan((0, 1), (2,), (3,))
@@ -79,6 +80,20 @@ def test_a_draft_is_as_narrow_as_its_target_unless_it_is_said(tmp_path, flags, d
     model = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d"]
     made = configure(parse(*model, *flags), CORES, tmp_path)
     assert made.draft.speculative_draft_model_quantization == draft
+
+
+def test_a_head_on_the_targets_cores_has_an_explicit_tree_unless_flags_say_more(tmp_path):
+    shared = CorePlan((0, 1), (1,), (0, 1))
+    head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
+    made = configure(with_tree(parse(*head), shared), shared, tmp_path)
+    shape = made.draft.speculative_num_steps, made.draft.speculative_eagle_topk
+    assert all(value is not None for value in shape)
+    assert made.draft.speculative_num_draft_tokens == made.target.speculative_num_draft_tokens is not None
+    chain = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"]
+    mtp, ngram = (["--speculative-algorithm", name] for name in ("NEXTN", "NGRAM"))
+    for flags, cores in ((head, CORES), ([*head, *chain], shared), (mtp, shared), (ngram, shared)):
+        config = parse(*flags)
+        assert with_tree(config, cores) == config
 
 
 @pytest.mark.parametrize(
