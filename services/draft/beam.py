@@ -7,9 +7,14 @@
 A candidate's score is the product of probabilities along its path. Ties go to the lower flat number, which counts
 candidates level by level, in the order of the beam and of each node's children; so no child stands before its parent.
 Nothing is drafted ahead: the next tree begins with the next commit. What of it is known already is not computed again.
+
+Where n-grams grow the same tree, they come first; their nodes may be in the beam, too, and the best N - 1 of all nodes
+are proposed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
@@ -19,11 +24,15 @@ from services.draft.frontier import Frontier
 class BeamFrontier(Frontier):
     """The main drafter's view of a tree whose shape is fixed."""
 
-    def __init__(self, shape: TreeShape, *, lasting: bool) -> None:
-        """lasting: what is known of a node's children stays true when the node is committed."""
+    def __init__(self, shape: TreeShape, *, lasting: bool, merged: bool = False) -> None:
+        """lasting: what is known of a node's children stays true when the node is committed.
+
+        merged: another drafter grows the same tree.
+        """
         super().__init__(shape.expansions, 1.0, from_parents=True)
         self.shape = shape
         self._lasting = lasting
+        self._merged = merged
         self._missing: list[int] = []  # nodes of the beam that have no children yet
         self._candidates: list[int] = []  # by flat number, as far as they are known
 
@@ -64,13 +73,18 @@ class BeamFrontier(Frontier):
         score = tree.path_score
         beam = list(tree.root_children) if self.root_expanded else []
         self._candidates, self._missing = list(beam), []
+        if self._merged:  # more than the K children of this drafter's
+            beam = self._best(score, beam)
         for _ in range(1, min(self.shape.steps, max_depth)):
             self._missing = [node for node in beam if node not in self.expanded]
             level = [child for node in beam if node in self.expanded for child in tree.children_of(node)]
             self._candidates += level
             if self._missing:
                 return
-            beam = sorted(level, key=lambda node: -score[node])[: self.shape.topk]  # sorting is stable
+            beam = self._best(score, level)
+
+    def _best(self, score: Sequence[float], nodes: list[int]) -> list[int]:
+        return sorted(nodes, key=lambda node: -score[node])[: self.shape.topk]  # sorting is stable
 
     def needed(self) -> list[int]:
         """Nodes that the tree is made of, parents before children."""
@@ -78,8 +92,10 @@ class BeamFrontier(Frontier):
 
     def chosen(self, tree: SpeculationTree) -> list[int]:
         """The nodes to propose, by flat number; none before all is known."""
-        if not self.complete:
+        alone = self._merged and not self.held  # the other drafter's nodes are all that will come
+        if not self.complete and not alone:
             return []
         score = tree.path_score
-        flat = sorted(range(len(self._candidates)), key=lambda i: -score[self._candidates[i]])
-        return [self._candidates[i] for i in sorted(flat[: self.shape.rows - 1])]
+        candidates = range(len(tree)) if self._merged else self._candidates  # both have parents before children
+        flat = sorted(range(len(candidates)), key=lambda i: -score[candidates[i]])
+        return [candidates[i] for i in sorted(flat[: self.shape.rows - 1])]

@@ -75,8 +75,9 @@ class DraftEngine(Engine):
         self._keep(session)
 
     def _frontier(self, drafter: Drafter) -> Frontier:
-        if self.limits.shape is not None:
-            return BeamFrontier(self.limits.shape, lasting=drafter.features is None)
+        if self.limits.shape is not None and drafter is self.drafter:
+            merged = len(self.drafters) > 1
+            return BeamFrontier(self.limits.shape, lasting=drafter.features is None, merged=merged)
         floor = max(self.limits.floor, drafter.least_reach)
         return Frontier(drafter.expansions, floor, from_parents=drafter.from_parents)
 

@@ -36,7 +36,7 @@ def check(config: DraftConfig) -> None:
         )
     shape = tree_shape(config)
     if shape is not None:
-        _check_shape(config, shape)
+        _check_shape(shape)
     _check_numbers(config)
     check_online(config)
     if algorithm == "NGRAM" and config.speculative_ngram_beside:
@@ -68,12 +68,7 @@ def _check_numbers(config: DraftConfig) -> None:
         raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
 
 
-def _check_shape(config: DraftConfig, shape: TreeShape) -> None:
-    if config.speculative_ngram_beside:
-        raise ConfigError(
-            "--speculative-ngram-beside adds nodes to trees whose shape --speculative-num-steps, "
-            "--speculative-eagle-topk and --speculative-num-draft-tokens fix; leave it out, or those three"
-        )
+def _check_shape(shape: TreeShape) -> None:
     if shape.expansions > SCRATCH_SLOTS:
         raise ConfigError(
             f"--speculative-num-steps {shape.steps} and --speculative-eagle-topk {shape.topk} expand "
@@ -132,6 +127,8 @@ def tree_limits(config: DraftConfig) -> TreeLimits:
             log.warning("a chain of %d steps has %d rows: --speculative-num-draft-tokens is %d",
                         shape.steps, shape.rows, shape.rows)  # fmt: skip
         nodes = max(_MAX_NODES, shape.candidates)
+        if uses_ngram(config):  # its paths are longer, and its nodes come first
+            return TreeLimits(2 * nodes, max(shape.steps, _DEFAULT_DEPTH), 2 * nodes, floor=0.0, shape=shape)
         return TreeLimits(nodes, shape.steps, shape.topk, floor=0.0, shape=shape)
     return TreeLimits(
         nodes=_MAX_NODES,

@@ -254,7 +254,8 @@ class DraftSession:
         if needed is None:
             return kept
         self.tree.retain(needed)
-        main.renumber(needed, root_expanded=main.root_expanded)
+        for frontier in self.frontiers:
+            frontier.renumber(needed, root_expanded=frontier.root_expanded)
         self._survey()
         self._sent = [False] * len(needed)  # a tree is proposed as a whole
         return [kept[i] for i in needed]

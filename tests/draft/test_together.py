@@ -86,8 +86,51 @@ def test_acceptance_is_that_of_the_model_at_least(model, sampling):
     assert accepted["together"] >= 0.8 * accepted["alone"] > 0
 
 
-def test_ngrams_go_on_where_the_model_cannot_follow(model):
-    engine = together(model)
+SHAPE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 8}
+
+
+def test_an_explicit_tree_is_proposed_once_with_the_best_nodes_of_both(model):
+    engine, alone = together(model, **SHAPE), standalone(model, **SHAPE)
+    tokens = list(PROMPT)
+    for one in (engine, alone):
+        one.open(request(1, tokens, max_tokens=500))
+    for new in ([], [CYCLE[0]], [CYCLE[1], 77], [10]):  # along both trees, and out of them
+        if new:
+            for one in (engine, alone):
+                one.receive([], [commit_of(tokens, new)])
+            tokens += new
+        (proposal,) = [p for output in settle(engine) for p in output.proposals]
+        (model_only,) = [p for output in settle(alone) for p in output.proposals]
+        tree = engine.running[1].tree
+        assert len(proposal.tokens) == len(model_only.tokens) == 7
+        best = sorted(range(len(tree)), key=lambda i: -tree.path_score[i])[:7]
+        assert proposal.tokens.tolist() == [tree.token[i] for i in sorted(best)]
+        assert {tree.token[i] for i in tree.root_children} > set(children(alone.running[1].tree)) or new[-1:] != [10]
+    # What n-grams know reaches deeper than the model's three levels.
+    assert max(tree.depth) > 3
+    engine.close(1)
+    engine.check()
+
+
+def test_explicit_trees_of_both_accept_no_less(model):
+    next_logits = torch_logits(model)
+    accepted = {}
+    for name, engine in (("together", together(model, **SHAPE)), ("alone", standalone(model, **SHAPE))):
+        opened = request(1, PROMPT, GREEDY, max_tokens=500)
+        engine.open(opened)
+        target = OracleTarget(next_logits, opened)
+        for _ in range(12):
+            for output in settle(engine):
+                target.hear(output)
+            engine.receive([], [target.step()])
+        assert target.unknown == 0
+        accepted[name] = target.accepted
+    assert accepted["together"] >= 0.8 * accepted["alone"] > 0
+
+
+@pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])
+def test_ngrams_go_on_where_the_model_cannot_follow(model, flags):
+    engine = together(model, **flags)
     limit = engine.drafter.max_session_tokens
     tokens = (CYCLE * limit)[: limit - 2]
     engine.open(request(1, tokens, max_tokens=4 * limit))
@@ -122,9 +165,10 @@ def test_ngrams_go_on_while_the_model_has_no_pages(model):
     engine.check()
 
 
-def test_random_commits(model):
+@pytest.mark.parametrize("flags", [{}, SHAPE], ids=["adaptive", "explicit"])
+def test_random_commits(model, flags):
     """Commits along the tree, beside it, and beyond what the model has grown keep both drafters' books in order."""
-    engine = together(model, speculative_ngram_max_match_window_size=4)
+    engine = together(model, speculative_ngram_max_match_window_size=4, **flags)
     rng = np.random.default_rng(0)
     tokens = rng.integers(4, 12, 60).tolist()
     engine.open(request(1, tokens, max_tokens=10_000))

@@ -277,8 +277,6 @@ def config(**flags):
 
 
 def test_flags_that_do_not_fit(model):
-    with pytest.raises(ConfigError, match="--speculative-ngram-beside"):
-        check(config(**FLAGS, speculative_ngram_beside=True))
     with pytest.raises(ConfigError, match="expand 70 nodes"):
         check(config(speculative_num_steps=8, speculative_eagle_topk=10, speculative_num_draft_tokens=60))
     serve = ServeConfig(shared=SharedOptions(speculative_num_steps=3), draft=config())
