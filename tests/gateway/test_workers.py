@@ -30,9 +30,9 @@ WORKERS = 2
 def gateway(folder, target, draft):
     process = Gateway(folder, [target.address], [draft.address], gateway_workers=WORKERS, drain_timeout=20).wait()
     until(lambda: process.metric("outrider_worker_up") == WORKERS, 60)
+    until(lambda: f"{WORKERS} workers serve" in process.log.read_text())
     yield process
     assert process.stop() == 0
-    assert f"{WORKERS} workers serve" in process.log.read_text()
 
 
 def ask(gateway, route="/v1/completions", **body):
