@@ -32,6 +32,14 @@ class TreeShape:
         """Nodes that are expanded, the root aside."""
         return (self.steps - 1) * self.topk
 
+    def flags(self) -> dict[str, int]:
+        """The three flags, as configurations name them."""
+        return {
+            "speculative_num_steps": self.steps,
+            "speculative_eagle_topk": self.topk,
+            "speculative_num_draft_tokens": self.rows,
+        }
+
 
 def explicit_shape(steps: int | None, topk: int | None, rows: int | None) -> TreeShape | None:
     """The shape that the three flags name; None if none is set. A chain has as many rows as it needs, whatever is said.

@@ -39,7 +39,7 @@ from outrider.errors import ConfigError, EngineFault
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, supervise
-from outrider.supervisor.trees import tree_shape, with_tree
+from outrider.supervisor.trees import draft_niceness, draft_tree, tree_shape
 from outrider.telemetry import setup_logging
 
 _GLANCE = 0.5  # seconds between two looks at how far the processes are
@@ -60,7 +60,6 @@ def serve(config: ServeConfig) -> int:
     config = replace(config, draft=with_drafter(config.draft, config.target.model_path))
     check_flags(config)
     cores = choose_cores(config)
-    config = with_tree(config, cores)
     display = Display()
     signal.signal(signal.SIGTERM, _leave)
     try:
@@ -137,8 +136,10 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     draft = None
     if config.draft.speculative_algorithm != "NONE":
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
+        if shape is None and (suited := draft_tree(config, cores)) is not None:
+            shared |= suited.flags()
         draft = DraftConfig(
-            **own, **shared, **told, cores=format_cores(cores.draft), niceness=cores.niceness,
+            **own, **shared, **told, cores=format_cores(cores.draft), niceness=draft_niceness(config, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",

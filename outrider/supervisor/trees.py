@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from outrider.config import MODEL_ALGORITHMS, ServeConfig
 from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.supervisor.cores import CorePlan
@@ -12,6 +10,8 @@ from outrider.supervisor.cores import CorePlan
 _HEADS = ("EAGLE", "EAGLE3")
 # The best of those measured beside a target on the same two cores (docs/benchmarks/speculation.md).
 _ON_SHARED_CORES = TreeShape(steps=3, topk=4, rows=12)
+# How far a draft gives way that computes only while the target waits for it, or has a prompt to read.
+_WAITED_FOR = 2
 
 
 def tree_shape(config: ServeConfig) -> TreeShape | None:
@@ -23,15 +23,24 @@ def tree_shape(config: ServeConfig) -> TreeShape | None:
     return explicit_shape(shared.speculative_num_steps, shared.speculative_eagle_topk, rows)
 
 
-def with_tree(config: ServeConfig, cores: CorePlan) -> ServeConfig:
-    """The same with an explicit tree where a head computes on the target's cores, unless the flags shape one.
+def draft_tree(config: ServeConfig, cores: CorePlan) -> TreeShape | None:
+    """The shape of the trees that the draft grows: that of the flags, or one that suits the cores; None if they adapt.
 
-    Trees that adapt grow ahead, while the target verifies; on its own cores that costs the time that it brings. There a
-    tree is better grown while the target waits, and a fixed one comes whole.
+    Trees that adapt grow ahead, while the target verifies; on its own cores that costs the time that it brings. There
+    a head's tree is better grown while the target waits, and one of a fixed shape comes whole. How much of it is
+    verified, and whether it is waited for at all, the target decides by what it measures.
     """
-    apart = not set(cores.target) & set(cores.draft)
-    if apart or config.draft.speculative_algorithm not in _HEADS or tree_shape(config) is not None:
-        return config
-    steps, topk, rows = _ON_SHARED_CORES.steps, _ON_SHARED_CORES.topk, _ON_SHARED_CORES.rows
-    flags = {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": rows}
-    return replace(config, shared=replace(config.shared, **flags))
+    shape = tree_shape(config)
+    if shape is None and _together(cores) and config.draft.speculative_algorithm in _HEADS:
+        return _ON_SHARED_CORES
+    return shape
+
+
+def draft_niceness(config: ServeConfig, cores: CorePlan) -> int:
+    """How far the draft gives way on the target's cores. One that drafts ahead there must not hold it up."""
+    waited_for = draft_tree(config, cores) is not None
+    return min(cores.niceness, _WAITED_FOR) if waited_for else cores.niceness
+
+
+def _together(cores: CorePlan) -> bool:
+    return bool(set(cores.target) & set(cores.draft))

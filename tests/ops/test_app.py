@@ -11,7 +11,6 @@ from outrider.errors import ConfigError
 from outrider.supervisor.app import base_url, check_flags, configure, make_children
 from outrider.supervisor.cores import CorePlan
 from outrider.supervisor.display import Display, first_curl
-from outrider.supervisor.trees import with_tree
 from tests.ops.children import free_port
 
 CORES = CorePlan((0, 1), (2,), (3,))
@@ -82,18 +81,28 @@ def test_a_draft_is_as_narrow_as_its_target_unless_it_is_said(tmp_path, flags, d
     assert made.draft.speculative_draft_model_quantization == draft
 
 
-def test_a_head_on_the_targets_cores_has_an_explicit_tree_unless_flags_say_more(tmp_path):
-    shared = CorePlan((0, 1), (1,), (0, 1))
+def test_a_head_on_the_targets_cores_grows_whole_trees_unless_flags_say_more(tmp_path):
+    shared = CorePlan((0, 1), (1,), (0, 1), niceness=15)
     head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
-    made = configure(with_tree(parse(*head), shared), shared, tmp_path)
-    shape = made.draft.speculative_num_steps, made.draft.speculative_eagle_topk
-    assert all(value is not None for value in shape)
-    assert made.draft.speculative_num_draft_tokens == made.target.speculative_num_draft_tokens is not None
     chain = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"]
-    mtp, ngram = (["--speculative-algorithm", name] for name in ("NEXTN", "NGRAM"))
-    for flags, cores in ((head, CORES), ([*head, *chain], shared), (mtp, shared), (ngram, shared)):
-        config = parse(*flags)
-        assert with_tree(config, cores) == config
+
+    def made(flags, cores):
+        target, draft = (
+            configure(parse(*flags), cores, tmp_path).target,
+            configure(parse(*flags), cores, tmp_path).draft,
+        )
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        return *(tuple(getattr(one, name) for name in names) for one in (draft, target)), draft.niceness
+
+    nothing = (None, None, None)
+    tree, verified, niceness = made(head, shared)
+    assert None not in tree
+    assert verified == nothing  # how much of it is verified is measured
+    assert 0 <= niceness < 5  # or it would hardly ever read a prompt
+    assert made([*head, *chain], shared) == ((2, 1, 3), (2, 1, 3), niceness)
+    assert made(head, CORES) == (nothing, nothing, 0)
+    for algorithm in ("NEXTN", "NGRAM"):
+        assert made(["--speculative-algorithm", algorithm], shared) == (nothing, nothing, 15)
 
 
 @pytest.mark.parametrize(
