@@ -9,18 +9,20 @@ from outrider.speculation.proposal import Proposal
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2
 
-Batch = TypeVar("Batch", common_pb2.ProposalBatch, common_pb2.CommitBatch)
+Batch = TypeVar("Batch", common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
 Key = TypeVar("Key", bound=Hashable)
 
-_PROPOSAL_FIELDS = tuple(field.name for field in common_pb2.ProposalBatch.DESCRIPTOR.fields)
-_COMMIT_FIELDS = tuple(field.name for field in common_pb2.CommitBatch.DESCRIPTOR.fields)
+_FIELDS: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in kind.DESCRIPTOR.fields)
+    for kind in (common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
+}
 
 
 def join(batches: Sequence[Batch]) -> Batch | None:
     """One batch with the rows of all, in order. Every field is an array of rows, so the bytes follow one another."""
     if len(batches) <= 1:
         return batches[0] if batches else None
-    fields = _PROPOSAL_FIELDS if isinstance(batches[0], common_pb2.ProposalBatch) else _COMMIT_FIELDS
+    fields = _FIELDS[type(batches[0])]
     return type(batches[0])(**{name: b"".join(getattr(batch, name) for batch in batches) for name in fields})
 
 

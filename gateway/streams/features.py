@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gateway.streams.batches import Key
-from outrider.serving.features import BACKLOG_BYTES, FeatureBlock
+from gateway.streams.batches import Key, join
+from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2
 
@@ -26,7 +26,7 @@ class Features:
 
 
 class Backlog:
-    """Batches that wait for a frame. Each came as part of one, so each fits into one."""
+    """Batches that wait for a frame. Each came as part of one, so each fits into one; small ones share one."""
 
     def __init__(self) -> None:
         self._batches: deque[common_pb2.FeatureBatch] = deque()
@@ -44,12 +44,14 @@ class Backlog:
         return True
 
     def take(self) -> common_pb2.FeatureBatch | None:
-        """The next batch."""
-        if not self._batches:
-            return None
-        batch = self._batches.popleft()
-        self._bytes -= len(batch.rows)
-        return batch
+        """The next batches, as one."""
+        taken: list[common_pb2.FeatureBatch] = []
+        size = 0
+        while self._batches and (not taken or size + len(self._batches[0].rows) <= FRAME_BYTES):
+            taken.append(self._batches.popleft())
+            size += len(taken[-1].rows)
+        self._bytes -= size
+        return join(taken)
 
 
 def split_features(
