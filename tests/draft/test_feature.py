@@ -10,6 +10,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import extend_hash
 from outrider.speculation.tree import ROOT
+from services.draft.drafters import feature
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.draft.helpers import fed, request, settle
 from tests.draft.test_engine import commit_of
@@ -231,11 +232,13 @@ def test_the_context_ends_without_an_error(head):
     engine.check()
 
 
-def test_hints_that_nobody_wants(head):
-    """Rows are computed all the same before they pile up."""
+def test_hints_that_nobody_wants(head, monkeypatch):
+    """Nothing is computed, but before rows pile up."""
     make, twin = head
     engine = make()
     start(engine, PROMPT)
+    monkeypatch.setattr(feature, "_MOST_HELD", 64 * engine.drafter._row_bytes)
+    held = []
     tokens = list(PROMPT)
     for _ in range(4):
         new = RNG.integers(4, VOCAB, 20).tolist()
@@ -244,7 +247,9 @@ def test_hints_that_nobody_wants(head):
         tokens += new
         feed(engine, len(tokens) - 21, len(tokens) - 1)
         settle(engine)
-    assert len(engine.running[1].features) <= 64
+        held.append(len(engine.running[1].features))
+    assert held[:3] == [20, 40, 60]
+    assert held[3] <= 64
     engine.receive([], [commit_of(tokens, [9])])
     tokens.append(9)
     feed(engine, len(tokens) - 2, len(tokens) - 1)

@@ -28,8 +28,9 @@ from services.draft.session import DraftSession
 from services.draft.trunk import Trunk
 
 _SHIFT = 1
-# Rows of a session that may wait while nobody wants hints; more are computed all the same, so that they do not pile up.
-_MOST_HELD = 64
+# Bytes of a session's rows that may wait while nobody wants hints; more are computed all the same, so that they do not
+# pile up. What is computed then takes the time of plain steps where both share cores.
+_MOST_HELD = 1 << 20
 
 
 class FeatureDrafter(ModelDrafter):
@@ -78,7 +79,7 @@ class FeatureDrafter(ModelDrafter):
             session.replant()
             self._forget_provisional(session)
         session.blocked = not session.root_expanded and self.pending(session, trunk) == 0
-        session.set_urgent(not session.root_expanded and len(held) > _MOST_HELD)
+        session.set_urgent(not session.root_expanded and len(held) * self._row_bytes > _MOST_HELD)
 
     def _forget_provisional(self, session: DraftSession) -> None:
         self.trunks[session.id].forget_provisional()
@@ -97,7 +98,7 @@ class FeatureDrafter(ModelDrafter):
             return super().job(work, rows)
         feed, held = min(work.pending, rows), work.session.features
         features = self.features_of(held.take(feed))
-        work.session.set_urgent(len(held) > _MOST_HELD)
+        work.session.set_urgent(len(held) * self._row_bytes > _MOST_HELD)
         return Job(work.session, work.trunk, feed=feed, features=features)
 
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
