@@ -119,7 +119,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
         await peers.serve(answers_for(generator, control))
-        edge.app = _guarded(rest.build(generator, facts), keys, config.allowed_origins)
+        edge.app = _guarded(rest.build(generator, facts, control), keys, config.allowed_origins)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)

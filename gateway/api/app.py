@@ -11,7 +11,8 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway.api import control, docs, errors, health, native, page, tokens
+from gateway.api import control as controlling
+from gateway.api import docs, errors, health, native, page, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
@@ -37,7 +38,7 @@ _STREAMS: dict[int | str, dict[str, Any]] = {
 _TIMEOUT = "x-request-timeout"  # a header, in seconds
 
 
-def build(generator: Generator, facts: Facts) -> FastAPI:
+def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
     """The app with all routes. facts: what the gateway tells of itself."""
     app = FastAPI(
         title="Outrider",
@@ -137,7 +138,7 @@ def build(generator: Generator, facts: Facts) -> FastAPI:
     tokens.install(app, generator)
     page.install(app)
     docs.install(app)
-    control.install(app, Control(generator.orchestrator, facts), generator, facts)
+    controlling.install(app, control, generator, facts)
     return app
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.facade.base import Backend, Facade
+from gateway.facade.backend import Backend
+from gateway.facade.base import Facade
 from gateway.facade.sglang import SglangFacade
 from gateway.facade.vllm import VllmFacade
 from outrider.config.gateway import GrpcFacade

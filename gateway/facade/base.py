@@ -9,19 +9,16 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from gateway.admission import Keys
-from gateway.control import Control
-from gateway.facade.bundle import bundle, chunks
-from gateway.facts import Facts
-from gateway.generation import Generation, GenerationRequest, Generator
+from gateway.facade.backend import Backend
+from gateway.facade.bundle import chunks
+from gateway.facade.knowledge import Loads
+from gateway.generation import Generation, GenerationRequest
 from outrider.errors import InvalidRequest, Unauthenticated, Unavailable
 from outrider.serving.rpc import statuses
 
@@ -29,39 +26,24 @@ _POLL_SECONDS = 0.02
 _STARTING = "the gateway is starting; it waits for a target service"
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What answers the calls."""
-
-    generator: Generator
-    facts: Facts
-    control: Control
-    keys: Keys
-    started: float = field(default_factory=time.time)
-
-    @cached_property
-    def files(self) -> dict[str, bytes]:
-        """The tokenizer's files and the model's configuration, by name."""
-        return next(dict(link.tokenizer_files) for link in self.generator.orchestrator.targets if link.tokenizer_files)
-
-    @cached_property
-    def archive(self) -> tuple[bytes, str]:
-        """Those files as one, and its SHA-256."""
-        return bundle(self.files)
-
-
 class Facade:
-    """One service. Its subclasses are servicers: they answer to calls by name."""
+    """One service. Its subclasses are servicers: they answer to calls by name.
 
-    name: ClassVar[str]  # of the service, in full
+    name: of the service, in full. messages: the module of its messages. register: adds a servicer to a server.
+    """
+
+    name: ClassVar[str]
+    messages: ClassVar[Any]
+    register: ClassVar[Callable[[Any, Any], None]]
 
     def __init__(self) -> None:
+        self._loads = Loads()
         self._backend: Backend | None = None
         self._received = 0.0  # when the last request for text came, in seconds since 1970
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Make it known to a server."""
-        raise NotImplementedError
+        type(self).register(self, server)
 
     def serve(self, backend: Backend) -> None:
         """Answer from now on. Until then every call is Unavailable."""
@@ -117,6 +99,12 @@ class Facade:
         return up, "; ".join(generator.orchestrator.missing()) or "ok"
 
     # --- calls that are the same in all services ---
+
+    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Whether text can be had. Asks for no key."""
+        del request
+        healthy, message = await self._health(context)
+        return self.messages.HealthCheckResponse(healthy=healthy, message=message)
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """The tokenizer's files as a zip archive, in parts; the last one has its SHA-256."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.facade.base import Backend
+from gateway.facade.backend import Backend
 
 _SHORTEST = 0.5  # seconds over which a rate is worth telling
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -81,12 +82,19 @@ def likeliest(count: int, name: str) -> int:
     return count
 
 
-def refuse_given(request: Any, names: Iterable[str]) -> None:
-    """Raise InvalidRequest if a request has one of some fields."""
+def name_of(request: Any) -> str:
+    """What Abort calls it."""
+    return request.request_id or f"gen-{secrets.token_hex(12)}"
+
+
+def refuse_unsupported(request: Any, names: Iterable[str]) -> None:
+    """Raise InvalidRequest if a request has one of some fields, or asks for a rank of its own."""
     given = {described.name for described, _ in request.ListFields()}
     for name in names:
         if name in given:
             raise InvalidRequest(f"`{name}` is not supported by this server; leave it out", param=name)
+    if request.data_parallel_rank:
+        raise InvalidRequest("there is one rank, 0", param="data_parallel_rank")
 
 
 def choices(request: GenerationRequest, n: int) -> list[GenerationRequest]:

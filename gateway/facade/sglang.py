@@ -5,12 +5,10 @@ Its messages have no field for a seed; the gateway takes `sampling_seed` from cu
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -19,8 +17,8 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc
 
 import outrider
 from gateway.facade.base import Facade
-from gateway.facade.knowledge import Loads, model_facts, now
-from gateway.facade.reading import choices, grammar, likeliest, refuse_given, sampling_of, tokens_limit
+from gateway.facade.knowledge import model_facts, now
+from gateway.facade.reading import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
 from gateway.facade.telling import Answers
 from gateway.generation import GenerationRequest
 from outrider.errors import InvalidRequest
@@ -36,20 +34,14 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
     """Calls of SglangScheduler."""
 
     name = pb.DESCRIPTOR.services_by_name["SglangScheduler"].full_name
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._loads = Loads()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """As in Facade."""
-        sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server(self, server)
+    messages = pb
+    register = sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Chunks of every choice where they are asked for, and its end."""
         async with self._call(context, generates=True) as backend:
             wanted = choices(_request(request), request.sampling_params.n)
-            name = request.request_id or f"gen-{secrets.token_hex(12)}"
+            name = name_of(request)
             answers = Answers(
                 pb,
                 wanted,
@@ -67,12 +59,6 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
         async with self._call(context) as backend:
             found = backend.generator.abort(request.request_id)
             return pb.AbortResponse(success=bool(found), message="" if found else "there is no such request")
-
-    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Whether text can be had. Asks for no key."""
-        del request
-        healthy, message = await self._health(context)
-        return pb.HealthCheckResponse(healthy=healthy, message=message)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Facts about the model."""
@@ -137,9 +123,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
 
 def _request(request: Any) -> GenerationRequest:
     """Raises InvalidRequest."""
-    refuse_given(request, _UNSUPPORTED)
-    if request.data_parallel_rank:
-        raise InvalidRequest("there is one rank, 0", param="data_parallel_rank")
+    refuse_unsupported(request, _UNSUPPORTED)
     params, prompt = request.sampling_params, list(request.tokenized.input_ids)
     top = likeliest(request.top_logprobs_num, "top_logprobs_num") if request.return_logprob else None
     start = request.logprob_start_len

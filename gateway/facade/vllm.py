@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 import outrider
-from gateway.facade.base import Backend, Facade
-from gateway.facade.knowledge import Loads, model_facts, now
-from gateway.facade.reading import choices, grammar, likeliest, refuse_given, sampling_of, tokens_limit
+from gateway.facade.backend import Backend
+from gateway.facade.base import Facade
+from gateway.facade.knowledge import model_facts, now
+from gateway.facade.reading import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
 from gateway.facade.telling import Answers
 from gateway.generation import GenerationRequest
 from outrider.errors import InvalidRequest
@@ -27,21 +26,15 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     """Calls of VllmEngine."""
 
     name = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._loads = Loads()
-
-    def add_to(self, server: grpc.aio.Server) -> None:
-        """As in Facade."""
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)
+    messages = pb
+    register = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Chunks of every choice where they are asked for, and its end."""
         async with self._call(context, generates=True) as backend:
             wanted = choices(await _request(backend, request), request.sampling_params.n)
             answers = Answers(pb, wanted, stream=request.stream)
-            name = request.request_id or f"gen-{secrets.token_hex(12)}"
+            name = name_of(request)
             with self._started(backend, wanted, name) as generations:
                 async for message in answers.messages(generations):
                     yield message
@@ -52,12 +45,6 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             for name in request.request_ids:
                 backend.generator.abort(name)
             return pb.AbortResponse()
-
-    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """Whether text can be had. Asks for no key."""
-        del request
-        healthy, message = await self._health(context)
-        return pb.HealthCheckResponse(healthy=healthy, message=message)
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Facts about the model."""
@@ -92,9 +79,7 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
 async def _request(backend: Backend, request: Any) -> GenerationRequest:
     """Raises InvalidRequest."""
-    refuse_given(request, _UNSUPPORTED)
-    if request.data_parallel_rank:
-        raise InvalidRequest("there is one rank, 0", param="data_parallel_rank")
+    refuse_unsupported(request, _UNSUPPORTED)
     params = request.sampling_params
     temperature = params.temperature if params.HasField("temperature") else 1.0
     most = tokens_limit(params, "max_tokens")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.health import is_healthy
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, supervise
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, pass_on, stop_and_hurry, supervise
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +35,7 @@ _START_UP = 60.0  # seconds in which services that do not fit end all; later, on
 async def oversee(config: GatewayConfig) -> int:
     """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault."""
     config.check_workers()
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            hurry.set()
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    stop, hurry = stop_and_hurry()
     health = GrpcServer() if config.health_listen is not None else None
     with _reserved(config), tempfile.TemporaryDirectory(prefix="outrider-gateway-") as name:
         children = _children(config, Path(name))
@@ -78,15 +69,10 @@ def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     for index in range(config.gateway_workers):
         command = [sys.executable, "-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder)]
         command += to_argv(worker_config(config, index, folder))
-        child = Child(f"worker {index}", command, health_address(folder, index), _tell)
+        child = Child(f"worker {index}", command, health_address(folder, index), pass_on)
         child.extra_grace = config.drain_timeout
         children.append(child)
     return children
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 async def _watch(children: Sequence[Child], folder: Path, health: GrpcServer | None) -> None:

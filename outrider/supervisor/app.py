@@ -38,7 +38,7 @@ from outrider.drafts import DEFAULT_HEAD, with_drafter
 from outrider.errors import ConfigError, EngineFault
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, supervise
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
 from outrider.supervisor.trees import draft_niceness, draft_tree, tree_shape
 from outrider.telemetry import setup_logging
 
@@ -180,16 +180,7 @@ def base_url(gateway: GatewayConfig) -> str:
 
 
 async def _run(processes: Processes, display: Display) -> int:
-    stop, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            hurry.set()
-        stop.set()
-        display.close()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    stop, hurry = stop_and_hurry(display.close)
     children = make_children(processes, display)
     loser = await supervise(children, _announce(processes, children, display), stop, hurry)
     if loser is None:

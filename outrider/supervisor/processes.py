@@ -139,6 +139,30 @@ class Child:
                 self.on_line(line)
 
 
+def stop_and_hurry(tell: Callable[[], None] = lambda: None) -> tuple[asyncio.Event, asyncio.Event]:
+    """What SIGINT and SIGTERM set: the first one an event to stop, a second one another to hurry.
+
+    tell: called each time
+    """
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()
+        stop.set()
+        tell()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop, hurry
+
+
+def pass_on(line: str) -> None:
+    """Write a child's line to standard error, as it came."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
 async def supervise(
     children: Sequence[Child],
     starting: Coroutine[None, None, None],

@@ -8,7 +8,7 @@ from outrider.supervisor.cores import CorePlan
 
 # Heads whose trees may have any depth; those of MTP layers may not.
 _HEADS = ("EAGLE", "EAGLE3")
-# The best of those measured beside a target on the same two cores (docs/benchmarks/speculation.md).
+# It paid beside a target on the same two cores; `outrider bench speculation` compares it with others.
 _ON_SHARED_CORES = TreeShape(steps=3, topk=4, rows=12)
 # How far a draft gives way that computes only while the target waits for it, or has a prompt to read.
 _WAITED_FOR = 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -251,8 +251,8 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
             for d in load.drafters
         ],
         hints_unwanted=load.hints_unwanted,
-        online=common_pb2.OnlineLoad(**asdict(load.online)) if load.online is not None else None,
-        hints=_hints_to_pb(load.hints) if load.hints is not None else None,
+        online=common_pb2.OnlineLoad(**vars(load.online)) if load.online is not None else None,
+        hints=common_pb2.HintLoad(**vars(load.hints)) if load.hints is not None else None,
     )
 
 
@@ -285,20 +285,6 @@ def _online_from_pb(message: common_pb2.OnlineLoad) -> OnlineLoad:
         message.accept_length_before,
         message.accept_length_after,
         message.seconds,
-    )
-
-
-def _hints_to_pb(hints: HintLoad) -> common_pb2.HintLoad:
-    return common_pb2.HintLoad(
-        nodes=hints.nodes,
-        unverified=hints.unverified,
-        undrafted=hints.undrafted,
-        unwanted=hints.unwanted,
-        late=hints.late,
-        empty=hints.empty,
-        unpaid=hints.unpaid,
-        lags=hints.lags,
-        lag_tokens=hints.lag_tokens,
     )
 
 

@@ -15,7 +15,7 @@ from outrider import checkpoint
 from outrider.config import TargetConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault, Unavailable
 from outrider.serving.features import FeatureSpec, row_bytes
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, pass_on
 from services.draft.model.formats.target import read_target
 from services.draft.train.collect import Collector, Limits, Writer
 from services.draft.train.progress import Bar
@@ -104,17 +104,13 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
             max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
             log_format=config.log_format,
         )  # fmt: skip
-        child = Child("target", [sys.executable, "-um", "outrider", "target", *to_argv(flags)], address, _pass_on)
+        child = Child("target", [sys.executable, "-um", "outrider", "target", *to_argv(flags)], address, pass_on)
         life = asyncio.create_task(child.keep_alive())
         try:
             yield address, child
         finally:
             child.end()
             await life
-
-
-def _pass_on(line: str) -> None:
-    sys.stderr.write(line + "\n")
 
 
 async def _ready(child: Child) -> None:

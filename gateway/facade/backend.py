@@ -1,0 +1,34 @@
+"""What is behind the facades."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gateway.admission import Keys
+from gateway.control import Control
+from gateway.facade.bundle import bundle
+from gateway.facts import Facts
+from gateway.generation import Generator
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What answers the calls."""
+
+    generator: Generator
+    facts: Facts
+    control: Control
+    keys: Keys
+    started: float = field(default_factory=time.time)
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer's files and the model's configuration, by name."""
+        return next(dict(link.tokenizer_files) for link in self.generator.orchestrator.targets if link.tokenizer_files)
+
+    @cached_property
+    def archive(self) -> tuple[bytes, str]:
+        """Those files as one, and its SHA-256."""
+        return bundle(self.files)
