@@ -12,7 +12,7 @@ import uvicorn
 
 from gateway.api.middleware import Edge
 from outrider.config import GatewayConfig
-from outrider.errors import ConfigError
+from outrider.serving.ports import take_port
 from outrider.serving.rpc import GrpcServer
 from outrider.tls import ServerTls
 
@@ -43,7 +43,7 @@ class Doors:
         names: of the gRPC services that were added.
         """
         config = self._config
-        self._rest = start_rest(self._edge, bind(config.host, config.port, shared=self._shared), tls)
+        self._rest = start_rest(self._edge, take_port(config.host, config.port, "--port", shared=self._shared), tls)
         self._open = True
         await self.grpc.start(f"{config.host}:{config.grpc_port}", names, tls)
 
@@ -70,15 +70,6 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
-
-
-def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket. shared: others may listen there, too. Raises ConfigError if the port is in use."""
-    try:
-        return socket.create_server((host, port), backlog=2048, reuse_port=shared)
-    except OSError as error:
-        reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        raise ConfigError(f"{reason}; is it in use? Choose another --port") from None
 
 
 def start_rest(app: Edge, listener: socket.socket, tls: ServerTls | None = None) -> tuple[_Server, asyncio.Task[None]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from gateway.workers.peers import health_address, open_mark
 from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
+from outrider.serving.ports import take_port
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.health import is_healthy
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, pass_on, stop_and_hurry, supervise
@@ -100,25 +100,6 @@ def _reserved(config: GatewayConfig) -> Iterator[None]:
     """Hold the ports that the workers will share, without listening. Raises ConfigError for one that is in use."""
     with contextlib.ExitStack() as held:
         for port, flag in ((config.port, "--port"), (config.grpc_port, "--grpc-port")):
-            with _bound(config.host, port, flag, shared=False):  # also where others share it
-                pass
-            held.enter_context(_bound(config.host, port, flag, shared=True))
+            take_port(config.host, port, flag).close()  # also refused where others share it
+            held.enter_context(take_port(config.host, port, flag, shared=True))
         yield
-
-
-def _bound(host: str, port: int, flag: str, *, shared: bool) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        holder = socket.socket(family, kind, protocol)
-        try:
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if shared:
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            holder.bind(address)
-        except OSError:
-            holder.close()
-            raise
-        return holder
-    except OSError as error:
-        reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        raise ConfigError(f"{reason}; is it in use? Choose another {flag}") from None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from outrider.config import (
 )
 from outrider.drafts import DEFAULT_HEAD, with_drafter
 from outrider.errors import ConfigError, EngineFault
+from outrider.serving.ports import take_port
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
@@ -87,22 +87,7 @@ def check_flags(config: ServeConfig) -> None:
     if gateway.port == gateway.grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
-        check_port(gateway.host, port, flag)
-
-
-def check_port(host: str, port: int, flag: str) -> None:
-    """Refuse a port that cannot be bound. Raises ConfigError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"--host {host} is no address: {error.strerror or error}") from None
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            reason = "is in use" if "in use" in str(error) else f"cannot be bound ({error.strerror})"
-            raise ConfigError(f"port {port} of {host} {reason}; choose another with {flag}") from None
+        take_port(gateway.host, port, flag).close()
 
 
 def prepare_models(config: ServeConfig, display: Display) -> None:
