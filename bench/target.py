@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
         measure_steps(steps, engine, name, args.steps)
         if name == args.formats[0]:
             rival = TargetEngine(engine.model, config)
-            rival.budget = Budget(copy.deepcopy(engine.budget.cost))
+            rival.planner.budget = Budget(copy.deepcopy(engine.planner.budget.cost))
             for sessions in args.sessions:
                 measure_hints(hints, Racer(rival), Racer(engine), sessions, args.steps)
             del rival
@@ -125,14 +125,14 @@ class _Everything(Budget):
 
 def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int) -> list[float]:
     """Median seconds of steps with some numbers of rows of a session, taken in turns; no draft is ever right."""
-    budget, most = engine.budget, engine.max_rows
-    engine.budget = _Everything()
+    budget, most = engine.planner.budget, engine.planner.max_rows
+    engine.planner.budget = _Everything()
     engine.open(opening(1, prompt_of(1, CONTEXT), len(counts) * (steps + 4) + 4))
     while not engine.step().commits:  # the prompt
         pass
     times: dict[int, list[float]] = {rows: [] for rows in counts}
     for turn in range(len(counts) * (steps + 4)):
-        engine.max_rows = rows = counts[turn % len(counts)]
+        engine.planner.max_rows = rows = counts[turn % len(counts)]
         engine.hints(1).clear()
         for depth in range(rows - 1):
             engine.hints(1).add(depth - 1, 7, 0.0)
@@ -140,7 +140,7 @@ def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int) -> l
         engine.step()
         times[rows].append(time.perf_counter() - start)
     engine.close(1)
-    engine.budget, engine.max_rows = budget, most
+    engine.planner.budget, engine.planner.max_rows = budget, most
     return [float(np.median(taken[4:])) for taken in times.values()]
 
 

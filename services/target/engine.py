@@ -16,7 +16,6 @@ opens at or past its limit of tokens, for there is nothing left to commit and it
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,14 +29,14 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.serving.scheduler import Chunk, Scheduler
+from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
-from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree, TreeSlice
+from outrider.speculation.tree import SpeculationTree, TreeSlice
 from outrider.tracing import Tracing
 from services.target import spans
 from services.target.batch import Work, build
-from services.target.budget import Budget, Calibration, least_score, promised
+from services.target.budget import Calibration, promised
 from services.target.compaction import Moves
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
@@ -48,12 +47,11 @@ from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
 from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, HINTED, Patience, Way
+from services.target.planning import Planner
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
 
-# Most rows of a session in a step, root included, where no flag says it; which of them pay is for the budget to say.
-_ROWS_PER_SESSION = 16
 _GRAMMAR_WAIT = 0.01  # seconds that a step without work waits for a grammar
 
 
@@ -75,15 +73,12 @@ class TargetEngine(Engine):
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
-        self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
-        self._fixed_rows = config.speculative_num_draft_tokens is not None or config.speculative_always
-        self._max_depth = config.speculative_num_steps
-        self._max_children = config.speculative_eagle_topk
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
         self._drawing = Drawing(model, self.cache, self.features, thresholds(config))
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
+        self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
@@ -92,13 +87,11 @@ class TargetEngine(Engine):
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
-        self._patience = Patience(HINTED if self._fixed_rows else ways)
+        self._patience = Patience(HINTED if self.planner.fixed_rows else ways)
         if config.speculative_always:
             self._patience = Patience(ALWAYS, longest=AS_LONG_AS_IT_TAKES)
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self._record = HintRecord()
-        self.budget = Budget()  # what rows cost is measured by the warm-up
-        self._least = 0.0  # probability below which no node paid in the last step
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
@@ -230,7 +223,7 @@ class TargetEngine(Engine):
             cached_pages=allocator.cached_pages,
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
-            hints_unwanted=self._patience.way is Way.PLAIN,
+            hints_unwanted=self._plain,
             hints=self._record.load(),
         )
 
@@ -254,59 +247,12 @@ class TargetEngine(Engine):
         return failures
 
     def _plan(self, *, hints: bool = True) -> list[Work]:
-        chunks = self.scheduler.plan()
-        rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
-        self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        plain = self._patience.way is Way.PLAIN
-        hints = hints and not plain and any(entry.tree for entry in self._entries.values())
-        drafts = self._drafts(chunks) if hints else {}
-        if self._record.begun:
-            for chunk in chunks:
-                if chunk.last and not drafts.get(chunk.session.id):
-                    self._record.missed(chunk.session, self._entries[chunk.session.id].tree, unwanted=plain)
-        return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
+        return self.planner.plan(self._record, hints=hints, unwanted=self._plain)
 
-    def _drafts(self, chunks: Sequence[Chunk]) -> dict[int, TreeSlice]:
-        """The nodes to verify, by session: those that pay in this step, as far as there is room."""
-        entries = [self._entries[chunk.session.id] for chunk in chunks if chunk.last]
-        rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
-        drafts = [self._candidates(entry, 0.0 if self._fixed_rows else self._least) for entry in entries]
-        if not self._fixed_rows:
-            ratios = [entry.calibration.ratio for entry in entries]
-            counts = self.budget.choose(drafts, ratios, rows, keys)
-            drafts = [
-                draft.head(max(count, 1) if entry.calibration.due else count)
-                for entry, draft, count in zip(entries, drafts, counts, strict=True)
-            ]
-        return {
-            entry.session.id: self._reserve(entry.session, draft) for entry, draft in zip(entries, drafts, strict=True)
-        }
-
-    def _candidates(self, entry: Entry, least: float) -> TreeSlice:
-        """The likeliest nodes of a session, least: in probability, unless one is due to be tried."""
-        depth = self._room(entry.session) - 1  # the bonus token needs a place too
-        if self._max_depth is not None:
-            depth = min(depth, self._max_depth)
-        most = min(entry.session.max_draft_tokens, self.max_rows - 1)
-        if depth < 1 or most < 1:
-            return EMPTY_SLICE
-        admits = entry.admits if entry.matcher is not None else None
-        lowest = -math.inf if entry.calibration.due else least_score(least, entry.calibration.ratio)
-        return entry.tree.select(most, depth, self._max_children, lowest, admits)
-
-    def _reserve(self, session: Session, draft: TreeSlice) -> TreeSlice:
-        """As much of a draft as there are pages for, which it gets."""
-        allocator = self.scheduler.allocator
-        spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
-        draft = draft.head(max(spare, 0))
-        reserved = self.scheduler.reserve_spare(session, session.length + len(draft))
-        assert reserved, "spare pages were counted wrongly"
-        return draft
-
-    def _room(self, session: Session) -> int:
-        """Tokens that may still be committed; at least 1."""
-        limit = min(session.prompt_length + session.stop.max_tokens, self.max_session_tokens)
-        return limit - session.length
+    @property
+    def _plain(self) -> bool:
+        """Drafters are told that no hints are wanted."""
+        return self._patience.way is Way.PLAIN
 
     # --- 2. launch ---
 
@@ -329,12 +275,13 @@ class TargetEngine(Engine):
         entries = self._entries.values()
         if not flight.plain or self.features.asked or not all(map(self._foreseeable, entries)):
             return None
-        drawn = [session for session in flight.drawing(self._entries) if self._room(session) > 1]
+        drawn = [session for session in flight.drawing(self._entries) if self.planner.room(session) > 1]
         with expecting(drawn):
             return self._launch(self._plan(hints=False), flight, drawn) if self.scheduler.fits() else None
 
     def _foreseeable(self, entry: Entry) -> bool:
-        return undemanding(entry) and not (self._patience.drafted(entry.session.id) and self._wanted(entry))
+        hinted = self._patience.drafted(entry.session.id) and not self._plain and self.planner.wanted(entry)
+        return undemanding(entry) and not hinted
 
     # --- 3. collect ---
 
@@ -342,7 +289,7 @@ class TargetEngine(Engine):
         works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
-        self.budget.cost.observe(flight.tokens, flight.keys, now - max(flight.started, self._collected))
+        self.planner.budget.cost.observe(flight.tokens, flight.keys, now - max(flight.started, self._collected))
         self._collected = now
 
     # --- 4. settle ---
@@ -361,7 +308,7 @@ class TargetEngine(Engine):
             sampled, first = draws.tokens[first:behind], behind
             entry = self._entries[session.id]
             try:
-                verdict = settle(draft, sampled, entry.stop_ids, self._room(session))
+                verdict = settle(draft, sampled, entry.stop_ids, self.planner.room(session))
             except EngineFault as fault:
                 error = entry.grammar_fault or fault
                 output.failures.append(SessionFailure(session.id, error))
@@ -396,21 +343,13 @@ class TargetEngine(Engine):
             self.close(session.id)
         accepted = len(verdict.path)
         entry.calibration.observe(promised(draft), accepted)
-        wanted = self._wanted(entry) if verdict.reason == FinishReason.RUNNING else 0
+        goes_on = verdict.reason == FinishReason.RUNNING
+        wanted = self.planner.wanted(entry) if goes_on and not self._plain else 0
         commit = Commit(
             session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
             wanted=wanted, logprobs=told,
         )  # fmt: skip
         return commit if base > session.opened_length else replace(commit, **self._first(entry))
-
-    def _wanted(self, entry: Entry) -> int:
-        """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
-        most = min(entry.session.max_draft_tokens, self.max_rows - 1)
-        if self._patience.way is Way.PLAIN:
-            return 0
-        if self._fixed_rows or min(entry.calibration.ratio, 1.0) > self._least:
-            return most
-        return min(int(entry.calibration.due), most)
 
     @staticmethod
     def _first(entry: Entry) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def _run(engine: TargetEngine) -> None:
             engine.step()
     cost = _measure(engine)
     if cost is not None:
-        engine.budget = Budget(cost)
+        engine.planner.budget = Budget(cost)
         log.info("%s", cost.describe())
     engine.forget_measurements()
 
@@ -69,16 +69,16 @@ def _measure(engine: TargetEngine) -> StepCost | None:
     short, long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)
     if len(rows) < 2 or long < 2 * short:
         return None
-    engine.budget, most = Measuring(), engine.max_rows
+    engine.planner.budget, most = Measuring(), engine.planner.max_rows
     try:
         for _ in range(_TIMED_STEPS):
             for count in rows:
-                engine.max_rows = count
+                engine.planner.max_rows = count
                 seconds[count] = min(seconds[count], _timed(engine, short, count))
-        engine.max_rows = 1
+        engine.planner.max_rows = 1
         by_keys = min(_timed(engine, long, 1) for _ in range(_TIMED_STEPS))
     finally:
-        engine.max_rows = most
+        engine.planner.max_rows = most
     return StepCost(seconds, max(0.0, by_keys - seconds[1]) / (long - short))
 
 

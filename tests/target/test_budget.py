@@ -145,7 +145,7 @@ def test_new_sessions_begin_where_the_others_are():
 def test_an_engine_gives_up_useless_hints_where_rows_cost(tmp_path):
     model = load_model(write_model(tmp_path))
     engine = engine_of(model)
-    engine.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
+    engine.planner.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
     prompts = {i: [7 + i, 8, 9] for i in range(4)}
     expected = run(engine_of(model), [opening(i, prompt, max_tokens=120) for i, prompt in prompts.items()]).new
     verified = []
@@ -156,7 +156,7 @@ def test_an_engine_gives_up_useless_hints_where_rows_cost(tmp_path):
         return [chain(session_id, path, [(right + 1) % 300, 5, 6], score=-0.01)]
 
     engine = engine_of(model)
-    engine.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
+    engine.planner.budget = Budget(StepCost({1: 0.010, 64: 0.640}))
     for i, prompt in prompts.items():
         engine.open(opening(i, prompt, max_tokens=120))
     paths = {i: list(prompt) for i, prompt in prompts.items()}

@@ -162,7 +162,7 @@ def test_any_traffic(folder, model, seed, hurried, monkeypatch):
     tight = {"page_size": 4, "max_total_tokens": 160} if seed % 3 == 0 else {"page_size": 8}
     own = load_model(folder)  # its weights are written again and again
     engine = overlapping(own, chunked_prefill_size=[-1, 16, 50][seed % 3], **tight)
-    engine.budget = STEEP if seed % 2 else engine.budget
+    engine.planner.budget = STEEP if seed % 2 else engine.planner.budget
     control = Control(engine, folder)
     control.folder = folder
     if hurried:  # rows are drawn twice, see below
@@ -226,7 +226,7 @@ def test_hints_are_waited_for_where_they_pay(model, pays):
     expected = alone(model, requests)
     text = {r.session_id: r.tokens.tolist() + expected[r.session_id] for r in requests}
     engine = overlapping(model)
-    engine.budget = engine.budget if pays else STEEP
+    engine.planner.budget = engine.planner.budget if pays else STEEP
     found = run(engine, requests, lambda i, path: [chain(i, path, text[i][len(path) : len(path) + 3])])
     assert found.new == expected
     assert (engine.behind == 0) == pays

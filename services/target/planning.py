@@ -1,0 +1,106 @@
+"""The work of a step: which sessions take part, with which committed tokens, and which hints are verified with them.
+
+Of all sessions' hints those are taken that bring most for the time that their rows cost (budget.py), unless the flags
+say how many there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from outrider.config import TargetConfig
+from outrider.serving.scheduler import Chunk, Scheduler
+from outrider.serving.session import Session
+from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
+from services.target.batch import Work
+from services.target.budget import Budget, least_score
+from services.target.drawing import Entry
+from services.target.hints import HintRecord
+
+# Most rows of a session in a step, root included, where no flag says it; which of them pay is for the budget to say.
+_ROWS_PER_SESSION = 16
+
+
+class Planner:
+    """Plans one engine's steps.
+
+    budget: measured by the warm-up; max_rows: of a session in a step, root included; fixed_rows: all hints are
+    verified, whether they pay or not
+    """
+
+    def __init__(self, config: TargetConfig, scheduler: Scheduler, longest: int, entries: Mapping[int, Entry]) -> None:
+        """longest: tokens that a session may have; entries: of the sessions that are open, by id."""
+        self.budget = Budget()
+        self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
+        self.fixed_rows = config.speculative_num_draft_tokens is not None or config.speculative_always
+        self._max_depth = config.speculative_num_steps
+        self._max_children = config.speculative_eagle_topk
+        self._scheduler = scheduler
+        self._longest = longest
+        self._entries = entries
+        self._least = 0.0  # probability below which no node paid in the last step
+
+    def plan(self, record: HintRecord, *, hints: bool, unwanted: bool) -> list[Work]:
+        """Work for one step; none if there is nothing to do. record: is told who goes without hints.
+
+        hints: may be verified; unwanted: drafters were told that none are wanted
+        """
+        chunks = self._scheduler.plan()
+        rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
+        self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
+        hints = hints and not unwanted and any(entry.tree for entry in self._entries.values())
+        drafts = self._drafts(chunks, rows, keys) if hints else {}
+        if record.begun:
+            for chunk in chunks:
+                if chunk.last and not drafts.get(chunk.session.id):
+                    record.missed(chunk.session, self._entries[chunk.session.id].tree, unwanted=unwanted)
+        return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
+
+    def room(self, session: Session) -> int:
+        """Tokens that may still be committed; at least 1."""
+        limit = min(session.prompt_length + session.stop.max_tokens, self._longest)
+        return limit - session.length
+
+    def wanted(self, entry: Entry) -> int:
+        """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
+        most = min(entry.session.max_draft_tokens, self.max_rows - 1)
+        if self.fixed_rows or min(entry.calibration.ratio, 1.0) > self._least:
+            return most
+        return min(int(entry.calibration.due), most)
+
+    def _drafts(self, chunks: Sequence[Chunk], rows: int, keys: int) -> dict[int, TreeSlice]:
+        """The nodes to verify, by session: those that pay in this step, as far as there is room."""
+        entries = [self._entries[chunk.session.id] for chunk in chunks if chunk.last]
+        drafts = [self._candidates(entry, 0.0 if self.fixed_rows else self._least) for entry in entries]
+        if not self.fixed_rows:
+            ratios = [entry.calibration.ratio for entry in entries]
+            counts = self.budget.choose(drafts, ratios, rows, keys)
+            drafts = [
+                draft.head(max(count, 1) if entry.calibration.due else count)
+                for entry, draft, count in zip(entries, drafts, counts, strict=True)
+            ]
+        return {
+            entry.session.id: self._reserve(entry.session, draft) for entry, draft in zip(entries, drafts, strict=True)
+        }
+
+    def _candidates(self, entry: Entry, least: float) -> TreeSlice:
+        """The likeliest nodes of a session, least: in probability, unless one is due to be tried."""
+        depth = self.room(entry.session) - 1  # the bonus token needs a place too
+        if self._max_depth is not None:
+            depth = min(depth, self._max_depth)
+        most = min(entry.session.max_draft_tokens, self.max_rows - 1)
+        if depth < 1 or most < 1:
+            return EMPTY_SLICE
+        admits = entry.admits if entry.matcher is not None else None
+        lowest = -math.inf if entry.calibration.due else least_score(least, entry.calibration.ratio)
+        return entry.tree.select(most, depth, self._max_children, lowest, admits)
+
+    def _reserve(self, session: Session, draft: TreeSlice) -> TreeSlice:
+        """As much of a draft as there are pages for, which it gets."""
+        allocator = self._scheduler.allocator
+        spare = session.table.capacity - session.length + allocator.free_pages * allocator.page_size
+        draft = draft.head(max(spare, 0))
+        reserved = self._scheduler.reserve_spare(session, session.length + len(draft))
+        assert reserved, "spare pages were counted wrongly"
+        return draft
