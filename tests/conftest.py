@@ -23,13 +23,6 @@ settings.register_profile("outrider", deadline=None, suppress_health_check=[Heal
 settings.load_profile("outrider")
 
 
-def pytest_collection_modifyitems(items):
-    """Of several workers, one runs all tests that start real processes, and each file is one worker's."""
-    for item in items:
-        real = item.get_closest_marker("system") is not None
-        item.add_marker(pytest.mark.xdist_group("processes" if real else item.nodeid.split("::")[0]))
-
-
 @pytest.fixture(autouse=True)
 def _logging_as_it_was():
     """A test that runs a process's main in this one sets logging up as that process would."""
