@@ -1,6 +1,7 @@
 """The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jax
@@ -22,6 +23,7 @@ from services.draft.train.batches import Batches
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Schedule, Trainer
+from services.draft.train.sharpen import best_factor
 from services.draft.train.store import Record
 from services.draft.train.vocabulary import draft_ids
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
@@ -71,6 +73,7 @@ def test_a_head_learns_what_its_target_says(trained):
     assert np.mean(losses[-1]) < 0.2 * np.mean(losses[0])
     assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not (trained / "checkpoint").exists()
+    assert report["sharpness"]["gains"][0] == 1
     answers = trained.with_name("draft.answers")
     assert json.loads((answers / "about.json").read_text())["layers"] == [2, 4, 5]
 
@@ -285,6 +288,36 @@ def test_a_draft_of_another_model_is_refused(perfect, tmp_path):
     other = write_cyclic_target(tmp_path / "other", vocab=360)
     with pytest.raises(ConfigError, match="another target"):
         replay("EAGLE3", head, other, [Record(tokens, rows, 5, 5, 0.0, 7)], CHAIN)
+
+
+def test_the_factor_with_the_longest_accept_length_is_chosen(perfect, tmp_path):
+    """Of drafts of which only one foretells anything."""
+    target, head, tokens, rows = perfect
+
+    def publish(factor, folder):
+        tensors = safetensors.numpy.load_file(head / "model.safetensors")
+        if factor != 1.2:
+            tensors["lm_head.weight"] = -tensors["lm_head.weight"]
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        shutil.copy(head / "config.json", folder)
+
+    factor, gains = best_factor("EAGLE3", publish, target, [Record(tokens, rows, 5, 5, 1.0, 7)])
+    assert factor == 1.2
+    assert gains[0] == 1
+    assert max(gains) == gains[2] > 3
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
+def test_a_sharper_head_has_larger_logits_alone(tmp_path, name):
+    """A head that is the target's stays as it is."""
+    target = target_of(tmp_path / "target")
+    algorithm, _, params = head_of(target, name=name)
+    sharper = algorithm.sharpened(params, 1.5)
+    if name == "EAGLE":
+        assert sharper is None
+        return
+    np.testing.assert_allclose(algorithm.head(sharper), 1.5 * algorithm.head(params), rtol=1e-6)
+    assert all(sharper[part] is params[part] for part in params if part != "head")
 
 
 # --- flags ---

@@ -6,7 +6,8 @@
    training would only take the cores from one another.
 3. The head's vocabulary are the tokens that the target wrote most often (vocabulary.py).
 4. The head learns (batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
-5. The draft is published into the output folder in the format of its algorithm (algorithms/).
+5. The draft is published into the output folder in the format of its algorithm (algorithms/), as sharp as suits it
+   (sharpen.py).
 6. Held-out answers are replayed through the draft service's engine (evaluate.py), and a report is left (report.py).
 
 A run that was ended goes on where it was: no answer is written twice, and steps go on from the last checkpoint.

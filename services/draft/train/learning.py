@@ -31,7 +31,8 @@ from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Schedule, Trainer
 from services.draft.train.progress import Bar
 from services.draft.train.report import Curve
-from services.draft.train.store import Reader, Store
+from services.draft.train.sharpen import best_factor
+from services.draft.train.store import Reader, Record, Store
 from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
 
 log = logging.getLogger(__name__)
@@ -189,13 +190,23 @@ class Learning:
     # --- after it ---
 
     def publish(self, folder: Path) -> None:
-        """Write the draft."""
-        self.algorithm.publish(jax.tree.map(np.asarray, self._params), self._ids, folder)
+        """Write the draft, as sharp as suits it."""
+        params = jax.tree.map(np.asarray, self._params)
+
+        def write(factor: float, where: Path) -> None:
+            sharpened = self.algorithm.sharpened(params, factor)
+            self.algorithm.publish(params if sharpened is None else sharpened, self._ids, where)
+
+        factor, count = 1.0, self.config.evaluate
+        records = self._records(self._held_out[count : 2 * count] or self._held_out[:count])
+        if records and self.algorithm.sharpened(params, factor) is not None:
+            factor, gains = best_factor(self.config.algorithm, write, self.target.folder, records)
+            self._facts["sharpness"] = {"factor": factor, "gains": gains}
+        write(factor, folder)
 
     def report(self, folder: Path, settings: dict[str, Any], seconds: float) -> None:
         """Replay held-out answers, and write what came of all."""
-        chosen = self._held_out[: self.config.evaluate]
-        records = [self._reader.record(i) for i in chosen]
+        records = self._records(self._held_out[: self.config.evaluate])
         evaluation: dict[str, Any] = {}
         for name, shape in (("chain", CHAIN), ("tree", TREE)) if records else ():
             scores = replay(self.config.algorithm, folder, self.target.folder, records, shape)
@@ -210,6 +221,9 @@ class Learning:
             "seconds": round(seconds, 1), "evaluation": evaluation,
         }  # fmt: skip
         report.write(folder, settings, facts, self.curve)
+
+    def _records(self, indices: list[int]) -> list[Record]:
+        return [self._reader.record(i) for i in indices]
 
 
 class _Look:

@@ -74,6 +74,10 @@ class Algorithm(ABC):
         del params
         return None
 
+    def sharpened(self, params: Params, factor: float) -> Params | None:
+        """Parameters whose logits are larger by a factor and whose states are the same; None without an own matrix."""
+        return params | {"head": factor * params["head"]} if "head" in params else None
+
     @abstractmethod
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
         """Write a folder in the published format. params: NumPy arrays or JAX's."""
