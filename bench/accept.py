@@ -30,7 +30,7 @@ from outrider.drafts import has_head
 
 _HEAD = ("--speculative-algorithm", "EAGLE3")  # of the default model
 _CHAIN = ("--speculative-num-steps", "5", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "6")
-_TREE = ("--speculative-num-steps", "4", "--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "16")
+_TREE = ("--speculative-num-steps", "6", "--speculative-eagle-topk", "6", "--speculative-num-draft-tokens", "16")
 _ALWAYS = "--speculative-always"
 _PLAIN = "none"
 DRAFTERS = {
@@ -41,6 +41,7 @@ DRAFTERS = {
     "NGRAM, always": ("--speculative-algorithm", "NGRAM", _ALWAYS),
     "EAGLE3, chain, always": (*_HEAD, *_CHAIN, _ALWAYS),
     "EAGLE3, tree, always": (*_HEAD, *_TREE, _ALWAYS),
+    "EAGLE3, tree beside NGRAM, always": (*_HEAD, *_TREE, "--speculative-ngram-beside", _ALWAYS),
 }
 
 
@@ -161,7 +162,7 @@ def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> l
         "over_plain: tokens per second over those of plain decoding; same_text: answers equal, if in the same run",
         "EAGLE3: the head that comes along for the model",
         "always: every step waits for its hints and verifies them all; says what a drafter knows, not what it brings",
-        "chain: 5 steps, 1 child a node, 6 rows; tree: 4 steps, 4 children, 16 rows",
+        "chain: 5 steps, 1 child a node, 6 rows; tree: 6 steps, 6 children, 16 rows",
     ]
 
 

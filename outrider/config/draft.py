@@ -36,7 +36,8 @@ class DraftOptions:
     """Number format of the draft model; auto is bfloat16, but float32 on CPUs that lack the compiled kernels."""
     speculative_draft_model_quantization: str | None = None
     """Narrower weights than the draft's number format: int8 or fp8, a scale for each output; unquant for none. By
-    default none, but with `serve` what --quantization says (int8 for int4)."""
+    default int8 for the head that comes along, where compiled kernels of a CPU read it, and else none; with `serve`
+    what --quantization says (int8 for int4)."""
     draft_device: str = "auto"
     """Device of the draft model: auto, cpu, cuda, cuda:1, tpu, ..."""
     draft_tp_size: int = 1

@@ -44,7 +44,8 @@ REFUSALS = {
     ),
     "corpus, no file": (
         [
-            *("--speculative-ngram-external-corpus-path", "/no/such/file", "--model-path", "default"),
+            *("--speculative-algorithm", "NGRAM", "--model-path", "default"),
+            *("--speculative-ngram-external-corpus-path", "/no/such/file"),
             *("--speculative-ngram-external-sam-budget", "4"),
         ],
         "there is no text at /no/such/file",
