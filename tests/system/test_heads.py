@@ -69,7 +69,13 @@ def accepted(gateway):
 def test_heads_are_believed_and_catch_up(system):
     draft, gateway = system
     texts = ask_all(gateway, max_tokens=120, temperature=1, seed=3)
-    assert accepted(gateway) > 0.5 * 120 * len(PROMPTS)
+
+    def believed():  # on a busy machine not at once: hints that are late count for nothing
+        before = accepted(gateway)
+        assert ask_all(gateway, max_tokens=120, temperature=1, seed=3) == texts
+        return accepted(gateway) - before > 0.5 * 120 * len(PROMPTS)
+
+    until(believed, 60)
     assert accepted(gateway) > 0.9 * gateway.metric("outrider_verified_draft_tokens_total")
     draft.stop()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
