@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
 from services.draft.session import DraftSession
 from services.draft.trunk import SCRATCH_SLOTS, Trunk
@@ -22,11 +23,15 @@ MASK_WORDS = SCRATCH_SLOTS // 32
 
 
 class Shape(NamedTuple):
-    """A compiled shape. heads: rows a session that give candidates; either all of them or the last one alone."""
+    """A compiled shape. heads: rows a session that give candidates; either all of them or the last one alone.
+
+    tree: explicit tree that grows from the last row in the same program
+    """
 
     sessions: int
     rows: int
     heads: int
+    tree: TreeShape | None = None
 
     @property
     def moves(self) -> int:
@@ -55,7 +60,8 @@ class StepInputs(NamedTuple):
 
     tokens, positions, slots, visible: [S, Q], visible in trunk tokens; head_rows: [S, R], rows that give candidates;
     pages: [S, P]; scratch_slots: [S, C]; scratch_bits: [S, Q, C / 32] uint32; moves: [2, M], source and target slots;
-    temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32
+    temperature, top_p, min_p: [S] float32; top_k: [S]; keys: [S, R, 2] uint32; level_keys: [S, L, 2] uint32, of the
+    levels of a whole tree below the first
     features: None for models that are not fed
 
     On the host all but the target's features are views of one array of words: a program takes long to be called with
@@ -76,6 +82,7 @@ class StepInputs(NamedTuple):
     min_p: Any
     top_k: Any
     keys: Any
+    level_keys: Any
     features: FeatureInputs | None = None
 
 
@@ -92,7 +99,7 @@ class Layout(NamedTuple):
 
     def fields(self) -> list[tuple[tuple[int, ...], type]]:
         """Shape and number format of each input, those of features behind the others."""
-        sessions, rows, heads = self.shape
+        sessions, rows, heads, tree = self.shape
         grid, each = (sessions, rows), (sessions,)
         fields: list[tuple[tuple[int, ...], type]] = [
             *[(grid, np.int32)] * 4,
@@ -104,6 +111,7 @@ class Layout(NamedTuple):
             *[(each, np.float32)] * 3,
             (each, np.int32),
             ((sessions, heads, 2), np.uint32),
+            ((sessions, tree.steps - 1 if tree else 0, 2), np.uint32),
         ]
         if self.stacked:
             fields += [(grid, np.int32), ((*grid, self.stacked), np.int32), (grid, np.int32)]
@@ -214,7 +222,9 @@ def _feed_trunk(inputs: StepInputs, row: int, job: Job) -> None:
     inputs.visible[row, : job.feed] = positions + 1
     # The last fed row stands first among those that give candidates.
     inputs.head_rows[row, 0] = job.feed - 1
-    inputs.keys[row, 0] = job.session.keys(np.array([stop + shift]))[0]
+    ahead = 1 + inputs.level_keys.shape[1]
+    keys = job.session.keys(np.arange(stop + shift, stop + shift + ahead))
+    inputs.keys[row, 0], inputs.level_keys[row] = keys[0], keys[1:]
     if inputs.features is not None:
         assert job.features is not None, "rows of the trunk are fed with the target's features"
         inputs.features.rows[row, : job.feed] = job.features

@@ -35,6 +35,7 @@ class BeamFrontier(Frontier):
         self._merged = merged
         self._missing: list[int] = []  # nodes of the beam that have no children yet
         self._candidates: list[int] = []  # by flat number, as far as they are known
+        self._whole = False  # the tree was planted as it is to be proposed
 
     @property
     def complete(self) -> bool:
@@ -62,14 +63,28 @@ class BeamFrontier(Frontier):
     def reset(self) -> None:
         """Nothing is expanded."""
         super().reset()
-        self._missing, self._candidates = [], []
+        self._missing, self._candidates, self._whole = [], [], False
+
+    @property
+    def takes_whole(self) -> bool:
+        """True if nothing of a tree outlasts a commit, and nobody else grows it."""
+        return not self._lasting and not self._merged
+
+    def finish(self) -> None:
+        """All of the tree has been planted."""
+        super().finish()
+        self._whole = True
 
     def renumber(self, kept: list[int], *, root_expanded: bool) -> None:
         """The root has moved down."""
+        self._whole = False
         super().renumber(kept, root_expanded=root_expanded and self._lasting)
 
     def survey(self, tree: SpeculationTree, max_depth: int) -> None:
         """Go over the tree as far as it is known. max_depth: of nodes worth having, in levels."""
+        if self._whole:
+            self._candidates, self._missing = list(range(len(tree))), []
+            return
         score = tree.path_score
         beam = list(tree.root_children) if self.root_expanded else []
         self._candidates, self._missing = list(beam), []

@@ -194,7 +194,10 @@ class DraftEngine(Engine):
         drafter = self.drafters[index]
         growths = drafter.grow(wishes)
         for growth in growths:
-            growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores, index)
+            if growth.whole:
+                growth.session.plant(growth.tokens, growth.parents, growth.log_scores, index)
+            else:
+                growth.session.add(growth.node, growth.tokens, growth.parents, growth.log_scores, index)
             growth.session.frontiers[index].rounds_waited = 0
         return len(growths) or drafter.step_wishes
 

@@ -81,6 +81,15 @@ class Frontier:
         best = sorted((-score[node], node) for node in self._open)[:count]
         return [(-cost, node) for cost, node in best]
 
+    @property
+    def takes_whole(self) -> bool:
+        """True if a whole tree may be planted at once."""
+        return False
+
+    def finish(self) -> None:
+        """All of the tree has been planted."""
+        self.root_expanded = True
+
     def mark(self, tree: SpeculationTree, node: int) -> list[int]:
         """A node, or the root, is expanded now. Returns the children that it had already."""
         if node == ROOT:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from outrider.serving.messages import OpenSession
 from outrider.speculation.noise import position_keys
 from outrider.speculation.proposal import ALL_WANTED, Proposal
+from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.features import FeatureRows
 from services.draft.frontier import Frontier, TreeLimits
@@ -159,6 +160,26 @@ class DraftSession:
             if i in inner:
                 self._mark_expanded(place, drafter)
             self._enter_frontiers(place)
+        self._survey()
+
+    def takes_whole(self, tree: TreeShape) -> bool:
+        """True if all nodes of an explicit tree would be of use to the main drafter's, and can be planted at once."""
+        banned = self.new_tokens < self.stop.min_tokens and bool(self.stop_ids)
+        return self.frontiers[-1].takes_whole and not len(self.tree) and self.max_depth >= tree.steps and not banned
+
+    def plant(
+        self, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int = -1
+    ) -> None:
+        """Add a whole tree. parents: index among `tokens`, or -1 for the root. Nothing of it is expanded any more.
+
+        What cannot follow at all is left out, and what would be below it.
+        """
+        places: list[int | None] = []
+        for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
+            above = ROOT if parent < 0 else places[parent]
+            fits = above is not None and log_score > -math.inf
+            places.append(self._add_child(above, token, min(log_score, 0.0), drafter) if fits else None)
+        self.frontiers[drafter].finish()
         self._survey()
 
     def _add_leaves(self, node: int, tokens: Sequence[int], log_scores: Sequence[float], drafter: int) -> None:

@@ -29,13 +29,17 @@ class Wish(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What may follow a node, as N scored nodes. parents: index among them, or -1 for the node itself."""
+    """What may follow a node, as N scored nodes. parents: index among them, or -1 for the node itself.
+
+    whole: they are all of an explicit tree that is proposed
+    """
 
     session: DraftSession
     node: int
     tokens: Sequence[int]
     parents: Sequence[int]
     log_scores: Sequence[float]
+    whole: bool = False
 
 
 class Drafter(ABC):

@@ -15,19 +15,23 @@ the target for all of them.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import Unavailable
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureSpec, decode, row_bytes
-from services.draft.batch import Job
+from outrider.speculation.shape import TreeShape
+from services.draft.batch import Job, Shape
 from services.draft.drafters.model import ModelDrafter, Work
 from services.draft.model.runner import ModelRunner
 from services.draft.session import DraftSession
-from services.draft.trunk import Trunk
+from services.draft.trunk import SCRATCH_SLOTS, Trunk
 
 _SHIFT = 1
+_TREES = (1, 4)  # sessions whose whole trees one program grows
 # Bytes of a session's rows that may wait while nobody wants hints; more are computed all the same, so that they do not
 # pile up. What is computed then takes the time of plain steps where both share cores.
 _MOST_HELD = 1 << 20
@@ -48,6 +52,21 @@ class FeatureDrafter(ModelDrafter):
         self.features = features
         self.fusion = fusion
         self._row_bytes = row_bytes(runner.feature_width, features.format)
+        self._tree: TreeShape | None = None  # of explicit trees that one program grows
+        self._tree_shapes: list[Shape] = []
+
+    def follow(self, tree: TreeShape) -> None:
+        """As of ModelDrafter; where few sessions are drafted for, a tree is one program."""
+        super().follow(tree)
+        if not self.runner.stacked and tree.expansions <= SCRATCH_SLOTS and self.runner.children == tree.topk:
+            self._tree = tree
+            sizes = [size for size in _TREES if size <= self._max_running] or [1]
+            self._tree_shapes = [Shape(size, tree.steps + 1, 1, tree) for size in sizes]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """All that rounds may have."""
+        return [*super().shapes, *self._tree_shapes]
 
     def new_trunk(self, session: DraftSession) -> Trunk:
         """Row j is token j + 1."""
@@ -91,6 +110,26 @@ class FeatureDrafter(ModelDrafter):
         count = max(min(session.features.end, session.length - _SHIFT) - trunk.settled, 0)
         session.blocked = count == 0
         return count
+
+    def best_round(self, works: list[Work]) -> tuple[Shape, list[Work]]:
+        """As of ModelDrafter, or whole trees, where those that have waited longest can have them for less."""
+        shape, chosen = super().best_round(works)
+        if self._tree is None:
+            return shape, chosen
+        works = sorted(works, key=lambda work: -work.session.rounds_waited)
+        takers = list(itertools.takewhile(self._takes_tree, works))
+        if not takers:
+            return shape, chosen
+        best = min(self._tree_shapes, key=lambda shape: self.runner.cost(shape) / min(shape.sessions, len(takers)))
+        levels = self._tree.steps * self.runner.cost(shape) / len(chosen)  # a round each
+        if self.runner.cost(best) / min(best.sessions, len(takers)) > levels:
+            return shape, chosen
+        return best, takers[: best.sessions]
+
+    def _takes_tree(self, work: Work) -> bool:
+        assert self._tree is not None
+        reaches_root = work.trunk.settled + work.pending == work.session.length - _SHIFT
+        return reaches_root and 0 < work.pending <= self._tree.steps + 1 and work.session.takes_whole(self._tree)
 
     def job(self, work: Work, rows: int) -> Job:
         """Rows of the trunk take their features along."""

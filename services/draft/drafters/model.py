@@ -167,7 +167,7 @@ class ModelDrafter(Drafter):
             chunk = self._chunk_shape.rows
             work = min(prompts, key=lambda work: work.pending - chunk * work.session.rounds_waited)
             return self._run(self._chunk_shape, [self.job(work, chunk)])
-        shape, chosen = self._best_shape(leaves)
+        shape, chosen = self.best_round(leaves)
         return self._run(shape, [self.job(work, shape.rows) for work in chosen])
 
     def job(self, work: Work, rows: int) -> Job:
@@ -189,8 +189,8 @@ class ModelDrafter(Drafter):
                 work.reach.append(math.exp(wish.log_reach))
         return list(works.values())
 
-    def _best_shape(self, works: list[Work]) -> tuple[Shape, list[Work]]:
-        """The shape, and the sessions in it, that gain the most reach probability per second."""
+    def best_round(self, works: list[Work]) -> tuple[Shape, list[Work]]:
+        """The shape of a round, and the sessions in it, that gain the most reach probability per second."""
         best: tuple[float, Shape, list[Work]] | None = None
         for shape in self._growth_shapes:
             gains = sorted(((work.gain(shape.rows), i) for i, work in enumerate(works)), reverse=True)
@@ -207,8 +207,11 @@ class ModelDrafter(Drafter):
             self.runner.move(moves)
             moves = []
         inputs = build_inputs(self.runner.layout(shape), jobs, moves)
-        ids, log_scores = self.runner.run(shape, inputs)
         self._step_tokens = sum(job.feed or len(job.nodes) for job in jobs)
+        if shape.tree is not None:
+            found = zip(jobs, *(part.tolist() for part in self.runner.grow(shape, inputs)), strict=False)
+            return [growth for job, *nodes in found if (growth := self._tree_growth(job, *nodes)) is not None]
+        ids, log_scores = self.runner.run(shape, inputs)
         growths: list[Growth] = []
         for row, job in enumerate(jobs):
             growths += self._growths(job, ids[row], log_scores[row])
@@ -225,12 +228,18 @@ class ModelDrafter(Drafter):
         self.moves = {}
         return moves
 
+    def _fed(self, job: Job) -> bool:
+        """The rows of a job have been fed. Returns True if nothing is missing before the root."""
+        job.trunk.feed(job.feed)
+        job.trunk.publish(job.session.tokens)
+        return job.trunk.settled == job.session.length - job.trunk.shift
+
+    def _tree_growth(self, job: Job, tokens: list[int], parents: list[int], scores: list[float]) -> Growth | None:
+        return Growth(job.session, ROOT, tokens, parents, scores, whole=True) if self._fed(job) else None
+
     def _growths(self, job: Job, ids: NDArray[np.int32], log_scores: NDArray[np.float32]) -> list[Growth]:
-        if job.feed:
-            job.trunk.feed(job.feed)
-            job.trunk.publish(job.session.tokens)
-            if job.trunk.settled < job.session.length - job.trunk.shift:
-                return []
+        if job.feed and not self._fed(job):
+            return []
         nodes = (ROOT,) if job.feed else job.nodes
         found = zip(nodes, ids.tolist(), log_scores.tolist(), strict=False)
         return [self._growth(job.session, node, tokens, scores) for node, tokens, scores in found]

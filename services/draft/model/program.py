@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from outrider.speculation.shape import TreeShape
 from services.draft.batch import Layout, StepInputs
 from services.draft.kernels.base import Backend, Context, Paging
 from services.draft.kernels.cpu.candidates import cpu_candidates
@@ -18,6 +19,7 @@ from services.draft.model.heads import Params
 from services.draft.model.sampling import Sampling, candidates
 from services.draft.model.spread import Spread
 from services.draft.model.stacked import stacked_states
+from services.draft.model.whole import Nodes, grow
 
 
 class Constants(NamedTuple):
@@ -38,15 +40,17 @@ def step(
 ) -> tuple[jax.Array, Pools]:
     """One step. DONATES pools. words: inputs as the layout has them; features: the target's.
 
-    Returns candidates and the bits of their log-scores, [2, S, R, children] int32, and the pools.
+    Returns candidates and the bits of their log-scores, [2, S, R, children] int32, and the pools; where whole trees are
+    grown, tokens, parents and the bits of log-scores, [3, S, nodes] int32.
     """
     inputs = layout.inputs(words, features, jax.lax.bitcast_convert_type)
-    compute = partial(_step, constants)
+    tree = layout.shape.tree
+    compute = partial(_step, constants) if tree is None else partial(_whole, constants, tree)
     if constants.spread is None:
-        (ids, log_scores), pools = compute(params, pools, inputs)
+        (*ids, log_scores), pools = compute(params, pools, inputs)
     else:
-        (ids, log_scores), pools = constants.spread.step(compute, params, pools, inputs)
-    return jnp.stack([ids, jax.lax.bitcast_convert_type(log_scores, jnp.int32)]), pools
+        (*ids, log_scores), pools = constants.spread.step(compute, params, pools, inputs)
+    return jnp.stack([*ids, jax.lax.bitcast_convert_type(log_scores, jnp.int32)]), pools
 
 
 def compiled_step(backend: Backend) -> Any:
@@ -74,6 +78,12 @@ def _step(
         return cpu_candidates(logits, sampling, constants.children, ids, limit), pools
     logits = head(params, x, constants.vocab_limit, constants.config.softcap)
     return candidates(logits, sampling, constants.children, params.get("ids")), pools
+
+
+def _whole(
+    constants: Constants, tree: TreeShape, params: Params, pools: Pools, inputs: StepInputs
+) -> tuple[Nodes, Pools]:
+    return grow(tree, partial(_step, constants, params), pools, inputs)
 
 
 def states(constants: Constants, params: Params, pools: Pools, inputs: StepInputs) -> tuple[jax.Array, Pools]:

@@ -73,6 +73,11 @@ class ModelRunner:
         self._zeros: dict[Shape, jax.Array] = {}
 
     @property
+    def children(self) -> int:
+        """Candidates a row."""
+        return self._constants.children
+
+    @property
     def feature_width(self) -> int:
         """Numbers that a row is fed with, a feature or the states that make one; 0 for models that are not fed."""
         if self._fusion is not None:
@@ -98,22 +103,20 @@ class ModelRunner:
             if self._fusion is not None:
                 assert padding.features is not None
                 padding.features.given[:] = 1
-                self.run(shape, padding)
+                self._run(shape, padding)
                 padding.features.given[:] = 0
-            self.run(shape, padding)
+            self._run(shape, padding)
             self._seconds[shape] = min(self._trial(shape, padding) for _ in range(_TRIALS))
             self._even_out()
-            log.info(
-                "shape %d of %d: a step of %d x %d rows takes %.1f ms",
-                done, len(shapes), shape.sessions, shape.rows, 1e3 * self._seconds[shape],
-            )  # fmt: skip
+            log.info("shape %d of %d: %s takes %.1f ms", done, len(shapes), _name(shape), 1e3 * self._seconds[shape])
         self.compilations.serve()
         log.info("warmed up in %.1f s, %d programs compiled", time.perf_counter() - start, self.compilations.total)
 
     def _even_out(self) -> None:
         # A smaller step cannot truly cost more than a larger one: what says so was disturbed by other processes.
         for small in self._seconds:
-            larger = [s for s in self._seconds if s.sessions >= small.sessions and s.rows >= small.rows]
+            alike = [s for s in self._seconds if s.tree == small.tree]
+            larger = [s for s in alike if s.sessions >= small.sessions and s.rows >= small.rows]
             self._seconds[small] = min(self._seconds[shape] for shape in larger)
 
     def cost(self, shape: Shape) -> float:
@@ -124,8 +127,22 @@ class ModelRunner:
 
     def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """One step. Returns candidates [S, R, K] and their log-scores [S, R, K]; the only wait for the device."""
+        ids, log_scores = self._run(shape, inputs)
+        return ids, log_scores.view(np.float32)
+
+    def grow(
+        self, shape: Shape, inputs: StepInputs
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """One step and the whole tree below it. Returns tokens, parents and log-scores of its nodes, [S, nodes] each.
+
+        parents: index among the nodes; -1 is the root
+        """
+        tokens, parents, log_scores = self._run(shape, inputs)
+        return tokens, parents, log_scores.view(np.float32)
+
+    def _run(self, shape: Shape, inputs: StepInputs) -> NDArray[np.int32]:
         assert inputs.tokens.shape == shape[:2]
-        self.compilations.doing = f"a step of {shape.sessions} x {shape.rows} rows"
+        self.compilations.doing = _name(shape)
         features = self._no_features(shape)
         if inputs.features is not None and inputs.features.given.any():
             features = inputs.features.rows
@@ -135,8 +152,7 @@ class ModelRunner:
         result, self._pools = self._step(
             self._constants, self.layout(shape), self._params, self._pools, words, features
         )
-        ids, log_scores = np.asarray(result)
-        return ids, log_scores.view(np.float32)
+        return np.asarray(result)
 
     def layout(self, shape: Shape) -> Layout:
         """Where the inputs of a shape stand."""
@@ -160,5 +176,10 @@ class ModelRunner:
 
     def _trial(self, shape: Shape, inputs: StepInputs) -> float:
         start = time.perf_counter()
-        self.run(shape, inputs)
+        self._run(shape, inputs)
         return time.perf_counter() - start
+
+
+def _name(shape: Shape) -> str:
+    step = f"a step of {shape.sessions} x {shape.rows} rows"
+    return step if shape.tree is None else f"{step} and the trees below"

@@ -1,0 +1,192 @@
+"""Trees that one program grows are those that rounds grow, node by node and score by score."""
+
+import numpy as np
+import pytest
+
+from outrider.serving.features import FeatureBlock
+from outrider.speculation.proposal import Commit, path_hash
+from outrider.speculation.sampling import SamplingParams
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.drafters.model import ModelDrafter
+from services.draft.model.runner import ModelRunner
+from tests.checkpoints.heads import eagle, eagle3, write_head
+from tests.draft.helpers import GREEDY, fed, request, settle
+from tests.tiny import VOCAB, write_model
+
+RNG = np.random.default_rng(3)
+FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
+SHAPES = [(3, 3, 10), (4, 1, 5), (1, 4, 4), (2, 8, 40)]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
+
+
+@pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
+def make(request, tmp_path_factory):
+    """Makes engines with trees of a shape. whole: a tree may be one program."""
+    base = tmp_path_factory.mktemp("heads")
+    target = write_model(base / "target", tie_word_embeddings=False)
+    made = {"EAGLE": eagle, "EAGLE3": eagle3}[request.param](target, max_position_embeddings=256)
+    folder = write_head(base / "head", *made)
+
+    def make(shape=(3, 3, 10), *, whole=True, **flags):
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        engine = fed(request.param, folder, target, draft_page_size=4, **dict(zip(names, shape, strict=True)), **flags)
+        if not whole:
+            engine.drafter._tree = None
+        return engine
+
+    return make
+
+
+class Session:
+    """One session of an engine, fed by hand; the target takes any path."""
+
+    def __init__(self, engine, number, length, sampling, **options):
+        self.engine, self.number = engine, number
+        self.rng = np.random.default_rng([length, number])
+        self.tokens = self.rng.integers(4, VOCAB, length).tolist()
+        engine.open(request(number, self.tokens, sampling, **({"max_tokens": 100} | options)))
+
+    def feed(self, first):
+        rows = FEATURES[first : len(self.tokens)].view(np.uint8)
+        self.engine.receive_features([FeatureBlock(self.number, first, rows)])
+
+    def go_on(self, proposal):
+        """Commit along a path of the proposal, and a token that it does not have."""
+        path = []
+        if proposal is not None:
+            node = int(self.rng.integers(len(proposal.tokens)))
+            while node >= 0:
+                path.append(int(proposal.tokens[node]))
+                node = int(proposal.parents[node])
+        before = len(self.tokens)
+        self.tokens += [*path[::-1], 5]
+        new = np.array(self.tokens[before:], np.uint32)
+        self.engine.receive([], [Commit(self.number, before, new, path_hash(np.array(self.tokens)))])
+        self.feed(before)
+
+
+def proposals_of(engine):
+    """By session: the only one since the last commit."""
+    found = [p for output in settle(engine) for p in output.proposals if len(p.tokens)]
+    assert len({p.session_id for p in found}) == len(found)
+    return {p.session_id: p for p in found}
+
+
+def told(engine, sampling, sessions=1, commits=4, **options):
+    """What an engine proposes to sessions of some lengths through some commits."""
+    said = []
+    others = [Session(engine, i, 9 + 7 * i, sampling, **options) for i in range(sessions)]
+    for session in others:
+        session.feed(0)
+    for _ in range(commits):
+        found = proposals_of(engine)
+        said += [found.get(i) for i in range(sessions)]
+        for session in others:
+            session.go_on(found.get(session.number))
+    return said
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.parents.tolist() == other.parents.tolist()
+            assert one.anchor_hash == other.anchor_hash
+            np.testing.assert_allclose(one.log_scores, other.log_scores, atol=1e-5)
+
+
+@pytest.fixture
+def grown(monkeypatch):
+    """How many trees came out of programs that grow whole ones."""
+    shapes = []
+    grow = ModelRunner.grow
+    monkeypatch.setattr(
+        ModelRunner, "grow", lambda self, shape, *rest: shapes.append(shape) or grow(self, shape, *rest)
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_they_are_those_that_rounds_grow(make, shape, sampling, grown):
+    found = told(make(shape), sampling)
+    assert len(grown) == 3  # all but the first, which comes with the prompt
+    check_equal(found, told(make(shape, whole=False), sampling))
+    assert len(grown) == 3
+
+
+def test_of_several_sessions_at_once(make, grown):
+    found = told(make(), SAMPLED, sessions=4)
+    assert {shape.sessions for shape in grown} == {4}
+    check_equal(found, told(make(whole=False), SAMPLED, sessions=4))
+
+
+def test_they_take_turns_with_rounds(make, grown, monkeypatch):
+    """Whichever was cheaper, the trees are the same."""
+    rng = np.random.default_rng(1)
+    best_round = FeatureDrafter.best_round
+
+    def either(drafter, works):
+        return (best_round if rng.random() < 0.5 else ModelDrafter.best_round)(drafter, works)
+
+    monkeypatch.setattr(FeatureDrafter, "best_round", either)
+    found = told(make(), SAMPLED, sessions=3, commits=6)
+    assert 0 < len(grown) < 15
+    check_equal(found, told(make(whole=False), SAMPLED, sessions=3, commits=6))
+
+
+def test_the_end_of_a_session_bounds_the_depth(make, grown):
+    """There rounds grow them, no level deeper than what is of use."""
+    found = told(make((5, 2, 12)), GREEDY, max_tokens=9)
+    check_equal(found, told(make((5, 2, 12), whole=False), GREEDY, max_tokens=9))
+    assert len(grown) < 3
+
+
+def test_tokens_that_may_not_come_yet(make, grown):
+    """Which is for rounds to leave out."""
+    options = {"min_tokens": 50, "stop_token_ids": tuple(range(0, VOCAB, 2))}
+    found = told(make(), GREEDY, **options)
+    assert not grown
+    proposed = [token for proposal in found if proposal is not None for token in proposal.tokens.tolist()]
+    assert len(proposed) > 3
+    assert all(token % 2 for token in proposed)
+
+
+def test_beside_ngrams_rounds_grow_them(make, grown):
+    engine = make(speculative_ngram_beside=True)
+    session = Session(engine, 1, 12, GREEDY)
+    session.feed(0)
+    settle(engine)
+    session.tokens.append(7)
+    tokens = np.array(session.tokens)
+    engine.receive([], [Commit(1, 12, tokens[12:].astype(np.uint32), path_hash(tokens))])
+    session.feed(12)
+    assert sum(len(output.proposals) for output in settle(engine)) > 0
+    assert not grown
+
+
+def test_features_that_came_in_part_are_not_enough(make, grown):
+    """The tree below a row before the root would be of no use."""
+    engine = make()
+    session = Session(engine, 1, 12, GREEDY)
+    session.feed(0)
+    first = proposals_of(engine)[1]
+    session.tokens += [int(first.tokens[0]), 5, 6]
+    before = len(session.tokens) - 3
+    tokens = np.array(session.tokens)
+    engine.receive([], [Commit(1, before, tokens[before:].astype(np.uint32), path_hash(tokens))])
+    engine.receive_features([FeatureBlock(1, before, FEATURES[before : before + 1].view(np.uint8))])
+    assert not proposals_of(engine)
+    assert not grown
+    session.feed(before + 1)
+    assert len(proposals_of(engine)[1].tokens) == 9
+    assert len(grown) == 1
+
+
+def test_nothing_compiles_while_they_grow(make):
+    engine = make()
+    engine.drafter.warm_up()
+    compiled = engine.drafter.runner.compilations.total
+    told(engine, SAMPLED, sessions=3)
+    assert engine.drafter.runner.compilations.total == compiled
