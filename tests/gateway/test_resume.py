@@ -86,6 +86,22 @@ def started(stream):
     until(lambda: len(stream.tokens) > 10)
 
 
+def accepted(gateway):
+    return gateway.metric("outrider_accepted_draft_tokens_total")
+
+
+def until_accepted(gateway, count):
+    """Streams, until more drafted tokens than `count` have been accepted; on a busy machine hints often are late."""
+
+    def enough():
+        if accepted(gateway) > count:
+            return True
+        assert Stream(gateway).whole()
+        return False
+
+    until(enough, 60)
+
+
 def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder):
     with system(folder) as (gateway, _, [draft]):
         streams = [Stream(gateway) for _ in range(4)]
@@ -98,9 +114,7 @@ def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder)
         draft.start()
         until(lambda: draft.engine.opened == 4)  # the sessions under way are drafted for again
         assert all(stream.whole() for stream in streams)
-        accepted = gateway.metric("outrider_accepted_draft_tokens_total")
-        assert Stream(gateway).whole()
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > accepted + COUNT / 8
+        until_accepted(gateway, accepted(gateway) + COUNT / 8)
 
 
 def test_a_draft_session_that_is_lost_is_opened_again(folder):
@@ -140,7 +154,7 @@ def test_commits_without_wishes_gather(folder):
         assert said() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
         target.engine.hints_unwanted = False
         assert stream.whole()
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > 0
+        until_accepted(gateway, 0)
         assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 0
 
 
@@ -201,7 +215,7 @@ def test_hints_reach_the_session_whichever_target_has_it(folder):
         streams = [Stream(gateway) for _ in range(8)]
         assert all(stream.whole() for stream in streams)
         assert [s.engine.opened for s in (*targets, *drafts)] == [4, 4, 4, 4]
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > COUNT
+        until_accepted(gateway, COUNT)
 
 
 def test_a_target_that_comes_back_with_another_model_is_refused(folder):
