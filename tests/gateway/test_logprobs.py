@@ -21,7 +21,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
