@@ -87,7 +87,8 @@ async def test_no_server():
     assert outcome.error == "no connection"
 
 
-async def test_as_many_at_a_time_as_asked_for():
+async def test_as_many_at_a_time_as_asked_for(monkeypatch):
+    monkeypatch.setattr("tests.bench.server.STEP", 0.05)  # all are there before the first one is answered
     async with running() as (server, url):
         await run(Target(url, "chat", "tiny"), prompts(*"abcdefghij"), Plan(concurrency=3))
         assert server.most == 3
@@ -96,8 +97,9 @@ async def test_as_many_at_a_time_as_asked_for():
         assert server.most == 6
 
 
-async def test_arrivals_wait_for_nobody_and_waiting_counts():
+async def test_arrivals_wait_for_nobody_and_waiting_counts(monkeypatch):
     """Three requests come at once and one is served at a time: what the others wait is part of their latency."""
+    monkeypatch.setattr("tests.bench.server.STEP", 0.05)  # all are sent before the first one is answered
     async with running() as (_, url):
         free = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(None, rate=1000.0))
         held = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(1, rate=1000.0))

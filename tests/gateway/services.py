@@ -165,7 +165,7 @@ class Gateway:
         return False
 
     def wait(self):
-        until(self.healthy, seconds=60)  # where much else runs, a process takes long to start
+        until(self.healthy, seconds=120)  # where much else runs, a process takes long to start
         return self
 
     def metric(self, name, **labels):
@@ -188,6 +188,6 @@ class Gateway:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(15)
+        code = self.process.wait(60)
         assert "Traceback" not in self.log.read_text(), self.log.read_text()
         return code

@@ -29,6 +29,7 @@ def test_facts(client):
     assert info.max_session_tokens == 400
 
 
+@pytest.mark.usefixtures("hints_in_time")
 @pytest.mark.parametrize("prompt", ["A", A])
 def test_parts_add_up(client, prompt):
     parts = list(client.generate(prompt, max_tokens=90, temperature=0))
@@ -115,7 +116,7 @@ def test_leaving_early_frees_the_session(gateway, target, draft, client, how):
                 assert target.sessions == 1
                 break
 
-    target.engine.delay = 0.05
+    target.engine.delay = 0.1
     try:
         if how == "async":
             asyncio.run(first_part())
@@ -124,7 +125,7 @@ def test_leaving_early_frees_the_session(gateway, target, draft, client, how):
             next(parts)
             assert target.sessions == 1
             parts.close()
-        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=2)
+        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=8)  # the whole text takes longer
     finally:
         target.engine.delay = target.delay
 

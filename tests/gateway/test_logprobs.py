@@ -21,7 +21,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,7 @@ def test_chats_have_an_object_for_each_token(client):
     assert {round(entry.logprob - entry.top_logprobs[1].logprob, 6) for entry in content} == {1.0}
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_streamed_chats_tell_the_same(client):
     ask = {"model": "default", "messages": HELLO, "max_tokens": 30, "temperature": 0, "logprobs": True}
     whole = client.chat.completions.create(**ask).choices[0]

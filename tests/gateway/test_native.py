@@ -29,6 +29,7 @@ def greedy(count, **options):
     return {"temperature": 0, "max_new_tokens": count, **options}
 
 
+@pytest.mark.usefixtures("hints_in_time")
 @pytest.mark.parametrize("prompt", [{"text": "A"}, {"input_ids": A}])
 def test_text_and_token_ids(gateway, prompt):
     body = generate(gateway, **prompt, sampling_params=greedy(90), rid="mine")

@@ -14,7 +14,8 @@ ASSISTANT = 3  # a rendered conversation ends in this token
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
 
 
 def ids(text):
@@ -86,21 +87,21 @@ def test_priority_reaches_the_target(gateway, target):
 @pytest.mark.parametrize("by_header", [False, True])
 def test_an_answer_that_takes_too_long_ends_with_a_deadline(gateway, target, draft, by_header):
     body = {"prompt": "A", "max_tokens": 350, "ignore_eos": True, "temperature": 0}
-    headers = {"X-Request-Timeout": "0.3"} if by_header else {}
-    body |= {} if by_header else {"timeout": 0.3}
-    target.engine.delay = 0.05
+    headers = {"X-Request-Timeout": "1.5"} if by_header else {}
+    body |= {} if by_header else {"timeout": 1.5}
+    target.engine.delay = 0.1  # the whole text takes far longer
     try:
         response = gateway.client.post("/v1/completions", json=body, headers=headers)
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
         assert response.headers["x-should-retry"] == "false"
-        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=2)
+        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=8)
         streamed = gateway.client.post("/v1/completions", json={**body, "stream": True}, headers=headers)
         *parts, error, done = [line for line in streamed.text.split("\n\n") if line]
         assert done == "data: [DONE]"
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         assert parts
-        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=2)
+        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=8)
     finally:
         target.engine.delay = target.delay
     assert gateway.client.post("/v1/completions", json={"prompt": "A"}, headers={"X-Request-Timeout": "x"}).is_error
@@ -124,7 +125,7 @@ def test_a_request_without_speculation_is_not_opened_on_the_draft(client, target
     assert target.engine.seen[-1].max_draft_tokens == 2
     client.completions.create(model="default", prompt="A", max_tokens=4, extra_body={"speculation": "auto"})
     assert target.engine.seen[-1].max_draft_tokens is None
-    assert draft.engine.opened == opened + 2
+    until(lambda: draft.engine.opened == opened + 2)  # the draft may hear of it once it is answered
 
 
 @pytest.mark.usefixtures("hints_in_time")

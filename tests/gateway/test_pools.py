@@ -253,11 +253,14 @@ def test_conversations_stay_where_they_began_and_go_on_elsewhere(folder):
         for service in targets:  # what one target saw, the other one did not
             others = [other for other in targets if other is not service]
             assert all(common(a, b) == 0 for a in service.engine.seen for o in others for b in o.engine.seen)
+        for service in targets:
+            service.engine.delay = 0.05  # until one of them has ended, the stream must not
         stream = Stream(gateway)
         started(stream)
         home = next(service for service in targets if service.sessions)
         away = targets[1 - targets.index(home)]
         home.stop()
+        away.engine.delay = away.delay
         assert stream.whole()
         before = away.engine.opened
         gateway.complete(prompts[0], max_tokens=3)
@@ -271,7 +274,7 @@ def test_conversations_stay_where_they_began_and_go_on_elsewhere(folder):
 
 
 def test_a_target_that_comes_late_is_used(folder):
-    targets = [Service(Target, f"unix:{folder}/late-{i}", delay=0.01) for i in range(2)]
+    targets = [Service(Target, f"unix:{folder}/late-{i}", delay=0.05) for i in range(2)]
     shared = Service(Draft, f"unix:{folder}/late-draft")
     gateway = Gateway(folder, [service.address for service in targets], [shared.address])
     running = [service.start() for service in (shared, targets[0])]
@@ -283,6 +286,9 @@ def test_a_target_that_comes_late_is_used(folder):
         running.append(targets[1].start())
         until(lambda: gateway.metric("outrider_service_up", service="target") == 2)
         streams += [Stream(gateway) for _ in range(2)]
+        until(lambda: [service.engine.opened for service in targets] == [2, 2])
+        for service in targets:
+            service.engine.delay = 0.01  # nothing waits for the streams any more
         assert all(stream.whole() for stream in streams)
         assert [service.engine.opened for service in targets] == [2, 2]
         assert shared.engine.opened == 4  # one draft for both

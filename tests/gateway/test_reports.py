@@ -13,7 +13,8 @@ ROUNDS = [Round(1, 0, 0), Round(3, 3, 2), Round(1, 3, 0), Round(4, 3, 3), Round(
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
 
 
 def report(rounds=ROUNDS, completion=10):

@@ -12,7 +12,8 @@ ASSISTANT = 3  # a rendered conversation ends in this token
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
 
 
 def create(client, **options):

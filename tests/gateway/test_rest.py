@@ -25,7 +25,8 @@ def decoded(tokens):
 
 @pytest.fixture(scope="module")
 def client(gateway):
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30)
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
 
 
 def events(response):
@@ -51,13 +52,16 @@ def test_completion(gateway):
 
 def test_speculation_shows_in_the_usage(gateway):
     accepted = rejected = 0
-    for _ in range(10):  # where much else runs, proposals come late, and a target may stop waiting for them
+
+    def enough():  # not at once where much else runs: proposals come late
+        nonlocal accepted, rejected
         details = gateway.complete("A", max_tokens=90)["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] < 90
         accepted += details["accepted_prediction_tokens"]
         rejected += details["rejected_prediction_tokens"]
-    assert accepted > 20
-    assert rejected > 5  # one of three proposed tokens is wrong
+        return accepted > 20 and rejected > 5  # one of three proposed tokens is wrong
+
+    until(enough, 60)
 
 
 def test_completions_end_after_sixteen_tokens_by_default(gateway):
@@ -103,6 +107,7 @@ def test_negative_seeds_and_none_are_allowed(gateway, target):
     assert seeds[2] != seeds[3]
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_streamed_completion_equals_the_plain_one(gateway):
     body = {"model": "default", "prompt": "A", "temperature": 0, "max_tokens": 120, "stream": True}
     response = gateway.client.post("/v1/completions", json=body)
@@ -270,6 +275,7 @@ def test_cached_prompt_tokens_show_in_the_usage(gateway):
     assert gateway.metric("outrider_cached_prompt_tokens_total") - before == 3 + 2 + 3 + (2 + 2 + 2)
 
 
+@pytest.mark.usefixtures("hints_in_time")
 def test_metrics_count(gateway):
     names = ("generated_tokens_total", "accepted_draft_tokens_total", "hint_hits_total", "prompt_tokens_total")
     before = {name: gateway.metric(f"outrider_{name}") for name in names}
@@ -293,15 +299,15 @@ def test_metrics_count(gateway):
 def test_a_client_that_goes_away_frees_its_session(gateway, target, draft, path, stream):
     body = {"model": "default", "max_tokens": 350, "ignore_eos": True, "stream": stream, "temperature": 0}
     body |= {"prompt": "A"} if path == "/v1/completions" else {"messages": HELLO}
-    target.engine.delay = 0.05
+    target.engine.delay = 0.1
     gone = threading.Event()
 
     def ask():
         try:
-            with httpx.stream("POST", gateway.url + path, json=body, timeout=0.4 if not stream else 30) as response:
+            with httpx.stream("POST", gateway.url + path, json=body, timeout=1.5 if not stream else 30) as response:
                 for _ in response.iter_lines():
                     break
-        except httpx.ReadTimeout:
+        except httpx.TimeoutException:
             pass
         gone.set()
 
@@ -310,7 +316,7 @@ def test_a_client_that_goes_away_frees_its_session(gateway, target, draft, path,
         thread.start()
         until(lambda: target.sessions == 1)
         assert gone.wait(10)
-        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=2)  # the whole text takes longer
+        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=8)  # the whole text takes longer
         thread.join()
     finally:
         target.engine.delay = target.delay

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -55,15 +54,15 @@ class Stream(threading.Thread):
             self.reason = choice["finish_reason"] or self.reason
 
     def whole(self):
-        self.join(20)
+        self.join(40)
         assert not self.is_alive()
         assert self.error is None
         return self.tokens == WHOLE and self.text == TOKENIZER.decode(WHOLE) and self.reason == "length"
 
 
 @contextlib.contextmanager
-def system(folder, targets=1, drafts=1, delay=0.01, **flags):
-    """Services that take their time, and a gateway of their own."""
+def system(folder, targets=1, drafts=1, delay=0.03, **flags):
+    """Services that take their time, so that streams outlast what befalls them, and a gateway of their own."""
     services = [
         [Service(kind, f"unix:{folder}/{kind.__name__}{i}-{os.urandom(3).hex()}", delay=pause) for i in range(count)]
         for kind, count, pause in ((Target, targets, delay), (Draft, drafts, 0))
@@ -87,6 +86,22 @@ def started(stream):
     until(lambda: len(stream.tokens) > 10)
 
 
+def accepted(gateway):
+    return gateway.metric("outrider_accepted_draft_tokens_total")
+
+
+def until_accepted(gateway, count):
+    """Streams, until more drafted tokens than `count` have been accepted; on a busy machine hints often are late."""
+
+    def enough():
+        if accepted(gateway) > count:
+            return True
+        assert Stream(gateway).whole()
+        return False
+
+    until(enough, 60)
+
+
 def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder):
     with system(folder) as (gateway, _, [draft]):
         streams = [Stream(gateway) for _ in range(4)]
@@ -99,9 +114,7 @@ def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder)
         draft.start()
         until(lambda: draft.engine.opened == 4)  # the sessions under way are drafted for again
         assert all(stream.whole() for stream in streams)
-        accepted = gateway.metric("outrider_accepted_draft_tokens_total")
-        assert Stream(gateway).whole()
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > accepted + COUNT / 8
+        until_accepted(gateway, accepted(gateway) + COUNT / 8)
 
 
 def test_a_draft_session_that_is_lost_is_opened_again(folder):
@@ -127,16 +140,21 @@ def test_a_draft_is_told_whether_hints_pay(folder):
 
 
 def test_commits_without_wishes_gather(folder):
-    with system(folder, delay=0.005) as (gateway, [target], [draft]):
+    with system(folder, delay=0.02) as (gateway, [target], [draft]):
         target.engine.hints_unwanted = True
         stream = Stream(gateway)
         started(stream)
-        before = draft.engine.frames
-        time.sleep(0.5)
-        assert 2 <= draft.engine.frames - before <= 5  # of some 100 steps
+
+        def said():
+            (sequence,) = target.engine.sessions.values()
+            return len(sequence.tokens)
+
+        before, begun = draft.engine.frames, said()
+        until(lambda: draft.engine.frames >= before + 3)
+        assert said() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
         target.engine.hints_unwanted = False
         assert stream.whole()
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > 0
+        until_accepted(gateway, 0)
         assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 0
 
 
@@ -197,7 +215,7 @@ def test_hints_reach_the_session_whichever_target_has_it(folder):
         streams = [Stream(gateway) for _ in range(8)]
         assert all(stream.whole() for stream in streams)
         assert [s.engine.opened for s in (*targets, *drafts)] == [4, 4, 4, 4]
-        assert gateway.metric("outrider_accepted_draft_tokens_total") > COUNT
+        until_accepted(gateway, COUNT)
 
 
 def test_a_target_that_comes_back_with_another_model_is_refused(folder):

@@ -16,7 +16,7 @@ from tests.gateway.services import Draft, Gateway, Service, Target, free_port, u
 def refused(*flags, code=2):
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
     return result.stderr
@@ -73,13 +73,13 @@ def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, targ
     draft = Service(Draft, f"unix:{folder}/late")
     gateway = Gateway(folder, [target.address], [draft.address])
     try:
-        until(lambda: gateway.log.exists() and "draft" in gateway.log.read_text())
-        until(lambda: gateway.client.get("/health").status_code == 503)
+        until(lambda: gateway.log.exists() and "draft" in gateway.log.read_text(), seconds=60)
+        until(lambda: _answers(gateway, "/health") == 503, seconds=60)
         assert gateway.text("A", max_tokens=3) == "BCD"
         draft.start()
         gateway.wait()
         gateway.complete("A", max_tokens=50)
-        assert draft.engine.opened == 1
+        until(lambda: draft.engine.opened == 1)
     finally:
         assert gateway.stop() == 0
         draft.stop()

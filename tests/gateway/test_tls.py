@@ -27,7 +27,7 @@ from services.draft.train.collect import Writer
 from services.target import app as target_app
 from tests.certificates import Authority
 from tests.gateway.engines import expected, tokenizer
-from tests.gateway.services import Draft, Gateway, Service, Target, free_port, model_info
+from tests.gateway.services import Draft, Gateway, Service, Target, free_port, model_info, until
 
 A = tokenizer().encode("A").ids
 HOUR = dt.timedelta(hours=1)
@@ -88,7 +88,7 @@ def test_everything_is_encrypted_and_everybody_shows_a_certificate(folder, ours,
         try:
             gateway.wait()
             gateway.complete("A", max_tokens=20)
-            assert draft.engine.opened == 1
+            until(lambda: draft.engine.opened == 1)
             assert gateway.text("A", max_tokens=3) == "BCD"
             assert "REST on https://" in gateway.log.read_text()
             # The control routes open channels of their own; this target knows none of them, but it was reached.

@@ -183,6 +183,7 @@ def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):
     # A twin that says the same, but slowly enough for hints to come in time.
     slow = write_tokenizer(write_cyclic_target(tmp_path / "slow", intermediate_size=16000))
     served = target_service(slow, f"unix:{tmp_path}/target", **HINTED).start()
+    served.pause = 0.01  # more of them do
     learner._serving = learner._objective.algorithm.params()
     learner._begin_anew()
     learner.offer.make(learner._make(learner._serving))
@@ -204,6 +205,7 @@ def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):
         drafter.stop()
         gateway.stop()
         draft.stop()
+    served.pause = 0.0
     alone = Gateway(tmp_path, [served.address]).wait()
     try:
         for seed, texts, _ in (rounds[0], rounds[-1]):

@@ -16,7 +16,7 @@ from outrider.supervisor.processes import Backoff
 from tests.ops.children import HEALTHY, STUBBORN, child, run
 
 
-async def until(condition, seconds=10):
+async def until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -77,7 +77,7 @@ async def test_a_refused_configuration_ends_all():
     lines = []
     refuser = child("import sys; print('no such model'); sys.exit(2)", on_line=lines.append)
     other = child(HEALTHY)
-    assert await asyncio.wait_for(run([other, refuser]), 10) is refuser
+    assert await asyncio.wait_for(run([other, refuser]), 60) is refuser
     assert (refuser.gave_up, refuser.last_line, lines) == (2, "no such model", ["no such model"])
     assert other.pid is None
 
@@ -97,7 +97,7 @@ async def test_one_that_cannot_start_is_given_up(monkeypatch):
     monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 3)
     lines = []
     broken = child("print('start'); raise SystemExit('broken')", on_line=lines.append)
-    assert await asyncio.wait_for(run([broken]), 10) is broken
+    assert await asyncio.wait_for(run([broken]), 60) is broken
     assert lines == ["start", "broken"] * 3
     assert broken.gave_up == 1
 
@@ -109,7 +109,7 @@ async def test_a_child_that_hears_nothing_is_killed_after_grace(monkeypatch):
     async with supervised(stubborn, gateway):
         pids = [stubborn.pid, gateway.pid]
         start = time.monotonic()
-    assert 0.4 < time.monotonic() - start < 3
+    assert 0.4 < time.monotonic() - start < 8
     assert all(gone(pid) for pid in pids)
 
 
@@ -137,7 +137,7 @@ async def test_lines_are_passed_on_whole():
     lines = []
     long = 200_000
     script = f"import sys; print('x' * {long}, flush=True); sys.stderr.write('ü\\r\\n\\nlast'); sys.exit(2)"
-    await asyncio.wait_for(run([child(script, on_line=lines.append)]), 10)
+    await asyncio.wait_for(run([child(script, on_line=lines.append)]), 60)
     assert lines == ["x" * long, "ü", "last"]
 
 
@@ -188,6 +188,6 @@ def test_a_second_signal_does_not_wait(harness):
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 0
-    assert time.monotonic() - start < 3
+    assert process.wait(9) == 0
+    assert time.monotonic() - start < 9  # their grace is longer
     wait_gone(pids, 0.1)

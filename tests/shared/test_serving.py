@@ -28,22 +28,13 @@ def request(session_id=1, prompt=(1, 2), max_tokens=3, committed=()):
 
 
 class Sink:
-    """Collects what a loop publishes, and waits for it."""
+    """Collects what a loop publishes."""
 
     def __init__(self):
         self.outputs: list[StepOutput] = []
-        self.event = threading.Event()
-        self.until = lambda: True
 
     def __call__(self, output):
         self.outputs.append(output)
-        if self.until():
-            self.event.set()
-
-    def wait_for(self, condition):
-        self.until = condition
-        if not condition():
-            assert self.event.wait(10)
 
     def tokens(self, session_id):
         return [t for o in self.outputs for c in o.commits if c.session_id == session_id for t in c.tokens.tolist()]
@@ -59,7 +50,7 @@ def running_loop(engine):
 def test_sessions_run_to_their_end_and_bad_opens_harm_nobody():
     loop, sink, faults = running_loop(CountingEngine())
     loop.submit(Message(opens=[request(1), request(2, prompt=(666,)), request(3, prompt=(9,), max_tokens=2)]))
-    sink.wait_for(lambda: len(sink.tokens(1)) == 3)
+    wait_until(lambda: len(sink.tokens(1)) == 3)
     loop.stop()
     assert (sink.tokens(1), sink.tokens(3)) == ([3, 4, 5], [10, 11])
     failures = [f for o in sink.outputs for f in o.failures]
@@ -82,7 +73,7 @@ def test_pages_are_audited_whenever_the_engine_becomes_idle(end):
         wait_until(lambda count=count: engine.audits == count)
         if count < 3:
             loop.submit(Message(opens=[request(count, max_tokens=3 if end == "finished" else 10**9)]))
-            sink.wait_for(lambda count=count: sink.tokens(count))
+            wait_until(lambda count=count: sink.tokens(count))
             if end == "closed":
                 loop.submit(Message(closes=[count]))
     loop.stop()
@@ -109,7 +100,7 @@ def test_an_engine_that_breaks_is_reported_once():
 def test_work_is_done_in_the_engine_thread_between_steps():
     loop, sink, faults = running_loop(CountingEngine())
     loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
-    sink.wait_for(lambda: sink.tokens(1))
+    wait_until(lambda: sink.tokens(1))
     assert loop.call(lambda: threading.current_thread().name).result(10) == "engine"
 
     def refuse():
@@ -118,7 +109,7 @@ def test_work_is_done_in_the_engine_thread_between_steps():
     with pytest.raises(InvalidRequest, match="not like that"):
         loop.call(refuse).result(10)
     count = len(sink.tokens(1))
-    sink.wait_for(lambda: len(sink.tokens(1)) > count)  # it goes on
+    wait_until(lambda: len(sink.tokens(1)) > count)  # it goes on
     loop.stop()
     assert faults == []
     with pytest.raises(Unavailable):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +26,15 @@ from services.target.service import TargetServicer, describe
 
 @dataclass
 class Service:
-    """An engine behind its real servicer, in a thread."""
+    """An engine behind its real servicer, in a thread.
+
+    pause: seconds that it rests after a step that said something; what answers the step is there before the next one
+    """
 
     build: Callable[[], Any]  # returns the engine, its coders, and what registers its servicer
     address: str
     ready: threading.Event = field(default_factory=threading.Event)
+    pause: float = 0.0
 
     def start(self):
         self.ready.clear()
@@ -50,7 +55,12 @@ class Service:
         hub = StreamHub(engine_loop.submit, *coders)
         server = GrpcServer()
         await server.start(self.address, register(server, hub, engine_loop, self.engine))
-        engine_loop.start(self.engine, hub.publish)
+
+        def publish(output):
+            hub.publish(output)
+            time.sleep(self.pause)
+
+        engine_loop.start(self.engine, publish)
         await server.set_serving(True)
         self.ready.set()
         await self.end.wait()

@@ -100,13 +100,14 @@ def check(drafter, count, expected, slack=24):
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_what_the_drafter_is_fed_is_what_transformers_says(system, truth, chunk):
     drafter = FedDrafter()
-    _, draft, gateway = system(drafter, chunked_prefill_size=chunk)
+    target, draft, gateway = system(drafter, chunked_prefill_size=chunk)
+    target.pause = 0.03  # the draft keeps up with it, and its hints come in time
     for prompts in (PROMPTS[:2], PROMPTS):  # a few, then all together; the pages of those few are found in the cache
         texts = ask_all(gateway, prompts, temperature=0)
         assert all(len(text) == 40 for text in texts)
         until(lambda: idle(draft))
         check(drafter, len(prompts), truth)
-    assert gateway.metric("outrider_accepted_draft_tokens_total") > 0
+    until(lambda: ask_all(gateway, temperature=0) and gateway.metric("outrider_accepted_draft_tokens_total") > 0, 60)
     assert gateway.metric("outrider_feature_bytes_total") > 10 * 16 * 3 * WIDTH * 4
 
 
@@ -115,7 +116,8 @@ def test_the_fusion_crosses_with_the_specification(system, truth):
     fc = torch.randn(2500, 3 * WIDTH, generator=torch.Generator().manual_seed(0))
     drafter = FedDrafter(save({"fc.weight": fc}))
     assert len(drafter.fusion) > 1 << 20
-    _, draft, gateway = system(drafter)
+    target, draft, gateway = system(drafter)
+    target.pause = 0.05  # the draft keeps up with it
     ask_all(gateway, PROMPTS[:3])
     until(lambda: idle(draft))
     check(drafter, 3, lambda tokens: truth(tokens) @ fc.numpy().T)
@@ -127,12 +129,19 @@ def test_a_draft_that_comes_back_is_fed_from_the_beginning(system, truth):
     plain = ask_all(gateway, PROMPTS[:4], max_tokens=400, temperature=1, seed=5)
     until(lambda: idle(draft))
     drafter.seen.clear()
+
+    def fed():
+        return len(drafter.seen) == 4 and all(len(s.features) > 40 for s in drafter.seen.values())
+
+    target.pause = 0.03  # the texts must not be over before the draft is back
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         texts = pool.submit(ask_all, gateway, PROMPTS[:4], max_tokens=400, temperature=1, seed=5)
-        until(lambda: len(drafter.seen) == 4 and all(len(s.features) > 40 for s in drafter.seen.values()))
+        until(fed)
         draft.stop()
         drafter.seen.clear()
         draft.start()
+        until(fed)
+        target.pause = 0.0
         assert texts.result(60) == plain
     until(lambda: idle(draft))
     check(drafter, 4, truth, slack=400)

@@ -48,7 +48,7 @@ def system(request, models, tmp_path):
     target = target_service(models / "target", f"unix:{tmp_path}/target", chunked_prefill_size=5, **HINTED).start()
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
-    yield draft, gateway
+    yield target, draft, gateway
     for service in (gateway, draft, target):
         service.stop()
 
@@ -67,7 +67,7 @@ def accepted(gateway):
 
 
 def test_heads_are_believed_and_catch_up(system):
-    draft, gateway = system
+    target, draft, gateway = system
     texts = ask_all(gateway, max_tokens=120, temperature=1, seed=3)
 
     def believed():  # on a busy machine not at once: hints that are late count for nothing
@@ -78,13 +78,15 @@ def test_heads_are_believed_and_catch_up(system):
     until(believed, 60)
     assert accepted(gateway) > 0.9 * gateway.metric("outrider_verified_draft_tokens_total")
     draft.stop()
+    target.pause = 0.05  # the texts must not be over before the draft has caught up
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answers = pool.submit(ask_all, gateway, max_tokens=450, temperature=1, seed=3)
         time.sleep(0.5)
         before = accepted(gateway)
         assert not answers.done()
         draft.start()
-        until(lambda: accepted(gateway) > before + 100)
+        until(lambda: accepted(gateway) > before + 100, 60)
+        target.pause = 0.0
         assert [text[:120] for text in answers.result(60)] == texts
     until(lambda: draft.engine.load().running_sessions == 0)
     draft.engine.check()
@@ -110,12 +112,20 @@ def test_text_goes_on_where_a_head_s_context_ends(models, tmp_path):
     draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
     gateway = Gateway(tmp_path, [target.address], [draft.address]).wait()
     try:
-        assert ask_all(gateway, max_tokens=200) == texts
+        rounds = 0
+
+        def believed():  # on a busy machine not at once
+            nonlocal rounds
+            rounds += 1
+            assert ask_all(gateway, max_tokens=200) == texts
+            return accepted(gateway) > 0.3 * context
+
+        until(believed, 60)
         before = accepted(gateway)
-        assert 0.3 * context < before < context * len(PROMPTS)
+        assert before < rounds * context * len(PROMPTS)
         gateway.complete("a" * context, max_tokens=20, ignore_eos=True)
         assert accepted(gateway) == before  # nobody drafts for it
-        assert draft.engine.load().running_sessions == 0
+        until(lambda: draft.engine.load().running_sessions == 0)
         assert gateway.client.get("/health").status_code == 200
     finally:
         for service in (gateway, draft, target):

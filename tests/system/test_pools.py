@@ -36,10 +36,14 @@ def test_sessions_move_between_real_targets_and_keep_their_tokens(pool):
     again = [gateway.complete([*prompt, *tokens], max_tokens=4) for prompt, tokens in zip(PROMPTS, plain, strict=True)]
     assert all(answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 400 for answer in again)
     assert gateway.metric("outrider_routed_sessions_total", service="target", by="prefix") == len(PROMPTS)
+    for target in targets:
+        target.pause = 0.05  # until one of them has ended, no stream must
     streams = [Stream(gateway, prompt=prompt, **OPTIONS) for prompt in PROMPTS]
     for stream in streams:
         started(stream)
     targets[0].stop()
+    for target in targets:
+        target.pause = 0.0
     for stream in streams:
         stream.join(60)
     assert [stream.tokens for stream in streams] == plain

@@ -89,6 +89,7 @@ def test_the_cache_is_flushed_once_nothing_runs(engine, target):
     prompt = [*range(20, 60)]
     assert ask(engine, prompt, max_tokens=1)[0].complete.cached_tokens == 0
     assert ask(engine, prompt, max_tokens=1)[0].complete.cached_tokens > 0
+    target.pause = 0.02  # it is not over before it is cancelled
     stream = engine.Generate(
         pb.GenerateRequest(text="a", stream=True, sampling_params=pb.SamplingParams(max_tokens=1000, ignore_eos=True))
     )
@@ -96,6 +97,7 @@ def test_the_cache_is_flushed_once_nothing_runs(engine, target):
     refused = engine.FlushCache(common_pb2.FlushCacheRequest())
     assert (refused.success, bool(refused.message)) == (False, True)
     stream.cancel()
+    target.pause = 0.0
     assert engine.FlushCache(common_pb2.FlushCacheRequest(timeout_s=20)).success
     assert ask(engine, prompt, max_tokens=1)[0].complete.cached_tokens == 0
 

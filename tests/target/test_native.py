@@ -152,14 +152,14 @@ def test_a_library_of_another_system_is_named(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
-    for script, said in (
-        ("sleep 5", "did not compile outrider-kernels in 0 s"),
-        ("echo an error >&2; false", "an error"),
+    for script, longest, said in (
+        ("sleep 5", 0.2, "did not compile outrider-kernels in 0 s"),
+        ("echo an error >&2; false", 60.0, "an error"),
     ):
         compiler = tmp_path / "g++"
         compiler.write_text(f"#!/bin/sh\n{script}\n")
         compiler.chmod(0o755)
-        monkeypatch.setattr(native, "_LONGEST", 0.2)
+        monkeypatch.setattr(native, "_LONGEST", longest)
         with pytest.raises(library.Unavailable, match=said):
             library.build.KERNELS.compile(str(compiler), tmp_path / "out.so")
     assert not (tmp_path / "out.so").exists()
