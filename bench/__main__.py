@@ -25,6 +25,7 @@ BENCHMARKS = {
     "target": ("bench.target", "steps of the target against their floors; hints against plain decoding"),
     "kernels": ("bench.kernels", "products and attention of the target on a CPU against their floors"),
     "draft": ("bench.draft", "rounds of growth of the draft against their floors"),
+    "trees": ("bench.trees", "explicit trees of the draft: one program against a round a level"),
     "draft-kernels": ("bench.draft_kernels", "the draft's attention on an accelerator"),
     "quality": ("bench.quality", "what narrow weights and caches cost in quality"),
     "deterministic": ("bench.deterministic", "what --deterministic costs"),
