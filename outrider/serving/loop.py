@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+_QUIET = 0.5  # seconds of rest before the books are audited, which takes longer than many a step
+
 
 class Engine(ABC):
     """What the loop drives. Called from one thread only; sessions that are not known are ignored."""
@@ -108,7 +110,7 @@ class EngineLoop:
         self._cores = cores
         self.fault: BaseException | None = None
         self._on_fault = on_fault
-        self._audited = False  # since the engine last became idle
+        self._audited = False  # since the engine last became idle for good
         self._ended = False
         self._spent = 0.0  # seconds in steps since one said something
         self._inbox: queue.SimpleQueue[Message | _Call | None] = queue.SimpleQueue()
@@ -178,20 +180,29 @@ class EngineLoop:
         """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
         while True:
             idle = self.engine.idle
-            if idle and not self._audited:
-                self.engine.check()
-            self._audited = idle
+            self._audited = self._audited and idle
             try:
-                patience = 0.0 if idle else self.engine.patience
-                message = self._inbox.get(idle or patience > 0, None if idle else patience)
+                message = self._next_message(idle)
             except queue.Empty:
-                return True
+                if not idle:
+                    return True
+                self.engine.check()
+                self._audited = True
+                continue
             if message is None:
                 return False
+            self._audited = False
             if isinstance(message, _Call):
                 message.run()
             else:
                 self._handle(message)
+
+    def _next_message(self, idle: bool) -> Message | _Call | None:
+        """Raises queue.Empty if there is none now, or none for as long as is worth waiting."""
+        if not idle:
+            patience = self.engine.patience
+            return self._inbox.get(patience > 0, patience)
+        return self._inbox.get(timeout=None if self._audited else _QUIET)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []

@@ -58,15 +58,19 @@ def test_sessions_run_to_their_end_and_bad_opens_harm_nobody():
     assert faults == []
 
 
+class Audited(CountingEngine):
+    """Counts the audits of its pages."""
+
+    audits = 0
+
+    def check(self):
+        assert not self.sessions
+        self.audits += 1
+
+
 @pytest.mark.parametrize("end", ["finished", "closed"])
-def test_pages_are_audited_whenever_the_engine_becomes_idle(end):
-    class Audited(CountingEngine):
-        audits = 0
-
-        def check(self):
-            assert not self.sessions
-            self.audits += 1
-
+def test_pages_are_audited_whenever_the_engine_comes_to_rest(end, monkeypatch):
+    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
     engine = Audited()
     loop, sink, faults = running_loop(engine)
     for count in (1, 2, 3):  # idle at the start, and after every session
@@ -76,6 +80,19 @@ def test_pages_are_audited_whenever_the_engine_becomes_idle(end):
             wait_until(lambda count=count: sink.tokens(count))
             if end == "closed":
                 loop.submit(Message(closes=[count]))
+    loop.stop()
+    assert faults == []
+
+
+def test_between_two_messages_there_is_no_time_for_an_audit(monkeypatch):
+    """A draft is idle after every proposal; an audit would take longer than its step."""
+    monkeypatch.setattr("outrider.serving.loop._QUIET", 60.0)
+    engine = Audited()
+    loop, sink, faults = running_loop(engine)
+    for session in (1, 2, 3):
+        loop.submit(Message(opens=[request(session, max_tokens=3)]))
+        wait_until(lambda session=session: len(sink.tokens(session)) == 3)
+    assert loop.call(lambda: engine.audits).result(10) == 0
     loop.stop()
     assert faults == []
 
