@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from gateway.api.schemas import Count, Flag, Message, conversation_options
 from gateway.generation import Generator
@@ -79,7 +79,7 @@ def install(app: FastAPI, generator: Generator) -> None:
     @app.get("/tokenizer_info", tags=["tokens"])
     async def tokenizer_info() -> Response:
         """What the tokenizer's own settings say, its chat template included."""
-        return _json(generator.tokenizer.settings)
+        return JSONResponse(generator.tokenizer.settings)  # many have integers of more than 64 bits: no orjson
 
 
 def _json(content: Any) -> Response:

@@ -50,6 +50,7 @@ def tokenizer() -> Tokenizer:
 def tokenizer_files(template: str | None = TEMPLATE) -> dict[str, bytes]:
     """What a target serves."""
     settings = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": template}
+    settings["model_max_length"] = int(1e30)  # as transformers writes it for no limit
     return {
         "tokenizer.json": tokenizer().to_str().encode(),
         "tokenizer_config.json": json.dumps({k: v for k, v in settings.items() if v is not None}).encode(),

@@ -166,7 +166,8 @@ def test_tokenize_and_back(gateway):
     assert post("/detokenize", json={"tokens": [A, ids("hello")]}).json()["text"] == ["A", "hello"]
     assert post("/detokenize", json={"tokens": [VOCAB]}).json()["error"]["param"] == "tokens"
     assert post("/tokenize", json={}).status_code == 400
-    assert gateway.client.get("/tokenizer_info").json()["eos_token"] == "<|end|>"
+    settings = gateway.client.get("/tokenizer_info").json()
+    assert (settings["eos_token"], settings["model_max_length"]) == ("<|end|>", int(1e30))
 
 
 # --- health, facts, and the page that describes it all ---
