@@ -28,7 +28,7 @@ import tyro
 import uvloop
 
 from outrider import checkpoint
-from outrider.config import ProcessConfig, TrainConfig
+from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig
 from outrider.errors import ConfigError
 from outrider.serving import process
 from services.draft.train.memory import keep_freed_memory
@@ -36,7 +36,7 @@ from services.draft.train.memory import keep_freed_memory
 log = logging.getLogger(__name__)
 
 # Flags that may be other ones when a run goes on.
-_FREE_FLAGS = {field.name for field in fields(ProcessConfig)} | {
+_FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for field in fields(options)} | {
     "output", "answers", "initial", "target", "data", "free_openings", "checkpoint_seconds", "evaluate", "train_device",
     "max_running_requests", "max_bytes",
 }  # fmt: skip
