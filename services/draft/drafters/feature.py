@@ -60,7 +60,7 @@ class FeatureDrafter(ModelDrafter):
         super().follow(tree)
         if not self.runner.stacked and tree.expansions <= SCRATCH_SLOTS and self.runner.children == tree.topk:
             self._tree = tree
-            sizes = [size for size in _TREES if size <= self._max_running] or [1]
+            sizes = [size for size in _TREES if size <= self._max_running]
             self._tree_shapes = [Shape(size, tree.steps + 1, 1, tree) for size in sizes]
 
     @property

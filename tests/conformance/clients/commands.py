@@ -21,7 +21,7 @@ def _():
     return repr(streamed)
 
 
-@check("--schema")
+@check("an answer that follows a schema")
 def _():
     schema = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}},
               "required": ["age"], "additionalProperties": False}  # fmt: skip
