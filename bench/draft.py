@@ -239,7 +239,7 @@ def measure(
     engine, runner = subject.engine(shape), subject.runner
     drive = Drive(engine, shape.sessions, context, temperature)
     times: list[tuple[float, float]] = []
-    before = _bandwidth(threads)
+    before = bandwidth_of(threads)
     while len(times) < steps:
         start = time.perf_counter()
         engine.step()
@@ -248,7 +248,7 @@ def measure(
             times.append((taken, runner.seconds))
         drive.go_on()
     nothing = [runner.nothing() for _ in range(steps)]
-    bandwidth = (before + _bandwidth(threads)) / 2
+    bandwidth = (before + bandwidth_of(threads)) / 2
     dispatch = float(np.percentile(nothing, QUICK))
     step, device, host = (
         float(np.percentile(values, QUICK))
@@ -264,7 +264,7 @@ def measure(
     drive.close()
 
 
-def _bandwidth(threads: int) -> float:
+def bandwidth_of(threads: int) -> float:
     """Bytes a second that the device reads; on a CPU all threads together."""
     return read_bandwidth(threads) if jax.default_backend() == "cpu" else device_bandwidth(4 << 30)
 

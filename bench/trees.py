@@ -17,19 +17,19 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from bench.draft import MODELS, PAGE, QUICK, Drive, Subject
+from bench.draft import MODELS, PAGE, QUICK, ROOM, Drive, Subject, bandwidth_of
 from bench.report import Report
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureSpec
 from outrider.speculation.shape import TreeShape
 from services.draft.drafters.feature import FeatureDrafter
+from services.draft.drafters.model import ModelDrafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
-from services.target.kernels.cpu.bandwidth import read_bandwidth
 
-CONTEXT, ROOM = 256, 256
-TOPK = 4  # of all trees
+CONTEXT = 256
+TOPK = 4  # of all trees, as many children as the subjects give
 TREES = ("2/4/6", "3/4/8", "3/4/12", "5/4/16")
 
 
@@ -51,9 +51,11 @@ def main(argv: Sequence[str]) -> None:
         subject = Subject(MODELS[name](), args.dtype, kernels, max(args.sessions), CONTEXT + ROOM)
         for tree in args.trees:
             shape = TreeShape(*map(int, tree.split("/")))
+            if shape.topk != TOPK:
+                parser.error(f"--trees {tree}: topk must be {TOPK}")
             for sessions in args.sessions:
                 whole, rounds = race(subject, shape, sessions, args.steps)
-                floor = shape.steps * subject.weight_bytes / read_bandwidth(threads)
+                floor = shape.steps * subject.weight_bytes / bandwidth_of(threads)
                 report.add(
                     model=name, format=args.dtype, tree=tree, sessions=sessions, **{"whole ms": 1e3 * whole},
                     **{"rounds ms": 1e3 * rounds, "rounds / whole": rounds / whole},
@@ -90,9 +92,8 @@ def engine_of(subject: Subject, shape: TreeShape, sessions: int, *, whole: bool)
     """An engine for trees of a shape. whole: each may be one program."""
     prefix = PrefixCache(PageAllocator(subject.pages, PAGE), enabled=False)
     drafter = FeatureDrafter("EAGLE3", subject.runner, prefix, sessions, 64, FeatureSpec())
-    drafter.follow(shape)
-    if not whole:
-        drafter._tree = None
+    follow = FeatureDrafter.follow if whole else ModelDrafter.follow
+    follow(drafter, shape)
     subject.runner.warm_up(drafter.shapes)
     limits = TreeLimits(max(256, shape.candidates), shape.steps, shape.topk, floor=0.0, shape=shape)
     return DraftEngine(drafter, limits, sessions)
