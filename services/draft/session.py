@@ -149,10 +149,7 @@ class DraftSession:
             self._add_leaves(node, tokens, log_scores, drafter)
             self._survey()
             return
-        places: list[int | None] = []
-        for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
-            above = node if parent < 0 else places[parent]
-            places.append(None if above is None else self._add_child(above, token, min(log_score, 0.0), drafter))
+        places = self._add_below(node, tokens, parents, log_scores, drafter)
         inner = set(parents)
         for i, place in enumerate(places):
             if place is None:
@@ -170,17 +167,21 @@ class DraftSession:
     def plant(
         self, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int = -1
     ) -> None:
-        """Add a whole tree. parents: index among `tokens`, or -1 for the root. Nothing of it is expanded any more.
-
-        What cannot follow at all is left out, and what would be below it.
-        """
-        places: list[int | None] = []
-        for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
-            above = ROOT if parent < 0 else places[parent]
-            fits = above is not None and log_score > -math.inf
-            places.append(self._add_child(above, token, min(log_score, 0.0), drafter) if fits else None)
+        """Add a whole tree. parents: index among `tokens`, or -1 for the root. Nothing of it is expanded any more."""
+        self._add_below(ROOT, tokens, parents, log_scores, drafter)
         self.frontiers[drafter].finish()
         self._survey()
+
+    def _add_below(
+        self, node: int, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int
+    ) -> list[int | None]:
+        """Add nodes below a node; without those that cannot follow, and what is below them. Returns all places."""
+        places: list[int | None] = []
+        for token, parent, log_score in zip(tokens, parents, log_scores, strict=True):
+            above = node if parent < 0 else places[parent]
+            left_out = above is None or log_score == -math.inf
+            places.append(None if left_out else self._add_child(above, token, min(log_score, 0.0), drafter))
+        return places
 
     def _add_leaves(self, node: int, tokens: Sequence[int], log_scores: Sequence[float], drafter: int) -> None:
         """What `add` does for the first children of a node, most of what there is to add."""
