@@ -13,6 +13,8 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 import safetensors.numpy
 
+from tests.tiny import write_model
+
 Tensors = dict[str, np.ndarray]
 
 HEADS, KV_HEADS, DIM, INNER = 4, 2, 16, 64
@@ -105,3 +107,13 @@ def eagle3(
         config["target_hidden_size"] = width
     settings = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": layers, "draft_vocab_size": vocab}
     return _config(facts, hidden, **(settings | config)), tensors
+
+
+MAKERS = {"EAGLE": eagle, "EAGLE3": eagle3}
+
+
+def write_pair(folder: Path, kind: str, **config: Any) -> tuple[Path, Path, tuple[dict[str, Any], Tensors]]:
+    """A target whose head is its own, and a head for it. Returns both folders, and configuration and tensors."""
+    target = write_model(folder / "target", tie_word_embeddings=False)
+    made = MAKERS[kind](target, **config)
+    return target, write_head(folder / "head", *made), made

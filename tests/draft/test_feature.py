@@ -11,11 +11,11 @@ from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import extend_hash
 from outrider.speculation.tree import ROOT
 from services.draft.drafters import feature
-from tests.checkpoints.heads import eagle, eagle3, write_head
+from tests.checkpoints.heads import write_pair
 from tests.draft.helpers import fed, request, settle
 from tests.draft.test_engine import commit_of
 from tests.draft.twin import Twin
-from tests.tiny import VOCAB, write_model
+from tests.tiny import VOCAB
 
 RNG = np.random.default_rng(0)
 FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
@@ -25,10 +25,7 @@ PROMPT = RNG.integers(4, VOCAB, 21).tolist()
 @pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
 def head(request, tmp_path_factory):
     """Makes engines, and the twin of their head."""
-    base = tmp_path_factory.mktemp("heads")
-    target = write_model(base / "target", tie_word_embeddings=False)
-    made = {"EAGLE": eagle, "EAGLE3": eagle3}[request.param](target, max_position_embeddings=128)
-    folder = write_head(base / "head", *made)
+    target, folder, made = write_pair(tmp_path_factory.mktemp("heads"), request.param, max_position_embeddings=128)
     return lambda: fed(request.param, folder, target, draft_page_size=4, max_running_requests=2), Twin.of(
         request.param, *made, target
     )

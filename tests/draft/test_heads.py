@@ -8,7 +8,7 @@ from outrider.speculation.tree import ROOT
 from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.target import read_target
-from tests.checkpoints.heads import eagle, eagle3, write_head
+from tests.checkpoints.heads import MAKERS, write_head
 from tests.draft.stepping import Stepper
 from tests.draft.twin import Twin
 from tests.tiny import VOCAB, write_model
@@ -51,7 +51,7 @@ def close(found, expected):
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
     kind, options = HEADS[name]
-    config, tensors = {"EAGLE": eagle, "EAGLE3": eagle3}[kind](target, **options)
+    config, tensors = MAKERS[kind](target, **options)
     draft = build(kind, write_head(tmp_path / "head", config, tensors), target)
     twin = Twin.of(kind, config, tensors, target)
     rng = np.random.default_rng(1)

@@ -13,7 +13,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.draft.devices import bytes_a_device
 from services.draft.kernels.base import Paging
 from services.draft.model.parts import Joined
-from tests.checkpoints.heads import eagle, eagle3, write_head
+from tests.checkpoints.heads import MAKERS, write_head
 from tests.checkpoints.mtp import write_mtp
 from tests.draft.conftest import DEVICES
 from tests.draft.helpers import GREEDY, fed, request, settle, standalone
@@ -41,7 +41,7 @@ def engine_of(kind, base, **flags):
         return standalone(write_model(base / "gemma", "gemma3_text", **GEMMA), **flags)
     target = write_model(base / "target", tie_word_embeddings=kind == "EAGLE")
     if kind in ("EAGLE", "EAGLE3"):
-        made = {"EAGLE": eagle, "EAGLE3": eagle3}[kind](target)
+        made = MAKERS[kind](target)
         return fed(kind, write_head(base / kind, *made), target, **flags)
     target = write_mtp(base / kind, kind)
     return fed("NEXTN", None, target, speculative_draft_model_path=None, **flags)

@@ -6,12 +6,13 @@ import pytest
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.shape import TreeShape
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.model.runner import ModelRunner
-from tests.checkpoints.heads import eagle, eagle3, write_head
+from tests.checkpoints.heads import write_pair
 from tests.draft.helpers import GREEDY, fed, request, settle
-from tests.tiny import VOCAB, write_model
+from tests.tiny import VOCAB
 
 RNG = np.random.default_rng(3)
 FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
@@ -22,14 +23,10 @@ SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
 @pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
 def make(request, tmp_path_factory):
     """Makes engines with trees of a shape. whole: a tree may be one program."""
-    base = tmp_path_factory.mktemp("heads")
-    target = write_model(base / "target", tie_word_embeddings=False)
-    made = {"EAGLE": eagle, "EAGLE3": eagle3}[request.param](target, max_position_embeddings=256)
-    folder = write_head(base / "head", *made)
+    target, folder, _ = write_pair(tmp_path_factory.mktemp("heads"), request.param, max_position_embeddings=256)
 
     def make(shape=(3, 3, 10), *, whole=True, **flags):
-        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
-        engine = fed(request.param, folder, target, draft_page_size=4, **dict(zip(names, shape, strict=True)), **flags)
+        engine = fed(request.param, folder, target, draft_page_size=4, **TreeShape(*shape).flags(), **flags)
         if not whole:
             engine.drafter._tree = None
         return engine
