@@ -1,8 +1,9 @@
 """A draft that learns while it serves, on requests of one kind: accept length by round, with and without learning.
 
 Prompts come from a file as of `bench accept`; `--category` takes those of one kind, such as questions of arithmetic,
-which a draft that was trained on chats hardly knows. They are asked once each, in rounds, so that every round is new to
-the draft. The system serves all the time; between rounds it may be given a while to learn in (`--pause`).
+which a draft that was trained on chats hardly knows, and `--preface` puts words before each of them that ask for
+another kind of answer. They are asked once each, in rounds, so that every round is new to the draft. The system serves
+all the time; between rounds it may be given a while to learn in (`--pause`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def measure(flags: Sequence[str], rounds: Sequence[Sequence[Prompt]], args: argp
     with served(args.model, flags, args.dtype) as url, Progress() as progress:
         bar = progress.add_task("learning" if "--online" in flags else "as it was", total=len(rounds))
         for prompts in rounds:
-            turns = [prompt.turns[:1] for prompt in prompts]
+            turns = [[args.preface + prompt.turns[0]] for prompt in prompts]
             _, answers = asyncio.run(ask(url, turns, args.concurrency, body))
             time.sleep(args.pause)
             metrics = httpx.get(f"{url}/metrics", timeout=60).raise_for_status().text
@@ -82,6 +83,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="auto", help="of the target")
     parser.add_argument("--category", help="prompts of this category alone")
+    parser.add_argument("--preface", default="", help="words to put before every prompt")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--concurrency", type=int, default=4)
@@ -109,6 +111,7 @@ def main(argv: list[str]) -> None:
 
 def _notes(args: argparse.Namespace, size: int) -> list[str]:
     kind = f"category {args.category}" if args.category else "all categories"
+    kind += f", each after {args.preface!r}" if args.preface else ""
     return [
         f"{Path(args.model).name}, {args.dtype}; {args.algorithm} {Path(args.draft).name}; {args.rounds} rounds of "
         f"{size} prompts of {args.prompts.name} ({kind}), each asked once, {args.concurrency} at a time, answers of at "

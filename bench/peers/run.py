@@ -1,8 +1,8 @@
 """Our system beside others that are installed, on the same weights, prompts and limits, prompt by prompt in turns.
 
-All peers are started first, and each prompt goes to one after the other, in an order that rotates, so that the
-machine's moods cancel; a ratio is taken prompt by prompt. What a peer needs is named by flags; those without are left
-out. Number formats are the peers' own: the floor of each is its weights at the bandwidth of the machine.
+All peers are started first, and each prompt goes to one after the other, in an order that is drawn anew each time, so
+that the machine's moods cancel; a ratio is taken prompt by prompt. What a peer needs is named by flags; those without
+are left out. Number formats are the peers' own: the floor of each is its weights at the bandwidth of the machine.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -24,7 +26,7 @@ from bench.peers import servers
 from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import median_and_quartiles, ratios, same_texts
 from bench.peers.workers import Worker
-from bench.prompts import first_of_each, read_prompts
+from bench.prompts import first_of_each, read_prompts, sample
 from bench.report import Report
 from bench.system import PROMPTS
 from outrider.checkpoint import resolve, weight_files
@@ -41,6 +43,7 @@ _VLLM_DRAFTS = {
     "": [],
     "n-gram": ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'],
 }
+_REST = 0.5  # seconds before a peer is asked: threads of the one before may spin for a while behind their last work
 _OF_BF16 = {"bfloat16": 1.0, "float32": 2.0, "int8": 0.5, "int4": 0.28}
 
 
@@ -86,7 +89,11 @@ def _named(text: str) -> tuple[str, Path]:
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*."""
     args = _arguments(argv)
-    texts = [prompt.turns[0] for prompt in first_of_each(read_prompts(args.prompts), args.limit)]
+    prompts = read_prompts(args.prompts)
+    alone = first_of_each(prompts, args.limit)
+    texts = [prompt.turns[0] for prompt in alone]
+    others = sample([p for p in prompts if p not in alone] or alone, args.together * args.rounds, seed=0)
+    groups = [[prompt.turns[0] for prompt in others[i :: args.rounds]] for i in range(args.rounds)]
     report = Report("peers", "Our system beside others: greedy, one request at a time, and several at once")
     table = Report("peers-ratios", "Our tokens per second over others', prompt by prompt")
     with tempfile.TemporaryDirectory(prefix="outrider-") as logs, contextlib.ExitStack() as stack:
@@ -96,7 +103,7 @@ def main(argv: Sequence[str]) -> None:
             stack.enter_context(peer.running())
             peer.ask(["Say hello."], 16)
         bandwidth = read_bandwidth(len(os.sched_getaffinity(0)))
-        replies, together = ask_in_turns(peers, texts, args.new_tokens, args.together, args.rounds)
+        replies, together = ask_in_turns(peers, texts, groups, args.new_tokens)
         bandwidth = (bandwidth + read_bandwidth(len(os.sched_getaffinity(0)))) / 2
     facts = [peer.facts for peer in peers]
     same = same_texts(facts, replies)
@@ -124,31 +131,29 @@ def main(argv: Sequence[str]) -> None:
 
 
 def ask_in_turns(
-    peers: Sequence[Peer], texts: Sequence[str], new: int, together: int, rounds: int
+    peers: Sequence[Peer], texts: Sequence[str], groups: Sequence[list[str]], new: int, rest: float = _REST
 ) -> tuple[dict[str, list[Reply]], dict[str, list[float]]]:
-    """Every prompt to every peer, alone; then `rounds` times as many at once as said. Returns replies by peer, and
-    tokens a second of those at once.
+    """Every prompt to every peer, alone; then groups of prompts at once. rest: seconds before each is asked.
+
+    Returns replies by peer, and tokens a second of each group.
     """
     replies: dict[str, list[Reply]] = {peer.facts.name: [] for peer in peers}
     rates: dict[str, list[float]] = {peer.facts.name: [] for peer in peers}
+    order = random.Random(0)
     with Progress() as progress:
-        bar = progress.add_task("prompts", total=len(texts) + rounds)
-        for turn, text in enumerate(texts):
-            for peer in _rotated(peers, turn):
+        bar = progress.add_task("prompts", total=len(texts) + len(groups))
+        for text in texts:
+            for peer in order.sample(peers, len(peers)):
+                time.sleep(rest)
                 replies[peer.facts.name] += peer.ask([text], new)[1]
             progress.advance(bar)
-        for turn in range(rounds):
-            chosen = [texts[(turn * together + i) % len(texts)] for i in range(together)]
-            for peer in _rotated(peers, turn):
-                seconds, said = peer.ask(chosen, new)
+        for group in groups:
+            for peer in order.sample(peers, len(peers)):
+                time.sleep(rest)
+                seconds, said = peer.ask(group, new)
                 rates[peer.facts.name].append(sum(reply.tokens for reply in said) / seconds)
             progress.advance(bar)
     return replies, rates
-
-
-def _rotated(peers: Sequence[Peer], turn: int) -> list[Peer]:
-    first = turn % len(peers)
-    return [*peers[first:], *peers[:first]]
 
 
 def _notes(args: argparse.Namespace, count: int, bandwidth: float) -> list[str]:
@@ -157,7 +162,7 @@ def _notes(args: argparse.Namespace, count: int, bandwidth: float) -> list[str]:
         f"{args.new_tokens} new tokens, ended by the model's end of text; every prompt to all peers in turns",
         "tokens/s: of one request behind its first token, median and quartiles over prompts",
         f"floor: the weights of a step at {bandwidth / 1e9:.1f} GB/s; what drafts may lie above it",
-        "same text: answers equal to the same peer's without drafts",
+        "at once: prompts that nobody was asked before; same text: answers equal to the same peer's without drafts",
         "servers are asked over HTTP; transformers and OpenVINO answer in their own process; several at once are one "
         "after the other for transformers",
     ]
