@@ -16,7 +16,9 @@
 namespace outrider {
 
 constexpr int kMaxRows = 12;  // rows that one pass over a panel serves: 2 accumulators each, of 32 registers
-constexpr int64_t kPrefetch = 4096;  // bytes ahead of the stream of weights, where one pass does
+// Weights come in two strides, or products that keep the arithmetic busy would wait for them: from memory into the second
+// cache far ahead, from there into the first a little ahead of where they are needed. In bytes.
+constexpr int64_t kNear = 1024, kFar = 7168;  // the far one lies so much behind the near one
 
 // Some rows with a panel.
 struct Pass {
@@ -32,6 +34,8 @@ struct Pass {
   const char* chunk(int64_t index) const { return x.data + (index * x.rows + row) * kChunk; }
   void fetch(int64_t step) const {
     const char* from = ahead + 2 * step * ahead_step;
+    _mm_prefetch(from + kFar, _MM_HINT_T1);
+    _mm_prefetch(from + kFar + ahead_step, _MM_HINT_T1);
     _mm_prefetch(from, _MM_HINT_T0);
     _mm_prefetch(from + ahead_step, _MM_HINT_T0);
   }
@@ -181,7 +185,7 @@ void multiply_panel(const Weight& weight, int64_t panel, const Operand& x, int64
   for (int64_t pass = 0; pass < passes; ++pass) {  // passes of like size: 13 rows are 7 and 6
     const int64_t row = rows * pass / passes, count = rows * (pass + 1) / passes - row;
     // A single pass reads ahead in its stream. Of several the first two bring half of the next panel each.
-    const char* ahead = passes == 1 ? weight.panel(panel) + kPrefetch
+    const char* ahead = passes == 1 ? weight.panel(panel) + kNear
                                     : weight.panel(panel + 1) + std::min<int64_t>(pass, 1) * weight.panel_bytes / 2;
     kKernels[count - 1](Pass{weight, panel, x, row, ahead, passes == 1 ? 64 : 32, tile});
     epilogue(row, count, tile);

@@ -224,14 +224,14 @@ void outrider_program_run(Program* program, const BatchView* batch, const void* 
 double outrider_read_bandwidth(Pool* pool, const char* memory, int64_t bytes, double (*now)()) {
   std::atomic<int64_t> next{0};
   std::atomic<int64_t> sink{0};
-  constexpr int64_t kPiece = 1 << 18;
+  constexpr int64_t kPiece = 1 << 18, kAhead = 4096;
   const double start = now();
   pool->run([&](int) {
     __m512i sum = _mm512_setzero_si512();
     for (int64_t piece; (piece = next.fetch_add(1)) < bytes / kPiece;) {
       for (int64_t i = 0; i < kPiece; i += 64) {
         sum = _mm512_xor_si512(sum, _mm512_loadu_si512(memory + piece * kPiece + i));
-        _mm_prefetch(memory + piece * kPiece + i + kPrefetch, _MM_HINT_T0);
+        _mm_prefetch(memory + piece * kPiece + i + kAhead, _MM_HINT_T0);
       }
     }
     sink += _mm512_reduce_add_epi64(sum);
