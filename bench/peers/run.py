@@ -92,8 +92,9 @@ def main(argv: Sequence[str]) -> None:
     prompts = read_prompts(args.prompts)
     alone = first_of_each(prompts, args.limit)
     texts = [prompt.turns[0] for prompt in alone]
-    others = sample([p for p in prompts if p not in alone] or alone, args.together * args.rounds, seed=0)
-    groups = [[prompt.turns[0] for prompt in others[i :: args.rounds]] for i in range(args.rounds)]
+    others = [prompt for prompt in prompts if prompt not in alone]
+    chosen = sample(others or alone, args.together * args.rounds, seed=0)
+    groups = [[prompt.turns[0] for prompt in chosen[i :: args.rounds]] for i in range(args.rounds)]
     report = Report("peers", "Our system beside others: greedy, one request at a time, and several at once")
     table = Report("peers-ratios", "Our tokens per second over others', prompt by prompt")
     with tempfile.TemporaryDirectory(prefix="outrider-") as logs, contextlib.ExitStack() as stack:
@@ -123,7 +124,7 @@ def main(argv: Sequence[str]) -> None:
                 row[other.name] = f"{middle:.2f} ({low:.2f}-{high:.2f})"
                 row[f"{other.name}, {args.together}"] = median(together[ours.name]) / median(together[other.name])
         table.add(**row)
-    report.notes = _notes(args, len(texts), bandwidth)
+    report.notes = _notes(args, len(texts), bandwidth, fresh=len(others) >= len(chosen))
     table.notes = ["median and quartiles over prompts; with a number: so many requests at once", *report.notes[:1]]
     _plot(report, f"{args.together} at once, tokens/s")
     report.write()
@@ -131,12 +132,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def ask_in_turns(
-    peers: Sequence[Peer], texts: Sequence[str], groups: Sequence[list[str]], new: int, rest: float = _REST
+    peers: Sequence[Peer], texts: Sequence[str], groups: Sequence[list[str]], new: int
 ) -> tuple[dict[str, list[Reply]], dict[str, list[float]]]:
-    """Every prompt to every peer, alone; then groups of prompts at once. rest: seconds before each is asked.
-
-    Returns replies by peer, and tokens a second of each group.
-    """
+    """Every prompt to every peer, alone; then groups at once. Returns replies by peer, and tokens a second of each group."""
     replies: dict[str, list[Reply]] = {peer.facts.name: [] for peer in peers}
     rates: dict[str, list[float]] = {peer.facts.name: [] for peer in peers}
     order = random.Random(0)
@@ -144,25 +142,26 @@ def ask_in_turns(
         bar = progress.add_task("prompts", total=len(texts) + len(groups))
         for text in texts:
             for peer in order.sample(peers, len(peers)):
-                time.sleep(rest)
+                time.sleep(_REST)
                 replies[peer.facts.name] += peer.ask([text], new)[1]
             progress.advance(bar)
         for group in groups:
             for peer in order.sample(peers, len(peers)):
-                time.sleep(rest)
+                time.sleep(_REST)
                 seconds, said = peer.ask(group, new)
                 rates[peer.facts.name].append(sum(reply.tokens for reply in said) / seconds)
             progress.advance(bar)
     return replies, rates
 
 
-def _notes(args: argparse.Namespace, count: int, bandwidth: float) -> list[str]:
+def _notes(args: argparse.Namespace, count: int, bandwidth: float, *, fresh: bool) -> list[str]:
+    asked = "prompts that nobody was asked before" if fresh else "some prompts were asked before"
     return [
         f"{resolve(args.model_path).name}; first turns of {count} prompts of {args.prompts.name}, at most "
         f"{args.new_tokens} new tokens, ended by the model's end of text; every prompt to all peers in turns",
         "tokens/s: of one request behind its first token, median and quartiles over prompts",
         f"floor: the weights of a step at {bandwidth / 1e9:.1f} GB/s; what drafts may lie above it",
-        "at once: prompts that nobody was asked before; same text: answers equal to the same peer's without drafts",
+        f"at once: {asked}; same text: answers equal to the same peer's without drafts",
         "servers are asked over HTTP; transformers and OpenVINO answer in their own process; several at once are one "
         "after the other for transformers",
     ]
