@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> None:
 def ask_in_turns(
     peers: Sequence[Peer], texts: Sequence[str], groups: Sequence[list[str]], new: int
 ) -> tuple[dict[str, list[Reply]], dict[str, list[float]]]:
-    """Every prompt to every peer, alone; then groups at once. Returns replies by peer, and tokens a second of each group."""
+    """Every prompt to every peer, alone; then groups at once. Returns replies and groups' tokens a second, by peer."""
     replies: dict[str, list[Reply]] = {peer.facts.name: [] for peer in peers}
     rates: dict[str, list[float]] = {peer.facts.name: [] for peer in peers}
     order = random.Random(0)
