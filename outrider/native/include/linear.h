@@ -16,8 +16,8 @@
 namespace outrider {
 
 constexpr int kMaxRows = 12;  // rows that one pass over a panel serves: 2 accumulators each, of 32 registers
-// Weights come in two strides, or products that keep the arithmetic busy would wait for them: from memory into the second
-// cache far ahead, from there into the first a little ahead of where they are needed. In bytes.
+// A single pass takes its weights in two strides, or it would wait for them where it keeps the arithmetic busy: from memory
+// into the second cache far ahead, from there into the first a little ahead of where they are needed. In bytes.
 constexpr int64_t kNear = 1024, kFar = 7168;  // the far one lies so much behind the near one
 
 // Some rows with a panel.
@@ -28,14 +28,17 @@ struct Pass {
   int64_t row;        // the first
   const char* ahead;  // what is to be brought near meanwhile: 2 `ahead_step` bytes for 128 bytes of the panel
   int64_t ahead_step;
+  bool alone;         // the only pass over the panel
   float* tile;  // [rows, 32]
 
   const char* begin() const { return weight.panel(panel); }
   const char* chunk(int64_t index) const { return x.data + (index * x.rows + row) * kChunk; }
   void fetch(int64_t step) const {
     const char* from = ahead + 2 * step * ahead_step;
-    _mm_prefetch(from + kFar, _MM_HINT_T1);
-    _mm_prefetch(from + kFar + ahead_step, _MM_HINT_T1);
+    if (alone) {
+      _mm_prefetch(from + kFar, _MM_HINT_T1);
+      _mm_prefetch(from + kFar + ahead_step, _MM_HINT_T1);
+    }
     _mm_prefetch(from, _MM_HINT_T0);
     _mm_prefetch(from + ahead_step, _MM_HINT_T0);
   }
@@ -187,7 +190,7 @@ void multiply_panel(const Weight& weight, int64_t panel, const Operand& x, int64
     // A single pass reads ahead in its stream. Of several the first two bring half of the next panel each.
     const char* ahead = passes == 1 ? weight.panel(panel) + kNear
                                     : weight.panel(panel + 1) + std::min<int64_t>(pass, 1) * weight.panel_bytes / 2;
-    kKernels[count - 1](Pass{weight, panel, x, row, ahead, passes == 1 ? 64 : 32, tile});
+    kKernels[count - 1](Pass{weight, panel, x, row, ahead, passes == 1 ? 64 : 32, passes == 1, tile});
     epilogue(row, count, tile);
   }
 }
