@@ -1,21 +1,18 @@
 // Ragged paged attention with a tree mask, reading pages in place.
 //
 // A row sees `positions[row] + 1` keys: the committed ones, then its path through the draft tree. They are visited in
-// that order in blocks of 32, and in splits of 128 that are merged in order, both counted from the first key; so a row's
-// result is the same bits whether its keys lie in the cache or in this step, and whatever stands beside it. One thread
-// may do all splits of a row, or several one each.
+// that order in splits of 128 that are merged in order, counted from the first key; so a row's result is the same bits
+// whether its keys lie in the cache or in this step, and whatever stands beside it. One thread may do all splits of a
+// row, or several one each.
 #pragma once
 
 #include <algorithm>
 
 #include "attention_plan.h"
-#include "keys.h"
-#include "softmax.h"
+#include "split.h"
 
 namespace outrider {
 
-constexpr int kBlock = 32;        // keys
-constexpr int kMaxColumns = 96;   // keys that are laid out at a time: a block of the cache, or one and 64 nodes
 constexpr int kMaxDim = 576;
 
 // Queries and results as float32 rows of some stride, in numbers; pools as [slot][kv_head][dim].
@@ -30,15 +27,16 @@ struct AttentionCall {
   const P* values;
 };
 
-// T: what keys and queries are multiplied in; P: what pools hold.
+// T: what is multiplied; P: what pools hold.
 template <class T, class P>
 class AttentionWorker {
  public:
   AttentionWorker(const Batch& batch, const AttentionCall<P>& call)
       : batch_(batch),
         call_(call),
-        words_((call.shape.key_dim + Dot<T>::kStep - 1) / Dot<T>::kStep),
-        wide_((call.shape.value_dim + kLanes - 1) / kLanes * kLanes) {}
+        scaling_{call.shape.scaling, call.shape.softcap},
+        words_((call.shape.key_dim + kStep - 1) / kStep),
+        wide_(value_words<T>(call.shape.value_dim)) {}
 
   // partials: [..][2 + value_dim] floats, a query vector each.
   void run(const AttentionTask& task, float* partials) {
@@ -47,8 +45,7 @@ class AttentionWorker {
       begin(task, head, std::min(task.width, task.head + task.heads - head));
       const int64_t last = *std::max_element(last_, last_ + queries_);
       for (int64_t split = task.split; split < task.split + task.splits; ++split) {
-        clear(split == 0);
-        visit(split * kSplit, std::min((split + 1) * kSplit, last));
+        attend(split * kSplit, std::min((split + 1) * kSplit, last));
         if (task.partial >= 0) {
           const int64_t before = int64_t{head - task.head} * task.rows;
           save(partials + (task.partial + before) * (2 + call_.shape.value_dim));
@@ -63,6 +60,8 @@ class AttentionWorker {
   }
 
  private:
+  static constexpr int kStep = Dot<T>::kStep;
+
   void begin(const AttentionTask& task, int head_begin, int heads) {
     const auto& shape = call_.shape;
     span_ = task.span;
@@ -84,22 +83,11 @@ class AttentionWorker {
     }
   }
 
-  // Before a split: nothing gathered, but in the first one the sinks.
-  void clear(bool first) {
-    const float* sinks = first ? call_.shape.sinks : nullptr;
-    for (int query = 0; query < queries_; ++query) {
-      state_[query] = sinks ? Softmax{sinks[head_ + query % heads_], 1.0f} : Softmax{kMinusInfinity, 0.0f};
-    }
-    std::memset(sum_, 0, queries_ * wide_ * sizeof(float));
-  }
-
-  // The keys of a split, in blocks.
-  void visit(int64_t from, int64_t to) {
-    int64_t key = std::max(from, *std::min_element(first_, first_ + queries_) / kBlock * kBlock);
-    for (; key < to && std::min(key + kBlock, to) <= own_; key += kBlock) {
-      cached_block(key, std::min(key + kBlock, to));
-    }
-    if (key < to) own_blocks(key, to);
+  void take_query(const float* from) {
+    T* to = reinterpret_cast<T*>(query_ + queries_ * words_);
+    const int64_t dim = call_.shape.key_dim;
+    query_[queries_ * words_ + words_ - 1] = 0;
+    for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(from + d, lanes(dim - d)), lanes(dim - d));
   }
 
   // Bring the keys and values of a task's split near. They lie scattered, and waiting for one after the other would cost
@@ -110,10 +98,9 @@ class AttentionWorker {
     const int64_t first = task.head / group, count = (task.head + task.heads - 1) / group + 1 - first;
     const int64_t from = task.split * kSplit, end = batch_.start[task.span] + batch_.first[task.span + 1] - batch_.first[task.span];
     const int64_t to = std::min(from + kSplit, end);
-    int64_t slots[kSplit];
-    batch_.slots(task.span, from, to, slots);
+    batch_.slots(task.span, from, to, slot_);
     for (int64_t i = 0; i < to - from; ++i) {
-      const int64_t at = slots[i] * shape.kv_heads + first;
+      const int64_t at = slot_[i] * shape.kv_heads + first;
       touch(call_.keys + at * shape.key_dim, count * shape.key_dim);
       touch(call_.values + at * shape.value_pitch(), count * shape.value_pitch());
     }
@@ -124,208 +111,99 @@ class AttentionWorker {
     for (int64_t i = 0; i < count * int64_t(sizeof(P)); i += 64) (void)at[i];
   }
 
-  void take_query(const float* from) {
-    T* to = reinterpret_cast<T*>(query_ + queries_ * words_);
-    const int64_t dim = call_.shape.key_dim;
-    query_[queries_ * words_ + words_ - 1] = 0;
-    for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(from + d, lanes(dim - d)), lanes(dim - d));
-  }
-
-  // Keys from .. to - 1, which all rows see in one order, as far as they see them.
-  void cached_block(int64_t from, int64_t to) {
-    batch_.slots(span_, from, to, slot_);
-    lay_out(int(to - from));
-    for (int query = 0; query < queries_; query += 4) {
-      const int count = std::min(4, queries_ - query);
-      scores(query, count, int(to - from));
-      for (int i = 0; i < count; ++i) weigh(query + i, score_[i], from, to - from, weight_[i]);
-      accumulate(query, count, nullptr, int(to - from));
+  // state_ and sum_ of all queries over keys from .. to - 1, which lie in one split, as far as they see them.
+  void attend(int64_t from, int64_t to) {
+    const float* sinks = from == 0 ? call_.shape.sinks : nullptr;
+    for (int query = 0; query < queries_; ++query) {
+      state_[query] = sinks ? Softmax{sinks[head_ + query % heads_], 1.0f} : Softmax{kMinusInfinity, 0.0f};
+    }
+    from = std::max(from, *std::min_element(first_, first_ + queries_) / kSkip * kSkip);
+    if (from >= to) {
+      std::memset(sum_, 0, queries_ * wide_ * sizeof(float));
+    } else if (to <= own_) {
+      cached(from, int(to - from));
+    } else {
+      own(from, to);
     }
   }
 
-  // Blocks in which paths stand: keys and nodes are laid out once, and each row takes them in its own order.
-  void own_blocks(int64_t from, int64_t to) {
+  // Keys that all rows see in one order.
+  void cached(int64_t from, int count) {
+    batch_.slots(span_, from, from + count, slot_);
+    lay_keys_of(count);
+    lay_values_of(slot_, 0, count);
+    for (int query = 0; query < queries_; query += kTogether) {
+      const int some = std::min(kTogether, queries_ - query);
+      score<T>(some, query_ + query * words_, words_, keys_, stride_, count, scores_);
+      for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
+      combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
+    }
+  }
+
+  // A split in which paths stand: keys of the cache and nodes are laid out once, and each row takes them in its own order.
+  void own(int64_t from, int64_t to) {
     const int64_t base = std::min(from, own_), cached = own_ - base;
     const int64_t node = batch_.first[span_] + batch_.committed[span_], nodes = batch_.first[span_ + 1] - node;
     const bool together = cached + nodes <= kMaxColumns;
+    const int common = together && from == base ? int(cached) / kStep * kStep : 0;  // columns that all rows begin with
     if (together) {
       batch_.slots(span_, base, own_ + nodes, slot_);
-      lay_out(int(cached + nodes));
+      lay_keys_of(int(cached + nodes));
+      lay_values_of(slot_, 0, common);
     }
     for (int query = 0; query < queries_; query += heads_) {
-      const int64_t row = row_[query];
-      const int32_t* path = batch_.path.data() + batch_.path_begin[row] - own_;
-      const int64_t behind = batch_.start[span_] - own_;  // of a path's entries: row in the span -> node
-      for (int64_t key = from; key < std::min(to, last_[query]); key += kBlock) {
-        const int count = int(std::min({key + kBlock, to, last_[query]}) - key);
-        int columns[kBlock];
-        for (int i = 0; i < count; ++i) {
-          const int64_t k = key + i;
-          if (together) {
-            columns[i] = int(k < own_ ? k - base : cached + path[k] + behind);
-          } else {
-            slot_[i] = batch_.slot(span_, k < own_ ? k : batch_.start[span_] + path[k]);
-            columns[i] = i;
-          }
+      const int count = order(query, from, std::min(to, last_[query]), base);
+      if (!together) {
+        std::copy(order_, order_ + count, slot_);
+        lay_keys_of(count);
+      }
+      lay_values_of(order_, std::min(common, count), count);
+      for (int first = query; first < query + heads_; first += kTogether) {
+        const int some = std::min(kTogether, query + heads_ - first);
+        score<T>(some, query_ + first * words_, words_, keys_, stride_, together ? int(cached + nodes) : count, scores_);
+        for (int i = 0; i < some; ++i) {
+          alignas(64) float ordered[kSplit];
+          const float* found = scores_ + i * kMaxColumns;
+          for (int j = 0; j < count; ++j) ordered[j] = found[together ? column_[j] : j];
+          take_weights(first + i, i, ordered, from, count);
         }
-        if (!together) lay_out(count);
-        for (int first = query; first < query + heads_; first += 4) {
-          const int some = std::min(4, query + heads_ - first);
-          scores(first, some, together ? int(cached + nodes) : count);
-          for (int i = 0; i < some; ++i) {
-            alignas(64) float ordered[kBlock];
-            for (int j = 0; j < count; ++j) ordered[j] = score_[i][columns[j]];
-            weigh(first + i, ordered, key, count, weight_[i]);
-          }
-          accumulate(first, some, columns, count);
-        }
+        combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + first * wide_);
       }
     }
   }
 
-  // The keys and values of slot_[0 .. count) into the worker's own memory.
-  void lay_out(int count) {
+  // The keys from .. to - 1 of a query's row: their slots, and their columns among those from `base` on, nodes behind the
+  // cache. Returns how many there are.
+  int order(int query, int64_t from, int64_t to, int64_t base) {
+    const int64_t row = row_[query], start = batch_.start[span_];
+    const int32_t* path = batch_.path.data() + batch_.path_begin[row] - own_;  // of a key: row in the span
+    for (int64_t key = from; key < to; ++key) {
+      const int64_t place = key < own_ ? key : start + path[key];  // among the span's keys
+      column_[key - from] = int(place - base);
+      order_[key - from] = batch_.slot(span_, place);
+    }
+    return int(std::max<int64_t>(0, to - from));
+  }
+
+  // The keys of slot_[0 .. count).
+  void lay_keys_of(int count) {
     const auto& shape = call_.shape;
-    for (int column = 0; column < count; ++column) {
-      const P* value = call_.values + (slot_[column] * shape.kv_heads + kv_head_) * shape.value_pitch();
-      for (int64_t d = 0; d < wide_; d += kLanes) {
-        _mm512_store_ps(values_ + column * wide_ + d, load(value + d, lanes(shape.value_dim - d)));
-      }
-    }
-    turn(count);
+    stride_ = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
+    const P* keys = call_.keys + kv_head_ * shape.key_dim;
+    const int64_t pitch = shape.kv_heads * shape.key_dim;
+    lay_keys<T, P>(keys_, stride_, shape.key_dim, count, [&](int column) { return keys + slot_[column] * pitch; });
   }
 
-  // The keys of columns 0 .. count - 1, turned to [32-bit words][columns].
-  void turn(int count) {
+  void lay_values_of(const int64_t* slots, int first, int count) {
     const auto& shape = call_.shape;
-    for (int column = 0; column < count; column += kLanes) {
-      for (int64_t word = 0; word < words_; word += kLanes) {
-        __m512i part[kLanes];
-        const int64_t d = word * Dot<T>::kStep;
-        for (int i = 0; i < kLanes; ++i) {
-          const P* key = call_.keys + (slot_[column + i] * shape.kv_heads + kv_head_) * shape.key_dim + d;
-          part[i] = column + i < count ? Dot<T>::load_words(key, shape.key_dim - d) : _mm512_setzero_si512();
-        }
-        transpose16(part);
-        const int64_t some = std::min<int64_t>(kLanes, words_ - word);
-        for (int64_t i = 0; i < some; ++i) _mm512_store_si512(keys_ + (word + i) * kMaxColumns + column, part[i]);
-      }
-    }
+    const P* values = call_.values + kv_head_ * shape.value_pitch();
+    const int64_t pitch = shape.kv_heads * shape.value_pitch();
+    lay_values<T, P>(values_, shape.value_dim, first, count, [&](int column) { return values + slots[column] * pitch; });
   }
 
-  // score_[i]: of queries query + i with all columns.
-  void scores(int query, int count, int columns) {
-    for (int column = 0; column < columns; column += 2 * kLanes) {
-      switch (count) {
-        case 4: scores_of<4>(query, column); break;
-        case 3: scores_of<3>(query, column); break;
-        case 2: scores_of<2>(query, column); break;
-        default: scores_of<1>(query, column);
-      }
-    }
-  }
-
-  template <int N>
-  void scores_of(int query, int column) {
-    __m512 sum[N][2];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
-    const int32_t* q = query_ + query * words_;
-    for (int64_t word = 0; word < words_; ++word) {
-      const __m512i low = _mm512_load_si512(keys_ + word * kMaxColumns + column);
-      const __m512i high = _mm512_load_si512(keys_ + word * kMaxColumns + column + kLanes);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        sum[n][0] = Dot<T>::add(sum[n][0], low, q[n * words_ + word]);
-        sum[n][1] = Dot<T>::add(sum[n][1], high, q[n * words_ + word]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      _mm512_storeu_ps(score_[n] + column, sum[n][0]);
-      _mm512_storeu_ps(score_[n] + column + kLanes, sum[n][1]);
-    }
-  }
-
-  // Take a block's scores into a query's softmax: its weights, zero where it sees nothing, and what it held, rescaled.
-  void weigh(int query, const float* score, int64_t from, int64_t count, float* weight) {
-    const auto& shape = call_.shape;
-    const int64_t stop = std::min(count, last_[query] - from), start = std::max<int64_t>(0, first_[query] - from);
-    Softmax& state = state_[query];
-    __m512 part[2];
-    __m512 top = _mm512_set1_ps(kMinusInfinity);
-    for (int i = 0; i < 2; ++i) {
-      __m512 value = _mm512_mul_ps(_mm512_loadu_ps(score + i * kLanes), _mm512_set1_ps(shape.scaling));
-      if (shape.softcap > 0.0f) {
-        const __m512 cap = _mm512_set1_ps(shape.softcap);
-        value = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(value, cap)));
-      }
-      const __mmask16 seen = lanes(stop - i * kLanes) & ~lanes(start - i * kLanes);
-      part[i] = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), seen, value);
-      top = _mm512_max_ps(top, part[i]);
-    }
-    const float largest = std::max(state.largest, _mm512_reduce_max_ps(top));
-    if (stop <= start || largest == kMinusInfinity) {
-      std::memset(weight, 0, kBlock * sizeof(float));
-      scale_[query] = 1.0f;
-      return;
-    }
-    for (int i = 0; i < 2; ++i) {
-      part[i] = exp512(_mm512_sub_ps(part[i], _mm512_set1_ps(largest)));
-      _mm512_store_ps(weight + i * kLanes, part[i]);
-    }
-    const float scale = _mm512_cvtss_f32(exp512(_mm512_set1_ps(state.largest - largest)));
-    state.sum = state.sum * scale + _mm512_reduce_add_ps(_mm512_add_ps(part[0], part[1]));
-    state.largest = largest;
-    scale_[query] = scale;
-  }
-
-  // sum_ = sum_ * scale_ + weights times values. columns: where the values lie; null if in order.
-  void accumulate(int query, int count, const int* columns, int keys) {
-    for (int64_t d = 0; d < wide_; d += 4 * kLanes) {
-      const int vectors = int(std::min<int64_t>(4, (wide_ - d) / kLanes));
-      if (count == 4 && vectors == 4) {
-        accumulate_of<4, 4>(query, d, columns, keys);
-        continue;
-      }
-      for (int i = 0; i < count; ++i) {
-        switch (vectors) {
-          case 4: accumulate_of<1, 4>(query + i, d, columns, keys, i); break;
-          case 3: accumulate_of<1, 3>(query + i, d, columns, keys, i); break;
-          case 2: accumulate_of<1, 2>(query + i, d, columns, keys, i); break;
-          default: accumulate_of<1, 1>(query + i, d, columns, keys, i);
-        }
-      }
-    }
-  }
-
-  template <int Q, int N>
-  void accumulate_of(int query, int64_t d, const int* columns, int keys, int weights = 0) {
-    __m512 sum[Q][N];
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; ++q) {
-      const __m512 scale = _mm512_set1_ps(scale_[query + q]);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        sum[q][n] = _mm512_mul_ps(_mm512_load_ps(sum_ + (query + q) * wide_ + d + n * kLanes), scale);
-      }
-    }
-    for (int key = 0; key < keys; ++key) {
-      const float* value = values_ + (columns ? columns[key] : key) * wide_ + d;
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        const __m512 v = _mm512_load_ps(value + n * kLanes);
-#pragma GCC unroll 4
-        for (int q = 0; q < Q; ++q) {
-          sum[q][n] = _mm512_fmadd_ps(_mm512_set1_ps(weight_[weights + q][key]), v, sum[q][n]);
-        }
-      }
-    }
-#pragma GCC unroll 4
-    for (int q = 0; q < Q; ++q) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) _mm512_store_ps(sum_ + (query + q) * wide_ + d + n * kLanes, sum[q][n]);
-    }
+  void take_weights(int query, int place, float* scores, int64_t from, int count) {
+    int32_t* weights = weights_ + place * kSplit;
+    state_[query] = weigh<T>(scores, count, first_[query] - from, last_[query] - from, scaling_, state_[query], weights);
   }
 
   void save(float* to) {
@@ -345,19 +223,23 @@ class AttentionWorker {
     }
   }
 
+  static constexpr int64_t kSkip = 32;  // keys before a window are left out in runs of so many, whole vectors of pairs
+
   const Batch& batch_;
   const AttentionCall<P>& call_;
-  const int64_t words_, wide_;  // of a key, in 32 bits; of a value, in whole vectors
-  int64_t span_ = 0, kv_head_ = 0, own_ = 0;
+  const Scaling scaling_;
+  const int64_t words_, wide_;  // of a key; of a value
+  int64_t span_ = 0, kv_head_ = 0, own_ = 0, stride_ = 0;
   int queries_ = 0, head_ = 0, heads_ = 1;
-  int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries], slot_[kMaxColumns + kLanes] = {};
-  float scale_[kMaxQueries];
+  int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries];
+  int64_t slot_[kMaxColumns], order_[kSplit];
+  int column_[kSplit];
   Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the split at hand; of those before it
-  alignas(64) float score_[4][kMaxColumns];
-  alignas(64) float weight_[4][kBlock];
+  alignas(64) float scores_[kTogether * kMaxColumns];
+  alignas(64) int32_t weights_[kTogether * kSplit];
   alignas(64) int32_t query_[kMaxQueries * kMaxDim + kLanes];
   alignas(64) int32_t keys_[kMaxDim * kMaxColumns];
-  alignas(64) float values_[kMaxColumns * kMaxDim];
+  alignas(64) int32_t values_[kSplit * kMaxDim];
   alignas(64) float sum_[kMaxQueries * kMaxDim];
   alignas(64) float totals_[kMaxQueries * kMaxDim];
 };

@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "batch.h"
+#include "split.h"
 
 namespace outrider {
 
-constexpr int64_t kSplit = 128;   // keys
-constexpr int kMaxQueries = 32;   // query vectors that share a block of keys
+constexpr int kMaxQueries = 32;  // query vectors that share a split of keys
 
 struct AttentionShape {
   int64_t heads, kv_heads, key_dim, value_dim;
