@@ -9,7 +9,7 @@
 
 namespace outrider {
 
-constexpr int kMaxQueries = 32;  // query vectors that share a split of keys
+constexpr int kMaxQueries = 64;  // query vectors that share a split of keys
 
 struct AttentionShape {
   int64_t heads, kv_heads, key_dim, value_dim;
