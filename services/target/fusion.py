@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.serving.features import FLOAT8_MAX, FeatureFormat, FeatureSpec
 from services.target.model.base import Model
+from services.target.model.linear import laid_out
 
 
 class Fusion:
@@ -36,23 +37,23 @@ class Fusion:
         self._hidden = model.hidden_size
         self._states = len(self.layers) + self.final
         tensors = {name: t.to(model.device, self._dtype) for name, t in _read(content).items()}
-        self._weight = tensors.pop("fc.weight", None)
-        self._bias = tensors.pop("fc.bias", None)
+        weight, bias = tensors.pop("fc.weight", None), tensors.pop("fc.bias", None)
         self._whole_norm = tensors.pop("norm_before_fc.weight", None)
         self._norms = [tensors.pop(f"fc_norm.{i}.weight", None) for i in range(self._states)]
         if tensors:
             raise ConfigError(f"the drafter's fusion has tensors that are not known: {', '.join(sorted(tensors))}")
-        self.width = self._check()
+        self.width = self._check(weight, bias)
+        self._fc = None if weight is None else _linear(weight, bias)
         sizes = {FeatureFormat.BFLOAT16: 2 * self.width, FeatureFormat.FLOAT32: 4 * self.width}
         self.row_bytes = sizes.get(self._format, 4 + self.width)
 
-    def _check(self) -> int:
+    def _check(self, weight: Tensor | None, bias: Tensor | None) -> int:
         """Shapes against the model's. Returns the width of a row."""
         wide = self._states * self._hidden
-        width = wide if self._weight is None else self._weight.shape[0]
+        width = wide if weight is None else weight.shape[0]
         expected = [
-            ("fc.weight", self._weight, (width, wide)),
-            ("fc.bias", self._bias, (width,)),
+            ("fc.weight", weight, (width, wide)),
+            ("fc.bias", bias, (width,)),
             ("norm_before_fc.weight", self._whole_norm, (wide,)),
             *((f"fc_norm.{i}.weight", norm, (self._hidden,)) for i, norm in enumerate(self._norms)),
         ]
@@ -62,7 +63,7 @@ class Fusion:
                     f"the drafter's {name} has shape {list(tensor.shape)}; {self._states} states of this model, "
                     f"{self._hidden} numbers each, need {list(shape)}"
                 )
-        if self._bias is not None and self._weight is None:
+        if bias is not None and weight is None:
             raise ConfigError("the drafter's fusion has fc.bias, but no fc.weight")
         if any(norm is None for norm in self._norms) and any(norm is not None for norm in self._norms):
             raise ConfigError(f"the drafter's fusion needs fc_norm of each of its {self._states} states, or of none")
@@ -79,8 +80,8 @@ class Fusion:
             x = torch.cat([self._norm(part, norm) for part, norm in zip(parts, self._norms, strict=True)], dim=-1)
         if self._whole_norm is not None:
             x = self._norm(x, self._whole_norm)
-        if self._weight is not None:
-            x = nn.functional.linear(x, self._weight, self._bias)
+        if self._fc is not None:
+            x = self._fc(x)
         return _encode(x, self._format)
 
     def _select(self, states: Tensor, layers: tuple[int, ...], final: bool) -> Tensor:
@@ -91,6 +92,15 @@ class Fusion:
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return nn.functional.rms_norm(x, (x.shape[-1],), weight, self._epsilon)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    """A linear layer, on a CPU by the kernels of the model's own: PyTorch's threads would get in the way of theirs."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return laid_out(linear)
 
 
 def _read(content: bytes) -> dict[str, Tensor]:

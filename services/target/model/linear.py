@@ -85,14 +85,13 @@ def pack(module: nn.Module, number_format: Format | None = None) -> int:
     those that are shared, such as with an embedding.
     """
     count = 0
-    native = library.available()
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child.weight.device.type != "cpu":
+            if type(child) is not nn.Linear:
                 continue
-            made = _packed(child, number_format if child is not head else head_format(number_format), native)
-            if made is not None:
+            made = laid_out(child, number_format if child is not head else head_format(number_format))
+            if made is not child:
                 setattr(parent, name, made)
                 count += 1
     return count
@@ -108,13 +107,14 @@ def plain_format(dtype: torch.dtype) -> Format | None:
     return {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}.get(dtype)
 
 
-def _packed(linear: nn.Linear, number_format: Format | None, native: bool) -> nn.Module | None:
+def laid_out(linear: nn.Linear, number_format: Format | None = None) -> nn.Module:
+    """A layer on the best kernel for its weight, the layer itself if there is none. number_format: as of `pack`."""
     plain = plain_format(linear.weight.dtype)
-    if plain is None:
-        return None
-    if native:
+    if plain is None or linear.weight.device.type != "cpu":
+        return linear
+    if library.available():
         return NativeLinear(linear, plain if number_format is None else number_format)
-    if not torch.backends.mkldnn.is_available():
-        return None
     narrow = linear.weight.dtype == torch.bfloat16
-    return PackedLinear(linear) if not narrow or torch.ops.mkldnn._is_mkldnn_bf16_supported() else None
+    if not torch.backends.mkldnn.is_available() or (narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return linear
+    return PackedLinear(linear)
