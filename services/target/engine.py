@@ -38,6 +38,7 @@ from services.target import spans
 from services.target.batch import Work, build
 from services.target.budget import Calibration, promised
 from services.target.compaction import Moves
+from services.target.contest import Way
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
@@ -46,7 +47,7 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
-from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, HINTED, Patience, Way
+from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, HINTED, Patience
 from services.target.planning import Planner
 from services.target.verifier import Verdict, settle
 
@@ -325,8 +326,8 @@ class TargetEngine(Engine):
         accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
         self._calibration.observe(sum(map(promised, drafts)), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
-        usual = all(work.chunk.stop == work.chunk.start + 1 for work in works)
-        self._patience.end(waited_for, len(output.commits), committed, usual=usual)
+        prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
+        self._patience.end(waited_for, len(output.commits), committed, prompts=prompts)
         output.features = self.features.flush()
 
     def _commit(self, entry: Entry, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from services.target.patience import ALWAYS, TURN, Patience, Way, _Contest
+from services.target.contest import TURN, Contest, Prompts, Way
+from services.target.patience import ALWAYS, Patience
 
 
 class Clock:
@@ -105,8 +106,33 @@ def test_steps_with_prompts_in_them_are_no_measure():
     work(clock, patience, 64 * TURN, answer=0.001, gain=1.0)
     for _ in range(8):
         clock.now += 3.0
-        patience.end([1], 1, 1, usual=False)
+        patience.end([1], 1, 1, prompts=100)
         assert share_of(Way.WAIT, clock, patience, TURN, answer=0.001, gain=1.0) > 0.8
+
+
+@pytest.mark.parametrize(("rows", "plain"), [(0, False), (2000, True)])
+def test_prompts_that_take_longer_because_of_the_drafter_count_too(rows, plain):
+    """Hints bring a tenth while no prompts are read; these take half as long again where they are drafted for."""
+    clock = Clock()
+    patience = Patience(clock=clock)
+    ways = []
+    for _ in range(200):
+        if rows:
+            patience.begin()
+            clock.now += rows * (0.0002 if patience.way is Way.PLAIN else 0.0003)
+            patience.end([1], 0, 0, prompts=rows)
+        ways.append(share_of(Way.PLAIN, clock, patience, TURN, answer=0.001, gain=0.15))
+    assert (sum(ways[20:]) > 0.9 * len(ways[20:])) == plain
+    assert (sum(ways[20:]) < 0.1 * len(ways[20:])) == (not plain)
+
+
+def test_a_way_that_is_far_behind_is_tried_seldom_and_shortly():
+    clock = Clock()
+    patience = Patience(clock=clock)
+    dear = {"answer": 0.025, "gain": 0.2, "drafting": 0.010}
+    work(clock, patience, 64 * TURN, **dear)
+    lost = 1.0 - share_of(Way.PLAIN, clock, patience, 512 * TURN, **dear)
+    assert lost < 0.01
 
 
 def test_a_way_that_is_not_allowed_is_not_taken():
@@ -117,7 +143,7 @@ def test_a_way_that_is_not_allowed_is_not_taken():
 
 @pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
 def test_hints_must_bring_more_than_noise_does(gain, plain):
-    contest = _Contest([Way.GO, Way.PLAIN], Way.GO)
+    contest = Contest([Way.GO, Way.PLAIN], Way.GO, Prompts())
     for _ in range(4):
         contest.end_turn(gain if contest.way is Way.GO else 1.0, 1.0)
     assert (contest.way is Way.PLAIN) == plain
@@ -154,5 +180,5 @@ def test_the_first_answer_of_all_is_waited_for_too():
     clock = Clock()
     patience = Patience(ALWAYS, clock, longest=2.0)
     patience.begin()
-    patience.end([1], 1, 1, usual=False)
+    patience.end([1], 1, 1, prompts=100)
     assert patience.remaining == 2.0
