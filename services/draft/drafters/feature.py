@@ -32,9 +32,9 @@ from services.draft.trunk import SCRATCH_SLOTS, Trunk
 
 _SHIFT = 1
 _TREES = (1, 4)  # sessions whose whole trees one program grows
-# Bytes of a session's rows that may wait while nobody wants hints; more are computed all the same, so that they do not
-# pile up. What is computed then takes the time of plain steps where both share cores.
-_MOST_HELD = 1 << 20
+# Bytes of rows that may wait while nobody wants hints, which sessions share evenly; more are computed all the same, so
+# that they do not pile up. What is computed then takes the time of plain steps where both share cores.
+_MOST_HELD = 128 << 20
 
 
 class FeatureDrafter(ModelDrafter):
@@ -98,7 +98,10 @@ class FeatureDrafter(ModelDrafter):
             session.replant()
             self._forget_provisional(session)
         session.blocked = not session.root_expanded and self.pending(session, trunk) == 0
-        session.set_urgent(not session.root_expanded and len(held) * self._row_bytes > _MOST_HELD)
+        session.set_urgent(not session.root_expanded and self._piles_up(session))
+
+    def _piles_up(self, session: DraftSession) -> bool:
+        return len(session.features) * self._row_bytes * len(self.trunks) > _MOST_HELD
 
     def _forget_provisional(self, session: DraftSession) -> None:
         self.trunks[session.id].forget_provisional()
@@ -137,7 +140,7 @@ class FeatureDrafter(ModelDrafter):
             return super().job(work, rows)
         feed, held = min(work.pending, rows), work.session.features
         features = self.features_of(held.take(feed))
-        work.session.set_urgent(len(held) * self._row_bytes > _MOST_HELD)
+        work.session.set_urgent(self._piles_up(work.session))
         return Job(work.session, work.trunk, feed=feed, features=features)
 
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
