@@ -14,13 +14,15 @@ from enum import Enum, auto
 TURN = 16  # steps that a turn is measured; the first turns at a load are shorter
 _FIRST_TURN = 4
 _SHORT_TURN = 8  # of a way that is far behind
-_SOONEST = 16  # turns after which a way that is not the best is tried again, twice as many each time that it fails
-_LATEST, _LATEST_FAR = 64, 256
+# Turns after which a way that is not the best is tried again: twice as many each time that it fails. Of two that need
+# hints the worse one has more, where plain steps are the best: a drafter that has rested has much to read first.
+_SOONEST, _FACTOR, _WORST_FACTOR = 16, 2, 4
+_LATEST, _LATEST_FAR = 64, 128
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
 _KEPT_LEAST = 0.3
-_KEPT_PROMPTS = 0.98  # ... of what is known of prompts, with each step that reads some
+_KEPT_PROMPTS = 0.98  # ... of what is known of prompts, with each step that reads some in the same way
 _PRIOR_ROWS = 512  # of prompts, for which what all ways took counts
 
 
@@ -38,16 +40,15 @@ class Prompts:
     def __init__(self) -> None:
         self._rows = dict.fromkeys(Way, 0.0)
         self._seconds = dict.fromkeys(Way, 0.0)
-        self._tokens = 0.0  # committed, as long as the rows are remembered
+        self._all_rows = 0.0
+        self._tokens = 0.0  # committed, as long as all rows are remembered
 
     def read(self, way: Way, rows: int, seconds: float) -> None:
         """Take in a step. seconds: that its prompts took."""
-        for other in Way:
-            self._rows[other] *= _KEPT_PROMPTS
-            self._seconds[other] *= _KEPT_PROMPTS
+        self._rows[way] = self._rows[way] * _KEPT_PROMPTS + rows
+        self._seconds[way] = self._seconds[way] * _KEPT_PROMPTS + seconds
+        self._all_rows = self._all_rows * _KEPT_PROMPTS + rows
         self._tokens *= _KEPT_PROMPTS
-        self._rows[way] += rows
-        self._seconds[way] += seconds
 
     def committed(self, tokens: int) -> None:
         """Take in tokens of all sessions together."""
@@ -60,7 +61,7 @@ class Prompts:
             return 0.0
         usual = sum(self._seconds.values()) / rows
         own = (self._seconds[way] + _PRIOR_ROWS * usual) / (self._rows[way] + _PRIOR_ROWS)
-        return own * rows / self._tokens
+        return own * self._all_rows / self._tokens
 
 
 @dataclass
@@ -109,7 +110,9 @@ class Contest:
             present.pause = 1  # it may have become better than what it did before says
         else:
             latest = _LATEST if self._near(rates, self.way, best) else _LATEST_FAR
-            present.pause = min(max(2 * present.pause, _SOONEST), latest)
+            worst = best is Way.PLAIN and len(rates) > 2 and rates[self.way] == min(rates.values())
+            factor = _WORST_FACTOR if worst else _FACTOR
+            present.pause = min(max(factor * present.pause, _SOONEST), latest)
         present.due = self._turns + present.pause
         due = [way for way, measured in self._measured.items() if way is not best and measured.due <= self._turns]
         self.way = due[0] if due else best

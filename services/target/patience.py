@@ -11,13 +11,14 @@ measured against one another, in turns of some steps, at each load by itself (co
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
 from services.target.contest import TURN, Contest, Prompts, Way
 
 _SETTLING = 2  # steps at the beginning of a turn that are not measured: drafters have yet to be told
-_UNANSWERED = 4  # turns after which hints that have not come at all are a measure, too
+_UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
 _LONGEST = 0.05  # seconds that a step is held at most, and never longer than a step takes
 
 HINTED = (Way.WAIT, Way.GO)
@@ -38,9 +39,9 @@ class Patience:
         self._clock = clock
         self._ways = ways
         self._longest = longest
-        self._contests: dict[int, Contest] = {}  # by the number of bits of the number of sessions
+        self._contests: dict[int, Contest] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on
         self._prompts = Prompts()
-        self._load = 0
+        self._load = -1
         self._begin_turn()
         self._step_seconds = 0.0
         self._has_drafter = False
@@ -114,7 +115,7 @@ class Patience:
         return self._unanswered > _UNANSWERED * TURN
 
     def _measure(self, count: int, tokens: float, seconds: float) -> None:
-        load = count.bit_length()
+        load = round(math.log2(count))
         if load != self._load:
             way, self._load, self._step_seconds = self.way, load, 0.0
             self._begin_turn()
