@@ -45,18 +45,31 @@ class Options:
 
 @dataclass
 class Outcome:
-    """What a client showed: names of checks with what they found, and those that failed with why."""
+    """What a client showed: names of checks with what they found, and those that failed with why.
+
+    skipped: why it was not run at all; empty if it was.
+    """
 
     client: Client
+    skipped: str = ""
     version: str = "-"
     passed: list[tuple[str, str]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     seconds: float = 0.0
 
+    def summary(self) -> str:
+        """How it went, in a few words."""
+        if self.skipped:
+            return f"skipped: {self.skipped}"
+        return f"{len(self.passed)} passed, {len(self.failed)} failed"
+
 
 def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome:
-    """Drive a client. What it cannot do is a failure, not an error of ours."""
+    """Drive a client. What it cannot do is a failure, not an error of ours; what the machine lacks is neither."""
     outcome = Outcome(client)
+    if client.lacking:
+        outcome.skipped = f"there is no {client.lacking} on this machine"
+        return outcome
     try:
         client.install()
         outcome.version = client.version()
@@ -68,9 +81,9 @@ def run(client: Client, url: str, model_folder: Path, seconds: float) -> Outcome
     work.mkdir(parents=True, exist_ok=True)
     told = work / "told.jsonl"
     told.unlink(missing_ok=True)
-    settings = {"URL": url, "MODEL_FOLDER": str(model_folder), "TOLD": str(told), "BIN": str(client.python.parent)}
+    settings = {"URL": url, "MODEL_FOLDER": str(model_folder), "TOLD": str(told), "BIN": str(client.commands)}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
-    command = [client.python, SCRIPTS / client.script]
+    command = [client.interpreter, str(SCRIPTS / client.script)]
     try:
         ended = subprocess.run(command, cwd=work, env=environment, timeout=seconds, capture_output=True, text=True)
         if ended.returncode:
@@ -96,21 +109,23 @@ def system(options: Options) -> Iterator[str]:
 
 def page(outcomes: Sequence[Outcome], model: str) -> str:
     """The page."""
+    ran = [outcome for outcome in outcomes if not outcome.skipped]
     rows = [
         f"| {o.client.name} | {o.version} | {len(o.passed)} of {len(o.passed) + len(o.failed)} | {o.seconds:.0f} s |"
-        for o in outcomes
+        for o in ran
     ]
+    rows += [f"| {o.client.name} | - | {o.summary()} | - |" for o in outcomes if o.skipped]
     parts = [
         "# Clients that nobody here wrote",
         "",
         f"`make conformance` wrote this page: Outrider {__version__} with {model}, Python {platform.python_version()}.",
-        "Each client has a virtual environment of its own, made on demand under `build/conformance`.",
+        "Each client has an environment of its own, made on demand under `build/conformance`.",
         "",
         "| client | version | checks passed | took |",
         "|---|---|---|---|",
         *rows,
     ]
-    for outcome in outcomes:
+    for outcome in ran:
         parts += ["", f"## {outcome.client.name} {outcome.version}", ""]
         parts += [f"- {name}: {found}" if found else f"- {name}" for name, found in outcome.passed]
         parts += [f"- **failed** {name}: {found}" for name, found in outcome.failed]
@@ -130,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
         for client in chosen:
             outcome = run(client, url, folder, options.seconds)
             outcomes.append(outcome)
-            print(f"{client.name} {outcome.version}: {len(outcome.passed)} passed, {len(outcome.failed)} failed")
+            print(f"{client.name} {outcome.version}: {outcome.summary()}")
             for name, found in outcome.failed:
                 print(f"  FAILED {name}: {found}")
     where = options.page or (str(PAGE) if len(chosen) == len(CLIENTS) else None)

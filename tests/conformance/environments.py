@@ -1,12 +1,15 @@
-"""Which clients there are, and the virtual environment of each, made when it is first needed.
+"""Which clients there are, and the environment of each, made when it is first needed.
 
 They stay out of the project's own environment: what they ask for must not change what is tested and served.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +19,7 @@ SCRIPTS = Path(__file__).parent / "clients"
 
 
 @dataclass(frozen=True)
-class Client:
+class Client(ABC):
     """A client. package: whose version is told. requirements: of its environment. script: what drives it."""
 
     name: str
@@ -30,9 +33,23 @@ class Client:
         return FOLDER / self.name
 
     @property
-    def python(self) -> Path:
-        """Its Python."""
-        return self.folder / "bin" / "python"
+    @abstractmethod
+    def commands(self) -> Path:
+        """The folder with the commands of its environment."""
+
+    @property
+    @abstractmethod
+    def interpreter(self) -> str:
+        """What its script is run with."""
+
+    @property
+    def lacking(self) -> str:
+        """What this machine lacks for it; empty if nothing."""
+        return ""
+
+    @abstractmethod
+    def version(self) -> str:
+        """Of the package. Raises CalledProcessError."""
 
     def install(self) -> None:
         """Make the environment, unless it is there. Raises CalledProcessError."""
@@ -40,23 +57,83 @@ class Client:
         if stamp.exists() and stamp.read_text() == wanted:
             return
         print(f"{self.name}: installing {', '.join(self.requirements)}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], check=True)
-        pip = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements]
-        subprocess.run(pip, check=True)
+        self._make()
         stamp.write_text(wanted)
 
+    @abstractmethod
+    def _make(self) -> None:
+        """Make the environment anew. Raises CalledProcessError."""
+
+
+class PythonClient(Client):
+    """One in a virtual environment."""
+
+    @property
+    def commands(self) -> Path:
+        """The folder with the commands of its environment."""
+        return self.folder / "bin"
+
+    @property
+    def interpreter(self) -> str:
+        """Its own Python."""
+        return str(self.commands / "python")
+
     def version(self) -> str:
-        """Of the package."""
+        """Of the package. Raises CalledProcessError."""
         code = f"import importlib.metadata as m; print(m.version({self.package!r}))"
-        return subprocess.run([self.python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        return _output(self.interpreter, "-c", code)
+
+    def _make(self) -> None:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", self.folder], check=True)
+        pip = [self.interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, *self.requirements], check=True)
+
+
+class NodeClient(Client):
+    """One in a folder of Node packages; it needs `node` and `npm`."""
+
+    @property
+    def commands(self) -> Path:
+        """The folder with the commands of its environment."""
+        return self.folder / "node_modules" / ".bin"
+
+    @property
+    def interpreter(self) -> str:
+        """Node, for scripts that are its own; others ask for nothing but a Python."""
+        return "node" if self.script.endswith(".mjs") else sys.executable
+
+    @property
+    def lacking(self) -> str:
+        """What this machine lacks for it; empty if nothing."""
+        return " or ".join(command for command in ("node", "npm") if shutil.which(command) is None)
+
+    def version(self) -> str:
+        """Of the package. Raises CalledProcessError."""
+        told = json.loads((self.folder / "node_modules" / self.package / "package.json").read_text())
+        return str(told["version"])
+
+    def _make(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        # Without a package.json of its own, npm would look for one in the folders above.
+        (self.folder / "package.json").write_text('{"private": true}\n')
+        npm = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error"]
+        subprocess.run([*npm, *self.requirements], check=True, cwd=self.folder)
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 CLIENTS = (
-    Client("openai", "openai", ("openai>=3,<4",), "sdk.py"),
-    Client("litellm", "litellm", ("litellm>=1.100,<2",), "lite.py"),
-    Client("langchain", "langchain-openai", ("langchain-openai>=1.4,<2",), "chain.py"),
-    Client("instructor", "instructor", ("instructor>=1.17,<2",), "instruct.py"),
-    Client("llm", "llm", ("llm>=0.32,<0.40",), "commands.py"),
-    Client("schemathesis", "schemathesis", ("schemathesis>=4.30,<5",), "schemas.py"),
-    Client("lm-eval", "lm-eval", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5,<6"), "evaluate.py"),
+    PythonClient("openai", "openai", ("openai>=3,<4",), "sdk.py"),
+    NodeClient("openai-node", "openai", ("openai@^7.57",), "sdk.mjs"),
+    PythonClient("litellm", "litellm", ("litellm>=1.100,<2",), "lite.py"),
+    PythonClient("langchain", "langchain-openai", ("langchain-openai>=1.4,<2",), "chain.py"),
+    PythonClient("instructor", "instructor", ("instructor>=1.17,<2",), "instruct.py"),
+    PythonClient("llm", "llm", ("llm>=0.32,<0.40",), "commands.py"),
+    PythonClient("schemathesis", "schemathesis", ("schemathesis>=4.30,<5",), "schemas.py"),
+    PythonClient("lm-eval", "lm-eval", ("lm-eval[api]>=0.4.13,<0.5", "transformers>=5,<6"), "evaluate.py"),
+    PythonClient("aiperf", "aiperf", ("aiperf>=0.13,<0.14",), "load.py"),
+    NodeClient("buf", "@bufbuild/buf", ("@bufbuild/buf@^1.75",), "reflect.py"),
 )
