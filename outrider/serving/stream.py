@@ -126,7 +126,9 @@ class StreamHub(Generic[Request, Response]):
                 message, failures = self._decode(frame)
                 for request in message.opens:
                     self._owners[request.session_id] = outbox
-                for session_id in message.closes:
+                # A draft is told of a session's end by its last commit.
+                ended = (c.session_id for c in message.commits if c.finish_reason != FinishReason.RUNNING)
+                for session_id in (*message.closes, *ended):
                     self._owners.pop(session_id, None)
                 self._submit(message)
                 if failures:

@@ -249,6 +249,21 @@ async def test_a_stream_that_ends_takes_its_sessions_along(hub, end):
     await until(lambda: sorted(engine.closed) == [1, 2])
 
 
+async def test_sessions_whose_end_is_told_by_a_commit_are_no_longer_a_stream_s(hub):
+    hub, engine = hub
+    queue, heard = asyncio.Queue(), []
+    task = asyncio.create_task(collect(hub.serve(frames(queue)), heard))
+    queue.put_nowait(Message(opens=[request(name, max_tokens=10**9) for name in (1, 2, 3)]))
+    await until(lambda: heard)
+    last, other = (Commit(name, 2, np.array([3], np.uint32), 0, 0, 0, end)
+                   for name, end in ((1, FinishReason.STOP), (2, FinishReason.RUNNING)))  # fmt: skip
+    queue.put_nowait(Message(commits=[last, other], closes=[3]))
+    queue.put_nowait(None)
+    await task
+    await until(lambda: 2 in engine.closed)
+    assert sorted(engine.closed) == [2, 3]
+
+
 def test_proposals_make_the_counting_engine_faster():
     engine = CountingEngine()
     engine.open(request(1, prompt=(1,), max_tokens=4))
