@@ -123,7 +123,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)
-        backend = Backend(generator, facts, control, keys)
+        backend = Backend(generator, facts, control, keys, tracing)
         for facade in doubles:
             facade.serve(backend)
         if late:

@@ -13,7 +13,7 @@ from gateway.admission import Keys
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Generator, Part
 from gateway.pace import as_long_again
-from gateway.spans import RequestSpan, spanning
+from gateway.spans import spanning_call
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.serving.rpc import statuses
@@ -24,6 +24,7 @@ from outrider.tracing import Tracing
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
+_METHOD = f"{SERVICE_NAME}/Generate"
 
 _FINISH_REASONS = {reason: common_pb2.FinishReason.Name(int(reason)) for reason in FinishReason}
 
@@ -50,15 +51,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return nullcontext()
         metadata = dict(context.invocation_metadata() or ())
         return self._keys.request(self._keys.check(str(metadata.get("authorization", "")).encode()))
-
-    def _span_of(
-        self, request: gateway_pb2.GenerateRequest, context: Any, request_id: str
-    ) -> AbstractContextManager[RequestSpan | None]:
-        if self._tracing is None:
-            return nullcontext()
-        operation = "chat" if request.HasField("chat") else "text_completion"
-        headers = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        return spanning(self._tracing, operation, headers, request_id)
 
     def _ready(self) -> Generator:
         if self._generator is None:
@@ -92,7 +84,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         request_id = f"gen-{secrets.token_hex(12)}"
         REQUEST_ID.set(request_id)
         async with statuses(context):
-            with self._request_of(context), self._span_of(request, context, request_id) as span:
+            traced = spanning_call(self._tracing, context, _METHOD, request_id, chat=request.HasField("chat"))
+            with self._request_of(context), traced as span:
                 generation = self._ready().start(await self._request(request), request_id, span)
                 try:
                     finish = FinishReason.RUNNING

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -130,9 +131,12 @@ class RequestSpan:
 
 
 @contextlib.contextmanager
-def spanning(tracing: Tracing, operation: str, headers: Mapping[str, str], request_id: str) -> Iterator[RequestSpan]:
-    """A request's span, while its answer is being made. Arguments as of RequestSpan."""
+def spanning(
+    tracing: Tracing, operation: str, headers: Mapping[str, str], request_id: str, told: Mapping[str, Value]
+) -> Iterator[RequestSpan]:
+    """A request's span, while its answer is being made. told: how it came; the other arguments are RequestSpan's."""
     span = RequestSpan(tracing, operation, headers, request_id)
+    span.attributes |= told
     try:
         yield span
     except Exception as error:
@@ -140,3 +144,17 @@ def spanning(tracing: Tracing, operation: str, headers: Mapping[str, str], reque
         raise
     finally:
         span.leave()
+
+
+def spanning_call(
+    tracing: Tracing | None, context: Any, method: str, request_id: str, *, chat: bool = False, stream: bool = True
+) -> AbstractContextManager[RequestSpan | None]:
+    """The same for a gRPC call, whose metadata are its headers; no span without tracing.
+
+    context: of the call. method: in full, package.Service/Method. stream: whether its answer comes in parts
+    """
+    if tracing is None:
+        return nullcontext()
+    headers = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+    told: dict[str, Value] = {"rpc.system.name": "grpc", "rpc.method": method, "gen_ai.request.stream": stream}
+    return spanning(tracing, "chat" if chat else "text_completion", headers, request_id, told)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import outrider
 from outrider.errors import ConfigError
@@ -24,6 +26,9 @@ log = logging.getLogger(__name__)
 
 Value = str | bool | int | float | Sequence[str]
 _FLUSH_SECONDS = 3.0  # that the end of a process waits for its last spans
+_GIVING_UP_SECONDS = 1.0  # in which most deliveries notice that they are broken off; others end with the process
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")  # the first that is set counts
+_HTTP_PATH = "/v1/traces"  # where collectors take traces by HTTP
 
 
 class Tracing:
@@ -37,6 +42,7 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         facts = {"service.name": f"outrider-{role}", "service.version": outrider.__version__}
+        self._exporter = exporter
         self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("outrider", outrider.__version__)
@@ -67,7 +73,17 @@ class Tracing:
 
     def stop(self) -> None:
         """Send what is left, for a moment."""
-        self._provider.force_flush(int(_FLUSH_SECONDS * 1e3))
+        # The libraries' own limits do not hold: a collector that does not answer would keep the process for 10 s.
+        leaving = threading.Thread(target=self._leave, name="last-spans", daemon=True)
+        leaving.start()
+        leaving.join(_FLUSH_SECONDS)
+        if leaving.is_alive():
+            log.warning("the collector of traces did not take the last spans in %g s", _FLUSH_SECONDS)
+            self._exporter.shutdown()
+            leaving.join(_GIVING_UP_SECONDS)
+
+    def _leave(self) -> None:
+        self._provider.force_flush()
         self._provider.shutdown()
 
 
@@ -76,24 +92,39 @@ def tracing_to(endpoint: str | None, role: str) -> Iterator[Tracing | None]:
     """Tracing to an OTLP collector for a process's life; None without an endpoint.
 
     endpoint: a URL such as http://127.0.0.1:4317, or host:port. Of OpenTelemetry's own variables,
-    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL chooses between grpc, the default, and http/protobuf, and OTEL_TRACES_SAMPLER
-    what is recorded. Raises ConfigError.
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL, or OTEL_EXPORTER_OTLP_PROTOCOL, chooses between grpc, the default, and
+    http/protobuf, and OTEL_TRACES_SAMPLER what is recorded. Raises ConfigError.
     """
     if endpoint is None:
         yield None
         return
-    tracing = Tracing(role, _exporter(endpoint))
-    log.info("traces go to %s", endpoint)
+    protocol = _protocol()
+    if protocol != "grpc":
+        endpoint = _http_url(endpoint)
+    tracing = Tracing(role, _exporter(endpoint, protocol))
+    log.info("traces go to %s by %s", endpoint, protocol)
     try:
         yield tracing
     finally:
         tracing.stop()
 
 
-def _exporter(endpoint: str) -> SpanExporter:
-    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+def _protocol() -> str:
+    """What OpenTelemetry's variables choose; one that is empty says nothing. Raises ConfigError."""
+    variable = next((name for name in _PROTOCOLS if os.environ.get(name)), None)
+    protocol = "grpc" if variable is None else os.environ[variable]
     if protocol not in ("grpc", "http/protobuf"):
-        raise ConfigError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol}; use grpc or http/protobuf")
+        raise ConfigError(f"{variable} is {protocol}; use grpc or http/protobuf")
+    return protocol
+
+
+def _http_url(endpoint: str) -> str:
+    """A whole URL, with the path that collectors listen at where it has none: nobody takes traces at the root."""
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    return url if urlsplit(url).path.strip("/") else url.rstrip("/") + _HTTP_PATH
+
+
+def _exporter(endpoint: str, protocol: str) -> SpanExporter:
     try:
         import opentelemetry.sdk.trace  # noqa: F401 - it is looked for
 

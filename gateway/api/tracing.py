@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.middleware import REQUEST_ID
 from gateway.spans import CURRENT, spanning
-from outrider.tracing import Tracing
+from outrider.tracing import Tracing, Value
 
 _CHATS = ("chat", "responses")  # in paths of conversations
 
@@ -29,8 +29,8 @@ class Traced:
         path: str = scope["path"]
         operation = "chat" if any(word in path for word in _CHATS) else "text_completion"
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        with spanning(self._tracing, operation, headers, scope.get(REQUEST_ID, "")) as span:
-            span.attributes |= {"http.request.method": scope["method"], "http.route": path}
+        told: dict[str, Value] = {"http.request.method": scope["method"], "http.route": path}
+        with spanning(self._tracing, operation, headers, scope.get(REQUEST_ID, ""), told) as span:
 
             async def sending(message: Message) -> None:
                 if message["type"] == "http.response.start":

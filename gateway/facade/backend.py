@@ -11,6 +11,7 @@ from gateway.control import Control
 from gateway.facade.bundle import bundle
 from gateway.facts import Facts
 from gateway.generation import Generator
+from outrider.tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Backend:
     facts: Facts
     control: Control
     keys: Keys
+    tracing: Tracing | None = None
     started: float = field(default_factory=time.time)
 
     @cached_property

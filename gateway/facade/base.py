@@ -19,8 +19,10 @@ from gateway.facade.backend import Backend
 from gateway.facade.bundle import chunks
 from gateway.facade.knowledge import Loads
 from gateway.generation import Generation, GenerationRequest
+from gateway.spans import spanning_call
 from outrider.errors import InvalidRequest, Unauthenticated, Unavailable
 from outrider.serving.rpc import statuses
+from outrider.telemetry import REQUEST_ID
 
 _POLL_SECONDS = 0.02
 _STARTING = "the gateway is starting; it waits for a target service"
@@ -71,14 +73,21 @@ class Facade:
 
     @contextlib.contextmanager
     def _started(
-        self, backend: Backend, requests: Sequence[GenerationRequest], name: str
+        self, backend: Backend, context: Any, requests: Sequence[GenerationRequest], name: str, *, stream: bool
     ) -> Iterator[list[Generation]]:
-        """Generations under way, one for each request; however it ends, they are closed. name: for Abort."""
+        """Generations under way, one for each request; however it ends, they are closed.
+
+        context: of the call. name: for Abort, in logs and traces. stream: whether the answer comes in parts
+        """
         self._received = time.time()
+        REQUEST_ID.set(name)
         generations: list[Generation] = []
         with contextlib.ExitStack() as stack:
+            span = stack.enter_context(
+                spanning_call(backend.tracing, context, f"{self.name}/Generate", name, stream=stream)
+            )
             for request in requests:
-                generation = backend.generator.start(request, name)
+                generation = backend.generator.start(request, name, span)
                 stack.callback(generation.close)
                 generations.append(generation)
             yield generations

@@ -1,7 +1,7 @@
 """Traces: one request, three processes, one tree of spans, as a collector gets them."""
 
+import socket
 import time
-from concurrent import futures
 
 import grpc
 import httpx
@@ -9,11 +9,10 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk")
 
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-
 from outrider.errors import ConfigError
 from outrider.tracing import tracing_to
 from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
+from tests.collectors import Collector, HttpCollector, plain
 from tests.gateway.services import until
 from tests.system.test_serve import System
 from tests.tiny import write_model, write_tokenizer
@@ -21,65 +20,20 @@ from tests.tiny import write_model, write_tokenizer
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """What an OTLP collector does first: take spans. spans: (service, span), as they came."""
-
-    def __init__(self):
-        self.spans = []
-        self.server = grpc.server(futures.ThreadPoolExecutor(4))
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)
-        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.server.start()
-
-    def Export(self, request, context):
-        for resource in request.resource_spans:
-            service = plain(resource.resource.attributes)["service.name"]
-            self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def trace(self, trace_id):
-        """Spans of a trace, by service and name."""
-        return {(service, s.name): s for service, s in self.spans if s.trace_id.hex() == trace_id}
-
-    def whole(self, count=5, **wanted):
-        """Spans of the trace with so many of them whose request has these attributes."""
-
-        def found():
-            for _, span in list(self.spans):
-                has = plain(span.attributes)
-                trace = self.trace(span.trace_id.hex())
-                fits = all(has.get(name.replace("__", ".")) == value for name, value in wanted.items())
-                if fits and len(trace) >= count:
-                    return trace
-            return None
-
-        return until(found, seconds=60)
-
-
-def plain(attributes):
-    """Attributes as Python has them."""
-
-    def value(any_value):
-        kind = any_value.WhichOneof("value")
-        if kind == "array_value":
-            return [value(item) for item in any_value.array_value.values]
-        return getattr(any_value, kind)
-
-    return {attribute.key: value(attribute.value) for attribute in attributes}
-
-
 @pytest.fixture(scope="module")
 def collector():
     made = Collector()
     yield made
-    made.server.stop(0).wait()
+    made.stop()
 
 
 @pytest.fixture(scope="module")
 def system(tmp_path_factory, collector):
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("target")))
     flags = ["--speculative-algorithm", "NGRAM", "--otlp-traces-endpoint", collector.url, "--log-format", "json"]
-    system = System(folder, *flags).wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")  # milliseconds between two deliveries
+        system = System(folder, *flags).wait()
     yield system
     assert system.stop() == 0
 
@@ -183,14 +137,63 @@ def test_what_is_refused_is_an_error_and_what_is_not_sampled_is_not_sent(system,
     assert not any("health" in str(plain(span.attributes)) for _, span in collector.spans)
 
 
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_collector_that_does_not_answer_keeps_nobody(monkeypatch, caplog, protocol, listens):
+    monkeypatch.setenv(GENERAL, protocol)
+    monkeypatch.setattr("outrider.tracing._FLUSH_SECONDS", 0.2)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        with tracing_to(f"http://127.0.0.1:{silent.getsockname()[1]}", "target") as tracing:
+            tracing.add("decode", "", 1000, 2000, {})
+            began = time.monotonic()
+        assert time.monotonic() - began < 3
+    assert "did not take the last spans in 0.2 s" in caplog.text
+
+
 def test_without_an_endpoint_nothing_is_made():
     with tracing_to(None, "target") as tracing:
         assert tracing is None
 
 
-def test_a_protocol_that_is_not_known_is_refused(monkeypatch):
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier pigeon")
-    with pytest.raises(ConfigError, match="carrier pigeon"), tracing_to("http://127.0.0.1:1", "target"):
+GENERAL, TRACES = "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+
+
+@pytest.mark.parametrize("variables", [{GENERAL: "http/protobuf"}, {GENERAL: "grpc", TRACES: "http/protobuf"}])
+@pytest.mark.parametrize(
+    ("endpoint", "path"),
+    [("{url}", "/v1/traces"), ("{url}/", "/v1/traces"), ("{host}", "/v1/traces"), ("{url}/of/ours", "/of/ours")],
+)
+def test_spans_by_http(monkeypatch, variables, endpoint, path):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=a b")
+    with HttpCollector() as collector:
+        with tracing_to(endpoint.format(url=collector.url, host=collector.url.split("//")[1]), "target") as tracing:
+            tracing.add("decode", f"00-{TRACE}-{CALLER}-01", 1000, 2000, {"outrider.session_id": 7})
+        (found,) = collector.trace(TRACE).values()
+        assert (found.name, found.parent_span_id.hex()) == ("decode", CALLER)
+        assert (found.start_time_unix_nano, found.end_time_unix_nano) == (1000, 2000)
+        assert plain(found.attributes) == {"outrider.session_id": 7}
+        ((asked, headers),) = collector.asked
+        assert (asked, headers["content-type"], headers["x-tenant"]) == (path, "application/x-protobuf", "a b")
+
+
+def test_an_empty_variable_chooses_nothing(monkeypatch, collector):
+    monkeypatch.setenv(GENERAL, "")
+    monkeypatch.setenv(TRACES, "")
+    trace_id = "3" * 32
+    with tracing_to(collector.url, "target") as tracing:
+        tracing.add("decode", f"00-{trace_id}-{CALLER}-01", 1000, 2000, {})
+    assert set(collector.trace(trace_id)) == {("outrider-target", "decode")}
+
+
+@pytest.mark.parametrize("variable", [GENERAL, TRACES])
+def test_a_protocol_that_is_not_known_is_refused(monkeypatch, variable):
+    monkeypatch.setenv(variable, "carrier pigeon")
+    with pytest.raises(ConfigError, match=f"{variable} is carrier pigeon"), tracing_to("http://127.0.0.1:1", "target"):
         pass
 
 
