@@ -1,5 +1,6 @@
 """One gateway over one fake target and one fake draft, shared by the tests of a module that do not break it."""
 
+import grpc
 import pytest
 
 from tests.gateway.services import Draft, Gateway, Service, Target
@@ -29,6 +30,13 @@ def gateway(folder, target, draft):
     process = Gateway(folder, [target.address], [draft.address]).wait()
     yield process
     assert process.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def channel(gateway):
+    """To the gRPC port of the module's gateway."""
+    with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+        yield channel
 
 
 @pytest.fixture

@@ -91,12 +91,6 @@ def gateway(folder, target, draft):
 
 
 @pytest.fixture(scope="module")
-def channel(gateway):
-    with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-        yield channel
-
-
-@pytest.fixture(scope="module")
 def vllm(channel):
     return Vllm(channel)
 

@@ -35,12 +35,6 @@ def gateway(folder, target, draft, collector):
     assert made.stop() == 0
 
 
-@pytest.fixture(scope="module")
-def channel(gateway):
-    with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-        yield channel
-
-
 def rest(gateway, channel, metadata, n, most, name):
     body = {"prompt": "A", "max_tokens": most, "n": n, "temperature": 0, "ignore_eos": True}
     return httpx.post(f"{gateway.url}/v1/completions", json=body, headers=dict(metadata) | {"X-Request-Id": name})
