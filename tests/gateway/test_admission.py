@@ -69,11 +69,12 @@ def test_health_and_metrics_do_not(guarded, path):
 
 def test_keys_open_what_they_should(guarded):
     for key in ("alpha", "beta", "superior"):
-        client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0)
-        answer = client.completions.create(model="default", prompt="A", max_tokens=1, temperature=0)
+        with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
+            answer = client.completions.create(model="default", prompt="A", max_tokens=1, temperature=0)
         assert answer.choices[0].text == "B"
-    with pytest.raises(openai.AuthenticationError):
-        openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="x", max_retries=0).models.list()
+    unknown = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="x", max_retries=0)
+    with unknown as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
     flush = guarded.client.post("/abort_request", json={"abort_all": True}, headers=KEY)
     assert flush.status_code == 401  # the administrator's key is another one
     root = {"authorization": "Bearer superior"}

@@ -137,8 +137,10 @@ def test_the_default_answer_is_cut_to_what_fits(gateway):
 def test_unknown_models_are_404_also_for_the_openai_client(gateway):
     error = error_of(gateway.client.post("/v1/completions", json={"prompt": "A", "model": "gpt-7"}), 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
-    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="gpt-7"):
+    with (
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="gpt-7"),
+    ):
         client.chat.completions.create(model="gpt-7", messages=HELLO)
 
 

@@ -69,6 +69,7 @@ class System:
         return sum(float(line.split()[-1]) for line in lines if line.split("{")[0].split()[0] == name)
 
     def stop(self):
+        self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         return self.process.wait(30)
