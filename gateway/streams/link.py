@@ -8,7 +8,6 @@ What is to be said gathers while a frame is being written, and leaves as one fra
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -102,8 +101,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.up = False
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})
 
     async def wait_up(self, seconds: float) -> None:
         """Wait for the first handshake. Raises ConfigError if it was refused, else Unavailable."""
@@ -192,8 +190,8 @@ class Link(ABC, Generic[Info, Frame]):
         finally:
             writer.cancel()
             call.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
-                await writer
+            # What ended the writer is not told; what ends this task meanwhile must be, or it would go on for ever.
+            await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -1,0 +1,77 @@
+"""The life of a link, event by event: what a stream's end and the link's own end do to each other."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+
+from gateway.streams import link as links
+from gateway.streams.target import TargetLink
+
+
+class Call:
+    """A stream that is silent until it ends."""
+
+    def __init__(self):
+        self.end = asyncio.Event()
+
+    async def read(self):
+        await self.end.wait()
+        return grpc.aio.EOF
+
+    def cancel(self):
+        self.end.set()
+
+
+class Near(TargetLink):
+    """A link whose service answers at once."""
+
+    def __init__(self):
+        super().__init__("unix:/nowhere")
+        self.calls = []
+
+    @contextlib.asynccontextmanager
+    async def open_channel(self):
+        yield None
+
+    async def _handshake(self, channel):
+        return None
+
+    def _open_stream(self, channel):
+        self.calls.append(Call())
+        return self.calls[-1]
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch):
+    async def check(channel):
+        pass
+
+    monkeypatch.setattr(links, "_check_serving", check)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_link_ends_though_its_stream_is_just_lost(turns):
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    (call,) = link.calls
+    call.end.set()
+    for _ in range(turns):  # of the event loop, in which the loss is noticed, the writer ends, the link waits
+        await asyncio.sleep(0)
+    await asyncio.wait_for(link.stop(), 5)
+    assert not link.up
+    assert len(link.calls) == 1
+
+
+async def test_a_lost_stream_comes_back(monkeypatch):
+    monkeypatch.setattr(links, "_FIRST_WAIT", 0.01)
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    link.calls[0].end.set()
+    async with asyncio.timeout(5):
+        while len(link.calls) < 2 or not link.up:
+            await asyncio.sleep(0.01)
+    await link.stop()
