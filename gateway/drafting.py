@@ -47,7 +47,7 @@ class Drafting:
 
     # --- frames ---
 
-    def _take(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
+    async def _take(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
         if frame.proposals.session_ids:
             self._relay(draft, frame)
             self._watches.see(frame.proposals)

@@ -40,6 +40,7 @@ from outrider.wire.v1 import target_pb2
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 4  # sessions that are told of a step before the streams are looked after again
 RESUME_TIMEOUT = 120.0  # seconds that sessions wait for a target to come back
 
 _FINISH_REASONS = {int(reason): reason for reason in FinishReason}
@@ -175,33 +176,42 @@ class Orchestrator:
 
     # --- frames of a target ---
 
-    def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
+    async def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
         if frame.commits.session_ids:
             for draft in self.drafts:
                 if draft.up and draft.session_count:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
-            now = time.perf_counter()
-            told = _logprobs(frame)
-            rows = enumerate(codec.commit_rows(frame.commits))
-            for place, (session_id, base, tokens, verified, accepted, finish, cached) in rows:
-                session = self.sessions.get(session_id)
-                if session is not None and session.target is target:
-                    session.weight_version = frame.load.weight_version
-                    if cached and not session.steps:
-                        session.cached_tokens = cached
-                        self.metrics.tally.cached += cached if session.counted else 0
-                    logprobs = None
-                    for group in told.get(place, ()):
-                        if group.first < base:
-                            session.prompt_told = group
-                        else:
-                            logprobs = group
-                    self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now, logprobs)
         if frame.features.session_ids:
             feeding.relay(frame.features, self.sessions, self.drafts, self.metrics)
+        if frame.commits.session_ids:
+            await self._tell(target, frame)
         for error in frame.errors:
             self._target_failed(target, codec.failure_from_pb(error))
         target.load = frame.load
+
+    async def _tell(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
+        """Tell sessions what was committed, some at a time: their clients' work must not hold up what drafts say."""
+        await asyncio.sleep(0)  # first of all the drafts hear of it
+        now, version = time.perf_counter(), frame.load.weight_version
+        told = _logprobs(frame)
+        rows = codec.commit_rows(frame.commits)
+        for place, (session_id, base, tokens, verified, accepted, finish, cached) in enumerate(rows):
+            if place and place % _AT_ONCE == 0:
+                await asyncio.sleep(0)
+            session = self.sessions.get(session_id)
+            if session is None or session.target is not target:
+                continue
+            session.weight_version = version
+            if cached and not session.steps:
+                session.cached_tokens = cached
+                self.metrics.tally.cached += cached if session.counted else 0
+            logprobs = None
+            for group in told.get(place, ()):
+                if group.first < base:
+                    session.prompt_told = group
+                else:
+                    logprobs = group
+            self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now, logprobs)
 
     def _commit(
         self,

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -52,7 +52,7 @@ class Link(ABC, Generic[Info, Frame]):
         self.channel: grpc.aio.Channel | None = None  # while it is up, or about to be
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
-        self.on_frame: Callable[[Frame], None] = lambda _: None
+        self.on_frame: Callable[[Frame], Awaitable[None]] = _unheard  # frames are taken one after the other
         self._pending = asyncio.Event()
         self._settled = asyncio.Event()  # up, or refused
         self._complaint: str | None = None  # what gRPC said when it could not connect
@@ -186,7 +186,7 @@ class Link(ABC, Generic[Info, Frame]):
         writer = asyncio.create_task(self._write(call))
         try:
             while (frame := await call.read()) is not grpc.aio.EOF:
-                self.on_frame(frame)
+                await self.on_frame(frame)
         finally:
             writer.cancel()
             call.cancel()
@@ -204,6 +204,10 @@ class Link(ABC, Generic[Info, Frame]):
                 await call.write(self._take())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 return  # the reader sees why
+
+
+async def _unheard(_: Any) -> None:
+    """Nobody listens."""
 
 
 async def _check_serving(channel: grpc.aio.Channel) -> None:

@@ -273,17 +273,17 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
     orchestrator = Orchestrator([target], [], Metrics())
     session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
 
-    def commit(base, tokens):
+    async def commit(base, tokens):
         batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), 0)])
-        target.on_frame(target_pb2.VerifyResponse(commits=batch))
+        await target.on_frame(target_pb2.VerifyResponse(commits=batch))
 
-    commit(2, [3, 4])
-    commit(2, [3, 4])
-    commit(3, [4, 5])
+    await commit(2, [3, 4])
+    await commit(2, [3, 4])
+    await commit(3, [4, 5])
     assert session.tokens == [1, 2, 3, 4, 5]
     assert (await session.next()).tokens == [3, 4, 5]
     target._clear()
-    commit(7, [8])
+    await commit(7, [8])
     assert session.tokens == [1, 2, 3, 4, 5]
     (request,) = target._take().opens
     assert open_from_pb(request).tokens.tolist() == [1, 2, 3, 4, 5]
