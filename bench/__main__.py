@@ -14,7 +14,7 @@ from bench import report
 
 # Name to module, and what it says; in the order in which `all` runs them.
 BENCHMARKS = {
-    "streams": ("bench.streams.run", "what gateway, services and wire cost a step"),
+    "streams": ("bench.streams.run", "what the gateway adds to a step"),
     "system": ("bench.system", "the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "drafters and their trees side by side; proposes the best flags"),
     "serve": ("bench.serve.run", "load on any OpenAI-style server: throughput and latencies"),

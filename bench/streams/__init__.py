@@ -1,1 +1,1 @@
-"""The streaming path with engines that cost nothing: gateway, services and wire alone."""
+"""What the gateway adds to a step: services, gateway and wire, with engines that only take time."""

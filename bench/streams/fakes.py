@@ -1,15 +1,18 @@
-"""A target and a draft whose engines cost nothing, behind the real servers and streams.
+"""A target and a draft whose engines only take time, behind the real servers and streams.
 
 They work in lockstep: the target steps once every session has a fresh hint, the draft hints once per commit. A step is
-then one frame of commits and one frame of proposals, each over two streams, and nothing else.
+then one frame of commits and one frame of proposals, each over two streams, and nothing else. While an engine takes its
+time it sleeps, as one does whose accelerator computes.
 
-`python -m bench.streams.fakes target|draft ADDRESS`
+`python -m bench.streams.fakes target|draft ADDRESS MILLISECONDS`
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +54,9 @@ class Counted:
 class LockstepEngine(Engine):
     """Sessions, and those of them that have something to say."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        """seconds: that a step takes."""
+        self._seconds = seconds
         self.sessions: dict[int, Counted] = {}
         self.ready: set[int] = set()
 
@@ -75,6 +80,11 @@ class LockstepEngine(Engine):
     def check(self) -> None:
         """Nothing to audit."""
 
+    def work(self) -> None:
+        """What a step takes."""
+        if self._seconds:
+            time.sleep(self._seconds)
+
 
 class LockstepTarget(LockstepEngine):
     """Commits one accepted and one bonus token a session, once all sessions have a hint."""
@@ -93,6 +103,7 @@ class LockstepTarget(LockstepEngine):
 
     def step(self) -> StepOutput:
         """One step for all."""
+        self.work()
         commits = []
         for session_id, session in list(self.sessions.items()):
             base = session.length
@@ -130,6 +141,7 @@ class LockstepDraft(LockstepEngine):
 
     def step(self) -> StepOutput:
         """A hint for each session whose commit has come."""
+        self.work()
         proposals = []
         for session_id in self.ready:
             session = self.sessions[session_id]
@@ -207,18 +219,18 @@ def serve_draft(engine: Callable[[], Engine], address: str, name: str) -> int:
     return uvloop.run(serve_engine(engine, address, *coders, register))
 
 
-def main(role: str, address: str) -> int:
-    """Serve until a signal."""
+def main(role: str, address: str, seconds: float) -> int:
+    """Serve until a signal. seconds: that a step takes."""
     if role == "draft":
-        return serve_draft(LockstepDraft, address, "COUNTING")
+        return serve_draft(partial(LockstepDraft, seconds), address, "COUNTING")
 
     def register(server: Any, hub: Any, _: Any) -> list[str]:
         target_pb2_grpc.add_TargetServiceServicer_to_server(_Target(hub), server.server)
         return ["outrider.wire.v1.TargetService"]
 
     coders: tuple[Any, Any] = (codec.verify_request_from_pb, codec.verify_response_to_pb)
-    return uvloop.run(serve_engine(LockstepTarget, address, *coders, register))
+    return uvloop.run(serve_engine(partial(LockstepTarget, seconds), address, *coders, register))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(sys.argv[1], sys.argv[2], float(sys.argv[3]) / 1e3))

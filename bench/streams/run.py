@@ -1,43 +1,63 @@
-"""The streaming path with fake engines at 1, 8 and 64 sessions, beside the floor of a bare grpc.aio ping-pong.
+"""What the gateway adds to a step: fake engines that take a known time, real services, gateway, wire and clients.
 
-One step is target -> gateway -> draft -> gateway -> target: two round trips. The floor is two round trips of a bare
-stream with frames of the same size in the same run. Processor time is that of the whole process, all threads.
+One step is target -> gateway -> draft -> gateway -> target, and the target waits for every hint: all that lies between
+the engines counts in full, where real targets go on meanwhile. Three things stand between the same two services in
+turns: a bare relay of frames, which is the least that can; the gateway with clients over gRPC; and the gateway with
+clients that read server-sent events. What the gateway takes longer than the relay is what it adds.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import httpx
 import uvloop
 
 from bench.report import Report
 from bench.serving import free_port
+from bench.streams.clients import over_grpc, over_sse
 from bench.streams.pingpong import round_trips
-from outrider.wire.v1 import gateway_pb2, gateway_pb2_grpc
+from bench.streams.profiling import profiled
+from bench.streams.relay import relayed
 
 ROLES = ("gateway", "target", "draft")
+COLUMNS = (
+    "sessions", "engines_ms", "floor_ms", "relay_ms", "grpc_ms", "sse_ms", "grpc_adds", "sse_adds",
+    "gateway_cpu_us_grpc", "gateway_cpu_us_sse", "target_cpu_us", "draft_cpu_us",
+)  # fmt: skip
 _TICK = os.sysconf("SC_CLK_TCK")
+_SHARE = 0.8  # of the engines' time that the target takes, the draft the rest
+
+
+@dataclass(frozen=True)
+class System:
+    """Fake services and the real gateway. pids: by role."""
+
+    pids: dict[str, int]
+    addresses: dict[str, str]
+    port: int
+    grpc_port: int
 
 
 @contextlib.contextmanager
-def system(folder: str) -> Iterator[tuple[dict[str, int], int]]:
-    """Fake services and the real gateway; yields process ids by role and the gateway's gRPC port."""
+def system(folder: str, engines_ms: float = 0.0) -> Iterator[System]:
+    """engines_ms: that target and draft take together for a step."""
     port, grpc_port = free_port(), free_port()
-    addresses = {role: f"unix:{folder}/{role}" for role in ("target", "draft")}
+    addresses = {role: f"unix:{folder}/{role}-{port}" for role in ("target", "draft")}
+    takes = {"target": _SHARE * engines_ms, "draft": (1 - _SHARE) * engines_ms}
     command = [sys.executable, "-m", "bench.streams.fakes"]
-    processes = {role: subprocess.Popen([*command, role, address]) for role, address in addresses.items()}
-    flags = ["--target", addresses["target"], "--draft", addresses["draft"], "--log-level", "warning"]
+    processes = {role: subprocess.Popen([*command, role, addresses[role], str(takes[role])]) for role in addresses}
+    flags = ["--target", addresses["target"], "--draft", addresses["draft"], "--log-level", "error"]
     gateway = [sys.executable, "-m", "gateway", *flags, "--port", str(port), "--grpc-port", str(grpc_port)]
     processes["gateway"] = subprocess.Popen(gateway)
     try:
@@ -46,12 +66,11 @@ def system(folder: str) -> Iterator[tuple[dict[str, int], int]]:
                 if httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200:
                     break
             time.sleep(0.25)
-        yield {role: process.pid for role, process in processes.items()}, grpc_port
+        yield System({role: process.pid for role, process in processes.items()}, addresses, port, grpc_port)
     finally:
-        for process in processes.values():
-            process.terminate()
-        for process in processes.values():
-            process.wait(20)
+        for role in ROLES:  # the gateway first, which would call the others lost
+            processes[role].terminate()
+            processes[role].wait(20)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -60,55 +79,59 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
-async def generate(grpc_port: int, sessions: int, tokens: int) -> float:
-    """So many sessions of so many tokens at once. Returns seconds."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_port}") as channel:
-        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-
-        async def one(index: int) -> None:
-            prompt = gateway_pb2.TokenIds(ids=[index, index + 1])
-            request = gateway_pb2.GenerateRequest(token_ids=prompt, max_tokens=tokens, temperature=0, ignore_eos=True)
-            async for part in stub.Generate(request):
-                if part.finish_reason:
-                    assert part.completion_tokens == tokens
-
-        start = time.perf_counter()
-        await asyncio.gather(*(one(i) for i in range(sessions)))
-        return time.perf_counter() - start
+def measure(running: System, sessions: int, steps: int) -> dict[str, float]:
+    """Milliseconds a step by what stands between the engines, and processor time in microseconds a step."""
+    told = {"relay_ms": 1e3 * relayed(running.addresses, sessions, steps) / steps}
+    for door, ask, port in (("grpc", over_grpc, running.grpc_port), ("sse", over_sse, running.port)):
+        before = {role: cpu_seconds(running.pids[role]) for role in ROLES}
+        told[f"{door}_ms"] = 1e3 * uvloop.run(ask(port, sessions, 2 * steps)) / steps
+        cpu = {role: 1e6 * (cpu_seconds(running.pids[role]) - before[role]) / steps for role in ROLES}
+        told[f"gateway_cpu_us_{door}"] = cpu["gateway"]
+        told |= {f"{role}_cpu_us": cpu[role] for role in ("target", "draft")}
+    return told
 
 
 def main(argv: list[str]) -> None:
     """Run the benchmark and write docs/benchmarks/streams.*."""
     parser = argparse.ArgumentParser(prog="outrider bench streams", description=__doc__)
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--engines-ms", type=float, nargs="+", default=[0, 10, 25, 50], help="of both, for a step")
+    parser.add_argument("--seconds", type=float, default=4, help="about so long for each figure")
+    parser.add_argument("--rounds", type=int, default=3, help="of which medians are told")
+    parser.add_argument("--profile", action="store_true", help="of the gateway, by py-spy, which must be installed")
     args = parser.parse_args(argv)
-    report = Report("streams", "Streaming path with engines that cost nothing, in microseconds")
+    report = Report("streams", "What the gateway adds to a step, with engines that only take time", columns=COLUMNS)
     report.notes = [
-        "step: commits of all sessions to gateway and draft, proposals back to the target, parts to the clients",
-        "floor: two round trips of a bare grpc.aio stream with frames of the same size, same run, Unix sockets",
-        "cpu: processor time a step, of the process and all its threads; clients run on the same cores",
+        f"engines: that the engines of target ({_SHARE:.0%}) and draft sleep for a step; they wait for one another",
+        "floor: the engines' time and two round trips of a bare grpc.aio stream, frames of the same size, same run",
+        "relay: a step with nothing between the services but a process that passes frames on",
+        "grpc, sse: a step with the gateway and so many clients; adds: what is more than the relay's, over engines",
+        "cpu: processor time a step, all threads of a process; clients run on the same cores",
+        f"medians of {args.rounds} rounds, in each of which relay, gRPC and SSE take turns",
     ]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {n: 40 * n + 40 for n in args.sessions}
         floors = dict(zip(args.sessions, round_trips(f"unix:{folder}/echo", list(sizes.values())), strict=True))
-        with system(folder) as (pids, grpc_port):
-            uvloop.run(generate(grpc_port, 2, 200))
-            for sessions in args.sessions:
-                steps = max(200, args.steps // max(1, sessions // 8))
-                before = {role: cpu_seconds(pids[role]) for role in ROLES}
-                seconds = uvloop.run(generate(grpc_port, sessions, 2 * steps))
-                cpu = {role: 1e6 * (cpu_seconds(pids[role]) - before[role]) / steps for role in ROLES}
-                wall = 1e6 * seconds / steps
-                report.add(
-                    sessions=sessions,
-                    step_us=wall,
-                    floor_us=2 * floors[sessions],
-                    ratio=wall / (2 * floors[sessions]),
-                    step_us_per_session=wall / sessions,
-                    **{f"{role}_cpu_us": cpu[role] for role in ROLES},
-                    gateway_cpu_us_per_session=cpu["gateway"] / sessions,
-                )
+        for engines in args.engines_ms:
+            with system(folder, engines) as running:
+                uvloop.run(over_grpc(running.grpc_port, 2, 200))
+                for sessions in args.sessions:
+                    steps = max(50, int(1e3 * args.seconds / (engines + 1 + sessions / 16)))
+                    rounds = [measure(running, sessions, steps) for _ in range(args.rounds)]
+                    row = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+                    for door in ("grpc", "sse") if engines else ():
+                        row[f"{door}_adds"] = (row[f"{door}_ms"] - row["relay_ms"]) / engines
+                    report.add(sessions=sessions, engines_ms=engines, floor_ms=engines + 2e-3 * floors[sessions], **row)
+        if args.profile:
+            with system(folder, args.engines_ms[-1]) as running:
+                most = max(args.sessions)
+                for door, ask, port in (("gRPC", over_grpc, running.grpc_port), ("SSE", over_sse, running.port)):
+                    report.more.append(
+                        (
+                            f"Where the gateway's processor time goes, {most} clients over {door}",
+                            profiled(running.pids["gateway"], lambda: uvloop.run(ask(port, most, 800))),  # noqa: B023
+                        )
+                    )
     _plot(report)
     report.write()
 
@@ -120,12 +143,15 @@ def _plot(report: Report) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    x = [row["sessions"] for row in report.rows]
-    axes.plot(x, [row["step_us"] for row in report.rows], "o-", label="step, wall")
-    axes.plot(x, [row["floor_us"] for row in report.rows], "k--", label="floor: two bare round trips")
-    for role in ROLES:
-        axes.plot(x, [row[f"{role}_cpu_us"] for row in report.rows], "o:", label=f"{role}, processor time")
-    axes.set(xscale="log", yscale="log", xlabel="sessions", ylabel="microseconds a step", xticks=x, xticklabels=x)
+    most = max(row["sessions"] for row in report.rows)
+    rows = [row for row in report.rows if row["sessions"] == most]
+    x = range(len(rows))
+    for name, style in (("floor", "k--"), ("relay", "ko:"), ("grpc", "o-"), ("sse", "o-")):
+        spent = [row[f"{name}_ms"] - row["engines_ms"] for row in rows]
+        axes.plot(x, spent, style, label=name)
+    axes.plot(x, [0.1 * row["engines_ms"] for row in rows], color="grey", lw=0.8, label="a tenth of the engines' time")
+    axes.set(xlabel="engines, ms a step", ylabel="ms a step beyond the engines'", title=f"{most} sessions")
+    axes.set_xticks(list(x), [f"{row['engines_ms']:g}" for row in rows])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     report.save(figure)
