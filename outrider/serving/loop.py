@@ -113,11 +113,15 @@ class EngineLoop:
         self._audited = False  # since the engine last became idle for good
         self._ended = False
         self._spent = 0.0  # seconds in steps since one said something
+        self._told = EngineLoad()  # the last load that was published
         self._inbox: queue.SimpleQueue[Message | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
-        """Start the thread; messages may have gathered before. publish: called after every step that said something."""
+        """Start the thread; messages may have gathered before.
+
+        publish: called after every step that said something, and with the load alone if that is another at rest.
+        """
         self.engine = engine
         self._publish = publish
         self._thread.start()
@@ -174,7 +178,17 @@ class EngineLoop:
         if output.said:
             output.load = replace(output.load, step_microseconds=int(self._spent * 1e6))
             self._spent = 0.0
-            self._publish(output)
+            self._say(output)
+
+    def _say(self, output: StepOutput) -> None:
+        self._told = output.load
+        self._publish(output)
+
+    def _say_load(self) -> None:
+        """Sessions may have gone since the last step: no step says so, for there is none."""
+        load = replace(self.engine.load(), step_microseconds=self._told.step_microseconds)
+        if load != self._told:
+            self._say(StepOutput(load=load))
 
     def _take_messages(self) -> bool:
         """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
@@ -188,6 +202,7 @@ class EngineLoop:
                     return True
                 self.engine.check()
                 self._audited = True
+                self._say_load()
                 continue
             if message is None:
                 return False
@@ -220,4 +235,4 @@ class EngineLoop:
         if message.features:
             self.engine.receive_features(message.features)
         if failures:
-            self._publish(StepOutput(failures=failures, load=self.engine.load()))
+            self._say(StepOutput(failures=failures, load=self.engine.load()))

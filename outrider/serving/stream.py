@@ -140,6 +140,10 @@ class StreamHub(Generic[Request, Response]):
             outbox.close()
 
     def _route(self, output: StepOutput) -> None:
+        if not output.said:  # but how it is with the engine, which is everybody's
+            for outbox in self._outboxes:
+                outbox.add(output)
+            return
         parts: dict[_Outbox, StepOutput] = {}
 
         def part_of(session_id: int) -> StepOutput | None:

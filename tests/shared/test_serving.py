@@ -97,6 +97,25 @@ def test_between_two_messages_there_is_no_time_for_an_audit(monkeypatch):
     assert faults == []
 
 
+def test_at_rest_the_load_is_told_if_it_is_another_than_the_last(monkeypatch):
+    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+    engine = Audited()
+    loop, sink, faults = running_loop(engine)
+    loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
+    wait_until(lambda: sink.tokens(1))
+    loop.submit(Message(closes=[1]))
+    wait_until(lambda: not sink.outputs[-1].said)
+    before, last = sink.outputs[-2].load, sink.outputs[-1].load
+    assert (before.running_sessions, last.running_sessions) == (1, 0)
+    assert last.step_microseconds == before.step_microseconds
+    told, audits = len(sink.outputs), engine.audits
+    loop.submit(Message(closes=[1]))  # a session that is gone changes nothing
+    wait_until(lambda: engine.audits > audits)
+    loop.stop()
+    assert len(sink.outputs) == told
+    assert faults == []
+
+
 def wait_until(condition):
     deadline = time.monotonic() + 10
     while not condition():
@@ -228,6 +247,21 @@ async def test_each_stream_hears_of_its_own_sessions(hub):
     assert finished(heard[1]) == [3]
     assert [f.session_id for o in heard[1] for f in o.failures] == [4]
     assert not [f for o in heard[0] for f in o.failures]
+    for queue in queues:
+        queue.put_nowait(None)
+    await asyncio.gather(*tasks)
+
+
+async def test_all_streams_hear_of_a_load_that_changes_at_rest(hub, monkeypatch):
+    monkeypatch.setattr("outrider.serving.loop._QUIET", 0.02)
+    hub, _ = hub
+    queues, heard = [asyncio.Queue(), asyncio.Queue()], [[], []]
+    tasks = [asyncio.create_task(collect(hub.serve(frames(q)), out)) for q, out in zip(queues, heard, strict=True)]
+    queues[0].put_nowait(Message(opens=[request(1, max_tokens=10**9)]))
+    await until(lambda: heard[0] and heard[0][-1].load.running_sessions == 1)
+    queues[0].put_nowait(Message(closes=[1]))
+    await until(lambda: all(outputs and outputs[-1].load.running_sessions == 0 for outputs in heard))
+    assert not any(output.said for output in heard[1])
     for queue in queues:
         queue.put_nowait(None)
     await asyncio.gather(*tasks)
