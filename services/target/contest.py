@@ -1,12 +1,14 @@
 """Ways of working, measured against one another at one load.
 
 What counts is the time that a token takes: in steps that draw tokens alone, and as its share of prompts, which are read
-more slowly where a drafter reads them, too. Now and then each way has a turn, because texts, drafters and load change;
-what is behind, ever more seldom, and what is far behind, not for long.
+more slowly where a drafter reads them, too. Now and then each way has a turn, because texts, drafters and load change.
+What that costs beside the best way, with all that a drafter has to catch up on first, decides when it is tried again:
+trials may take so much of the time and no more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,10 +16,11 @@ from enum import Enum, auto
 TURN = 16  # steps that a turn is measured; the first turns at a load are shorter
 _FIRST_TURN = 4
 _SHORT_TURN = 8  # of a way that is far behind
-# Turns after which a way that is not the best is tried again: twice as many each time that it fails. Of two that need
-# hints the worse one has more, where plain steps are the best: a drafter that has rested has much to read first.
-_SOONEST, _FACTOR, _WORST_FACTOR = 16, 2, 4
-_LATEST, _LATEST_FAR = 64, 128
+# A way that is not the best is tried again once what its last turn cost is so small a part of the time since. Of two
+# that need hints the worse one has less where plain steps are the best: it would hardly win if the better one does not.
+_SHARE, _SHARE_OF_WORST = 0.005, 0.00125
+_SOONEST = 16  # turns as long as its own, at least
+_LATEST = 300.0  # seconds, at most
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
@@ -71,8 +74,7 @@ class _Measured:
     tokens: float = 0.0
     seconds: float = 0.0
     turn: int = 0  # when it was measured last
-    due: int = 0  # when it is tried again, if it is not the best
-    pause: int = _SOONEST
+    due: float = 0.0  # when it is tried again, if it is not the best; seconds at this load
 
     def add(self, turn: int, tokens: float, seconds: float) -> None:
         """Take in a turn."""
@@ -89,6 +91,8 @@ class Contest:
         self._measured = {way: _Measured() for way in ways}
         self._prompts = prompts
         self._turns = 0
+        self._elapsed = 0.0  # seconds in steps
+        self._tokens = self._seconds = 0.0  # since the last turn's end, measured or not; tokens of each session
         self._short = False
         self.way = first
 
@@ -97,38 +101,47 @@ class Contest:
         """Length of the present turn: at first short ones, so that what does not pay is soon known not to."""
         return min(_FIRST_TURN << self._turns // len(self._measured), _SHORT_TURN if self._short else TURN)
 
+    def spend(self, tokens: float, seconds: float) -> None:
+        """Take in a step without prompts, whether it is measured or not. tokens: of each session."""
+        self._elapsed += seconds
+        self._tokens += tokens
+        self._seconds += seconds
+
+    def read(self, seconds: float) -> None:
+        """Take in a step with prompts."""
+        self._elapsed += seconds
+
     def end_turn(self, tokens: float, seconds: float, sessions: float = 1) -> None:
-        """A turn has ended; choose the next one's way. tokens: of each of so many sessions."""
+        """A turn has ended; choose the next one's way. tokens: of each of so many sessions, in measured steps."""
         self._turns += 1
         present = self._measured[self.way]
         present.add(self._turns, tokens, seconds)
         rates = {way: self._rate(way, sessions) for way in self._measured}
         best = max(rates, key=lambda way: rates[way] * (_LEAD if way is Way.PLAIN else 1.0))
-        if self.way is best:
-            present.pause = _SOONEST
-        elif tokens and self._rate_of(seconds / tokens, self.way, sessions) > rates[best]:
-            present.pause = 1  # it may have become better than what it did before says
+        if tokens and self._rate_of(seconds / tokens, self.way, sessions) > rates[best]:
+            present.due = self._elapsed  # it may have become better than what it did before says
         else:
-            latest = _LATEST if self._near(rates, self.way, best) else _LATEST_FAR
-            worst = best is Way.PLAIN and len(rates) > 2 and rates[self.way] == min(rates.values())
-            factor = _WORST_FACTOR if worst else _FACTOR
-            present.pause = min(max(factor * present.pause, _SOONEST), latest)
-        present.due = self._turns + present.pause
-        due = [way for way, measured in self._measured.items() if way is not best and measured.due <= self._turns]
+            present.due = self._elapsed + self._pause(rates, best, sessions)
+        self._tokens = self._seconds = 0.0
+        due = [way for way, measured in self._measured.items() if way is not best and measured.due <= self._elapsed]
         self.way = due[0] if due else best
-        self._short = self.way is not best and not self._near(rates, self.way, best)
+        self._short = self.way is not best and rates[self.way] < _FAR_BEHIND * rates[best]
+
+    def _pause(self, rates: dict[Way, float], best: Way, sessions: float) -> float:
+        """Seconds after which the present way may have another turn, if it is not the best."""
+        prompts = self._tokens * sessions * self._prompts.seconds(self.way)
+        lost = self._seconds + prompts - self._tokens / max(rate for rate in rates.values() if math.isfinite(rate))
+        worst = best is Way.PLAIN and len(rates) > 2 and rates[self.way] == min(rates.values())
+        pause = lost / (_SHARE_OF_WORST if worst else _SHARE)
+        return min(max(pause, _SOONEST * self._seconds), _LATEST)
 
     def _rate(self, way: Way, sessions: float) -> float:
         """Tokens a session and second, prompts counted in; without a measurement, as good as can be."""
         measured = self._measured[way]
         if not measured.seconds or not measured.tokens:
-            return float("inf") if not measured.seconds else 0.0
+            return math.inf if not measured.seconds else 0.0
         return self._rate_of(measured.seconds / measured.tokens, way, sessions)
 
     def _rate_of(self, seconds: float, way: Way, sessions: float) -> float:
         """seconds: of a session's token in steps without prompts."""
         return 1.0 / (seconds + sessions * self._prompts.seconds(way))
-
-    @staticmethod
-    def _near(rates: dict[Way, float], way: Way, best: Way) -> bool:
-        return rates[way] >= _FAR_BEHIND * rates[best]

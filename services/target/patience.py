@@ -95,9 +95,8 @@ class Patience:
         drafted = self._drafted.intersection(wanted)
         if self._has_drafter:
             self._prompts.committed(tokens)
-            if prompts:
-                self._prompts.read(self.way, prompts, max(0.0, computing - self._computing * (count > 0)))
-            elif count and self._judges(bool(drafted)):
+            self._account(count, tokens, prompts, computing, seconds - computing)
+            if count and not prompts and self._judges(bool(drafted)):
                 self._measure(count, tokens / count, seconds)
         if count and not prompts:
             self._computing += (0.2 if self._computing else 1.0) * (computing - self._computing)
@@ -105,6 +104,16 @@ class Patience:
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
             self._deadline = now + (self._longest or min(self._computing or computing, _LONGEST))
+
+    def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
+        """All steps, measured or not, tell what trials cost and when the next are due. computing, waited: seconds."""
+        contest = self._contests.get(self._load)
+        if prompts:
+            self._prompts.read(self.way, prompts, max(0.0, computing - self._computing * (count > 0)))
+            if contest is not None:
+                contest.read(computing)
+        elif count and contest is not None:
+            contest.spend(tokens / count, computing + min(waited, _LONGEST))
 
     def _judges(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints,
