@@ -3,6 +3,8 @@
 make conformance                              the default model, all clients
 make conformance ARGS="--only openai llm"     some of them; the page is then left as it is
 make conformance ARGS="--url http://..."      against a system that runs already
+
+OPENAI_DESCRIPTION=openapi.yaml, OpenAI's own description of its API, lets schemathesis ask by that one, too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """`buf curl`, which knows no .proto: what the gRPC port tells of itself by reflection, and calls made from that."""
 
 import json
-import urllib.parse
-import urllib.request
 
-from told import TELLER, URL, check, output_of
+from told import GRPC_ADDRESS, TELLER, check, output_of
 
-PORT = json.load(urllib.request.urlopen(f"{URL}/get_server_info", timeout=30))["grpc_port"]
-GRPC_URL = f"http://{urllib.parse.urlsplit(URL).hostname}:{PORT}"
+GRPC_URL = f"http://{GRPC_ADDRESS}"
 CURL = ("buf", "curl", "--protocol", "grpc", "--http2-prior-knowledge")
 SERVICE = f"{GRPC_URL}/outrider.wire.v1.GatewayService"
 

@@ -5,11 +5,22 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 URL = os.environ["URL"]
 MODEL_FOLDER = os.environ["MODEL_FOLDER"]
 BIN = os.environ["BIN"]
+
+
+def _asked(route: str) -> Any:
+    return json.load(urllib.request.urlopen(f"{URL}{route}", timeout=30))
+
+
+MODEL = _asked("/v1/models")["data"][0]["id"]
+GRPC_ADDRESS = f"{urllib.parse.urlsplit(URL).hostname}:{_asked('/get_server_info')['grpc_port']}"
 TELLER = [{"role": "user", "content": "Name a city and its country."}]
 
 
