@@ -10,6 +10,7 @@ end with one wherever its text is complete.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,10 @@ log = logging.getLogger(__name__)
 
 _CACHED = 64  # compiled grammars that are kept
 _ERROR_LENGTH = 500  # characters of llguidance's own words
-_FORMATS = {GrammarKind.JSON_SCHEMA: "json_schema", GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
+_FORMATS = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
+# Between the parts of JSON, unless a schema has a word of its own on it. Without an end to it, a small model may go on
+# with blanks until its tokens are spent; this much holds a line's end and the indentation of any sane nesting.
+_BLANKS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 class Matcher:
@@ -130,8 +134,7 @@ class Grammars:
         if isinstance(self._tokenizer, str):
             raise InvalidRequest(self._tokenizer)
         try:
-            text = grammar_from(_FORMATS[grammar.kind], grammar.text)
-            start = LLMatcher(self._tokenizer, text, log_level=0)
+            start = LLMatcher(self._tokenizer, _source(grammar), log_level=0)
             error = start.get_error()
         except (ValueError, RecursionError) as raised:
             error = str(raised)
@@ -146,3 +149,13 @@ class Grammars:
 def _words(error: str) -> str:
     """llguidance's own words, without the state of its parser."""
     return error.partition("<state>")[0].strip()[:_ERROR_LENGTH]
+
+
+def _source(grammar: Grammar) -> str:
+    """A grammar in llguidance's own form. Raises ValueError."""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return grammar_from(_FORMATS[grammar.kind], grammar.text)
+    schema = json.loads(grammar.text)
+    guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
+    own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)
+    return LLMatcher.grammar_from_json_schema(grammar.text, defaults=None if own else _BLANKS)

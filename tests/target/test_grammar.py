@@ -398,3 +398,25 @@ def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monke
     assert 2 < lengths[1] < 100
     assert lengths[2] == 20
     engine.check()
+
+
+@pytest.mark.parametrize(
+    ("guidance", "most"),
+    [
+        ({}, 64),  # blanks come to an end, or a model may write nothing else until its tokens are spent
+        ({"x-guidance": {"whitespace_flexible": True}}, 500),
+        ({"x-guidance": {"whitespace_flexible": False}}, 0),
+        ({"x-guidance": {"whitespace_pattern": "[ ]{3}"}}, 3),
+        ({"x-guidance": {"lenient": True}}, 64),
+    ],
+)
+def test_blanks_between_the_parts_of_json_come_to_an_end(folder, tokenizer, guidance, most):
+    grammars = Grammars(folder / "tokenizer.json", VOCAB, [EOS])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]} | guidance
+    grammars.request(1, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    grammars.wait(60)
+    ((_, grammar, start),) = grammars.ready()
+    matcher = Matcher(start, grammar, [])
+    for blanks in (most, 65):
+        fits = matcher.admits(tokenizer.encode("{" + " " * blanks + '"a":1}').ids)
+        assert fits == (blanks <= most), blanks

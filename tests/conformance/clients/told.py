@@ -40,9 +40,14 @@ def check(name: str) -> Callable[[Callable[[], object]], None]:
 
 
 def output_of(*command: str, **variables: str) -> str:
-    """What a command of this environment writes. Raises RuntimeError with its last words if it fails."""
+    """What a command of this environment writes. Raises RuntimeError with its last words if it fails.
+
+    All of it lies in COMMAND.log of the client's working folder, the last call at the end.
+    """
     full = [os.path.join(BIN, command[0]), *command[1:]]
     ended = subprocess.run(full, env=os.environ | variables, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    with open(f"{command[0]}.log", "a") as log:
+        log.write(ended.stdout + ended.stderr)
     if ended.returncode:
         raise RuntimeError(" / ".join((ended.stdout + ended.stderr).strip().splitlines()[-6:]))
     return ended.stdout
