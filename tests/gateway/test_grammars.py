@@ -62,6 +62,7 @@ EITHER = {"anyOf": [A, B]}
     ],
 )
 def test_objects_have_the_properties_that_are_named(schema, fits, does_not):
+    before = json.dumps(schema)
     for field in (
         {"guided_json": schema},
         {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
