@@ -60,14 +60,14 @@ class CompletionTeller(Teller):
 
     def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
         """As in Teller."""
-        return self._lists(rows(tokens, told), told.top_tokens.shape[1] > 0)
+        return self._lists(rows(tokens, told))
 
     def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
         """As in Teller; the first token has no log-probability."""
-        head = self._lists([(tokens[0], None, [])], named=False)
+        head = self._lists([(tokens[0], None, [])])
         return head if told is None else joined([head, self.part(tokens[1:], told)])
 
-    def _lists(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]]]], named: bool) -> dict[str, Any]:
+    def _lists(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]]]]) -> dict[str, Any]:
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, logprob, top in rows:
             text = self._pieces.text(token)
@@ -76,7 +76,7 @@ class CompletionTeller(Teller):
             lists["text_offset"].append(self._offset)
             lists["token_logprobs"].append(own)
             lists["tokens"].append(text)
-            lists["top_logprobs"].append({text: own, **best} if named else None)
+            lists["top_logprobs"].append(None if own is None else {text: own, **best})
             self._offset += len(text)
         return lists
 
