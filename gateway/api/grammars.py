@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gateway.api.closing import closed
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 
@@ -54,7 +53,7 @@ def _json_schema(value: Any, name: str) -> Grammar:
             raise InvalidRequest(f"{name} is no valid JSON: {error}", param=name) from None
     if not isinstance(value, dict | bool):
         raise InvalidRequest(f"{name} must be a JSON schema", param=name)
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(closed(value)))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
 
 
 def _json_object(name: str) -> Grammar:

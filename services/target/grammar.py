@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
+from services.target.closing import closed
 
 log = logging.getLogger(__name__)
 
@@ -158,4 +159,4 @@ def _source(grammar: Grammar) -> str:
     schema = json.loads(grammar.text)
     guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
     own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)
-    return LLMatcher.grammar_from_json_schema(grammar.text, defaults=None if own else _BLANKS)
+    return LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), defaults=None if own else _BLANKS)

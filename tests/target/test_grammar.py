@@ -19,6 +19,7 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target import grammar as grammar_module
 from services.target import masks
+from services.target.closing import closed
 from services.target.grammar import Grammars, Matcher
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import EOS, VOCAB, write_model, write_tokenizer
@@ -420,3 +421,48 @@ def test_blanks_between_the_parts_of_json_come_to_an_end(folder, tokenizer, guid
     for blanks in (most, 65):
         fits = matcher.admits(tokenizer.encode("{" + " " * blanks + '"a":1}').ids)
         assert fits == (blanks <= most), blanks
+
+
+A, B = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}}
+NESTED = {"properties": {"properties": {"type": "array", "items": {"$ref": "#/$defs/A"}}}, "$defs": {"A": A}}
+EITHER = {"anyOf": [A, B]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fits", "does_not"),
+    [
+        (A, '{"a":1}', '{"a":1,"b":2}'),
+        (EITHER, '{"b":2}', '{"a":1,"b":2}'),
+        (NESTED, '{"properties":[{"a":1}]}', '{"properties":[{"c":1}]}'),
+        (NESTED, "{}", '{"c":1}'),
+        ({"prefixItems": [A], "items": B}, '[{"a":1},{"b":2}]', '[{"a":1},{"a":2}]'),
+        ({"properties": {"x": {"additionalProperties": A}}}, '{"x":{"y":{"a":1}}}', '{"x":{"y":{"b":1}}}'),
+    ],
+)
+def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, fits, does_not):
+    before, grammars = json.dumps(schema), Grammars(folder / "tokenizer.json", VOCAB, [EOS])
+    grammars.request(1, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    grammars.wait(60)
+    ((_, grammar, start),) = grammars.ready()
+    matcher = Matcher(start, grammar, [])
+    assert matcher.admits(tokenizer.encode(fits).ids)
+    assert not matcher.admits(tokenizer.encode(does_not).ids)
+    assert closed(schema) != schema
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        A | {"additionalProperties": True},
+        A | {"patternProperties": {"^z": {"type": "integer"}}},
+        A | {"anyOf": [B, {"required": ["c"]}]},
+        {"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}},
+        {"$ref": "#/$defs/A", **B, "$defs": {"A": A}},
+        {"type": "object"},
+        {"type": "object", "properties": {}},
+        True,
+    ],
+)
+def test_schemas_stay_open_that_say_so_or_that_others_add_to(schema):
+    assert closed(schema) == schema
