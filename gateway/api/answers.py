@@ -9,7 +9,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -102,10 +102,12 @@ class Answer:
         model: str,
         fingerprint: str,
         per_prompt: int = 1,
+        told: int | None = None,
         new_voice: Callable[[], Voice] | None = None,
     ) -> None:
         """wanted: the choices. model: the name that is served. per_prompt: choices that share a prompt.
 
+        told: how many of them are, those whose tokens are the likeliest; by default all, and in a stream always
         new_voice: what tells a choice's text; that of the kind by default
         """
         self.kind = kind
@@ -113,6 +115,7 @@ class Answer:
         self._request_id = request_id
         self.generations: list[Generation] = []
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._told = told or per_prompt
         self._wanted = wanted
         self._telling = telling
         self._per_prompt = per_prompt
@@ -123,7 +126,8 @@ class Answer:
     def start(self, generator: Generator) -> None:
         """Open a session for each choice. Raises InvalidRequest, Unavailable."""
         for one in self._wanted:
-            self.generations.append(generator.start(one, self._request_id))
+            ranked = replace(one, logprobs=one.logprobs or 0) if self._told < self._per_prompt else one
+            self.generations.append(generator.start(ranked, self._request_id))
 
     def close(self) -> None:
         """Free the sessions."""
@@ -137,7 +141,10 @@ class Answer:
         told: list[list[dict[str, Any]]] = [[] for _ in self._wanted]
         extras: list[dict[str, Any]] = [{} for _ in self._wanted]
         rounds: list[list[Round]] = [[] for _ in self._wanted]
+        likely = [0.0] * len(self._wanted)  # log-probabilities of all tokens
         async for index, part in merged(self.generations):
+            if part.logprobs is not None:
+                likely[index] += float(part.logprobs.values.sum())
             text, logprobs, extra = self._content(index, part)
             self._voices[index].add(text, part.tokens, last=bool(part.finish))
             tokens[index] += part.tokens
@@ -157,8 +164,18 @@ class Answer:
             }
             for index, voice in enumerate(self._voices)
         ]
+        choices = self._best(choices, [total / max(1, len(own)) for total, own in zip(likely, tokens, strict=True)])
         ending = {"usage": self.usage(), **self._metadata(), **self._reports()}
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, **ending})
+
+    def _best(self, choices: list[dict[str, Any]], likely: Sequence[float]) -> list[dict[str, Any]]:
+        """The choices of each prompt that are told, the likeliest first. likely: of a choice's tokens, on average."""
+        if self._told == self._per_prompt:
+            return choices
+        prompts = range(0, len(choices), self._per_prompt)
+        groups = (sorted(choices[i : i + self._per_prompt], key=lambda one: -likely[one["index"]]) for i in prompts)
+        best = [choice for group in groups for choice in group[: self._told]]
+        return [choice | {"index": index} for index, choice in enumerate(best)]
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events, up to [DONE]. Raises the error that ends it."""
@@ -212,11 +229,12 @@ class Answer:
     def _content(self, index: int, part: Part) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
         """What a part adds to its choice: text, `logprobs`, and further fields."""
         telling = self._telling
-        if part.logprobs is None and not telling.echo and not telling.prompt_logprobs:
+        wanted = self._wanted[index]
+        told = part.logprobs if wanted.logprobs is not None else None
+        if told is None and not telling.echo and not telling.prompt_logprobs:
             return part.text, None, {}
         text, parts, extra = part.text, [], {}
         teller = self._tellers.setdefault(index, self.kind.teller(telling.pieces))
-        wanted = self._wanted[index]
         if index not in self._last:
             if telling.echo:
                 text = telling.echo[index] + text
@@ -224,8 +242,8 @@ class Answer:
                 parts.append(teller.prompt(wanted.prompt, part.prompt_logprobs))
             if telling.prompt_logprobs:
                 extra["prompt_logprobs"] = prompt_entries(telling.pieces, wanted.prompt, part.prompt_logprobs)
-        if part.logprobs is not None and part.spoken:
-            parts.append(teller.part(part.tokens[: part.spoken], part.logprobs))
+        if told is not None and part.spoken:
+            parts.append(teller.part(part.tokens[: part.spoken], told))
         return text, joined(parts) if parts else None, extra
 
     def _metadata(self) -> dict[str, Any]:

@@ -151,15 +151,15 @@ async def _answer(
     request: Request,
     new_voice: Callable[[], Voice] | None = None,
 ) -> Response:
-    """Start a generation for each choice of each prompt, and answer with all of them. prompts: tokens and text."""
+    """Start a generation for each try at each prompt, and answer with those to be told. prompts: tokens and text."""
     body.timeout = body.timeout or _timeout(request)
-    wanted = [body.request(prompt, index) for prompt, _ in prompts for index in range(body.choices)]
+    wanted = [body.request(prompt, index) for prompt, _ in prompts for index in range(body.tries)]
     if len(wanted) > MAX_GENERATIONS:
         raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {len(wanted)}", param="prompt")
     telling = Telling(
         generator.tokenizer.pieces,
         ids=body.return_token_ids,
-        echo=[text for _, text in prompts for _ in range(body.choices)] if body.echoes else (),
+        echo=[text for _, text in prompts for _ in range(body.tries)] if body.echoes else (),
         prompt_logprobs=body.prompt_logprobs is not None,
         steps=body.reports_steps,
         detail=facts.config.per_request_spec_decode_metrics,
@@ -173,7 +173,8 @@ async def _answer(
         request_id=body.request_id or body.rid or request.scope[REQUEST_ID],
         model=generator.name,
         fingerprint=facts.fingerprint,
-        per_prompt=body.choices,
+        per_prompt=body.tries,
+        told=body.choices,
         new_voice=new_voice,
     )
     return await respond(request, answer, generator, stream=bool(body.stream))

@@ -83,6 +83,8 @@ class ResponsesBody(GenerationBody):
                 raise InvalidRequest(f"`{name}` is not supported by this server; leave it out", param=name)
         if self.choices > 1:
             raise InvalidRequest("`n` is 1 here", param="n")
+        if self.tries > 1:
+            raise InvalidRequest("`best_of` is 1 here", param="best_of")
         if unknown := [name for name in self.include or () if name != _LOGPROBS]:
             raise InvalidRequest(f"`include` may name {_LOGPROBS}, and not {unknown[0]}", param="include")
 

@@ -94,7 +94,7 @@ class GenerationBody(BaseModel):
     request_id: str | None = Field(None, min_length=1, max_length=128)
     cache_salt: str | None = None
     n: Count | None = Field(None, ge=1, le=MAX_CHOICES)
-    best_of: Count | None = None
+    best_of: Count | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
@@ -103,6 +103,11 @@ class GenerationBody(BaseModel):
     def choices(self) -> int:
         """Number of answers."""
         return self.n or 1
+
+    @property
+    def tries(self) -> int:
+        """Answers that are generated for a prompt; the likeliest of them are told."""
+        return max(self.choices, self.best_of or 1)
 
     @property
     def include_usage(self) -> bool:
@@ -130,8 +135,11 @@ class GenerationBody(BaseModel):
                 raise InvalidRequest(f"`{name}` is not supported by this server; leave it out", param=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` is allowed only where `stream` is true", param="stream_options")
-        if self.best_of not in (None, self.choices):
-            raise InvalidRequest("`best_of` is supported only where it equals `n`", param="best_of")
+        if self.best_of is not None and self.best_of < self.choices:
+            raise InvalidRequest("`best_of` must not be smaller than `n`", param="best_of")
+        if self.tries > self.choices and self.stream:
+            message = "`best_of` above `n` cannot be streamed: which answers are the best is known at their end"
+            raise InvalidRequest(message, param="best_of")
 
     @property
     def echoes(self) -> bool:

@@ -171,3 +171,22 @@ def test_speculation_never_changes_a_text(gateway, client, temperature):
     ids = gateway.client.post("/tokenize", json={"prompt": "ab ab ab ab ab"}).json()["tokens"]
     again = gateway.client.post("/generate", json={"input_ids": ids, "sampling_params": sampling}).json()
     assert again["output_ids"] == plain.token_ids
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_best_of_several_are_those_whose_tokens_are_the_likeliest(client, logprobs):
+    wanted = {"model": "default", "prompt": ["ab ab ab", "hello"], "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    every = client.completions.create(**wanted, n=6, logprobs=0)
+    best = client.completions.create(**wanted, n=2, best_of=6, logprobs=logprobs)
+    expected = []
+    for prompt in (every.choices[:6], every.choices[6:]):
+        likely = {one.index: sum(one.logprobs.token_logprobs) / len(one.logprobs.token_logprobs) for one in prompt}
+        expected += sorted(prompt, key=lambda one: -likely[one.index])[:2]
+    assert [one.text for one in best.choices] == [one.text for one in expected]
+    assert [one.index for one in best.choices] == [0, 1, 2, 3]
+    assert best.usage.completion_tokens == every.usage.completion_tokens
+    assert best.usage.prompt_tokens == every.usage.prompt_tokens
+    for told, one in zip(best.choices, expected, strict=True):
+        assert (told.logprobs is None) == (logprobs is None)
+        if logprobs is not None:
+            assert told.logprobs.token_logprobs == one.logprobs.token_logprobs
