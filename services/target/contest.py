@@ -130,7 +130,8 @@ class Contest:
     def _pause(self, rates: dict[Way, float], best: Way, sessions: float) -> float:
         """Seconds after which the present way may have another turn, if it is not the best."""
         prompts = self._tokens * sessions * self._prompts.seconds(self.way)
-        lost = self._seconds + prompts - self._tokens / max(rate for rate in rates.values() if math.isfinite(rate))
+        highest = max((rate for rate in rates.values() if 0 < rate < math.inf), default=math.inf)
+        lost = self._seconds + prompts - self._tokens / highest
         worst = best is Way.PLAIN and len(rates) > 2 and rates[self.way] == min(rates.values())
         pause = lost / (_SHARE_OF_WORST if worst else _SHARE)
         return min(max(pause, _SOONEST * self._seconds), _LATEST)

@@ -171,6 +171,16 @@ def test_hints_must_bring_more_than_noise_does(gain, plain):
     assert (contest.way is Way.PLAIN) == plain
 
 
+def test_a_turn_without_tokens_is_the_worst():
+    contest = Contest([Way.GO, Way.PLAIN], Way.GO, Prompts())
+    contest.spend(0.0, 1.0)
+    contest.end_turn(0.0, 1.0)
+    assert contest.way is Way.PLAIN
+    contest.spend(1.0, 1.0)
+    contest.end_turn(1.0, 1.0)
+    assert contest.way is Way.PLAIN
+
+
 def test_a_drafter_that_never_comes_in_time_does_not_hold_a_way():
     """Its sessions end before it has read their prompts; then hints are not asked for without end."""
     clock = Clock()
