@@ -177,6 +177,7 @@ class Orchestrator:
     # --- frames of a target ---
 
     async def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
+        target.load = frame.load  # whoever hears of a commit finds what it left behind
         if frame.commits.session_ids:
             for draft in self.drafts:
                 if draft.up and draft.session_count:
@@ -187,7 +188,6 @@ class Orchestrator:
             await self._tell(target, frame)
         for error in frame.errors:
             self._target_failed(target, codec.failure_from_pb(error))
-        target.load = frame.load
 
     async def _tell(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
         """Tell sessions what was committed, some at a time: their clients' work must not hold up what drafts say."""

@@ -54,4 +54,7 @@ def test_sessions_move_between_real_targets_and_keep_their_tokens(pool):
     for stream in streams:
         stream.join(60)
     assert [stream.tokens for stream in streams] == [tokens for tokens in plain for _ in range(2)]
-    assert gateway.metric("outrider_engine_cached_pages", address=targets[0].address) > 0  # it was of use again
+    fresh = [Stream(gateway, prompt=list(range(first, first + 40)), **OPTIONS) for first in (10, 30, 80, 100)]
+    for stream in fresh:  # nobody has their prefixes, so that they are shared out
+        stream.join(60)
+    until(lambda: gateway.metric("outrider_engine_cached_pages", address=targets[0].address) > 0)
