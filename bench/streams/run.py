@@ -16,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvloop
@@ -36,6 +37,7 @@ COLUMNS = (
     "gateway_cpu_us_grpc", "gateway_cpu_us_sse", "target_cpu_us", "draft_cpu_us",
 )  # fmt: skip
 _TICK = os.sysconf("SC_CLK_TCK")
+_NAMES = {"grpc": "gRPC", "sse": "SSE"}
 _SHARE = 0.8  # of the engines' time that the target takes, the draft the rest
 
 
@@ -79,10 +81,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
+def doors(running: System) -> list[tuple[str, Callable[[int, int, int], Coroutine[Any, Any, float]], int]]:
+    """The ways to the gateway: name, clients, port."""
+    return [("grpc", over_grpc, running.grpc_port), ("sse", over_sse, running.port)]
+
+
 def measure(running: System, sessions: int, steps: int) -> dict[str, float]:
     """Milliseconds a step by what stands between the engines, and processor time in microseconds a step."""
     told = {"relay_ms": 1e3 * relayed(running.addresses, sessions, steps) / steps}
-    for door, ask, port in (("grpc", over_grpc, running.grpc_port), ("sse", over_sse, running.port)):
+    for door, ask, port in doors(running):
         before = {role: cpu_seconds(running.pids[role]) for role in ROLES}
         told[f"{door}_ms"] = 1e3 * uvloop.run(ask(port, sessions, 2 * steps)) / steps
         cpu = {role: 1e6 * (cpu_seconds(running.pids[role]) - before[role]) / steps for role in ROLES}
@@ -125,10 +132,10 @@ def main(argv: list[str]) -> None:
         if args.profile:
             with system(folder, args.engines_ms[-1]) as running:
                 most = max(args.sessions)
-                for door, ask, port in (("gRPC", over_grpc, running.grpc_port), ("SSE", over_sse, running.port)):
+                for door, ask, port in doors(running):
                     report.more.append(
                         (
-                            f"Where the gateway's processor time goes, {most} clients over {door}",
+                            f"Where the gateway's processor time goes, {most} clients over {_NAMES[door]}",
                             profiled(running.pids["gateway"], lambda: uvloop.run(ask(port, most, 800))),  # noqa: B023
                         )
                     )

@@ -401,6 +401,15 @@ def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monke
     engine.check()
 
 
+def matcher_of(folder, schema):
+    """What a session would follow that asks for a schema."""
+    grammars = Grammars(folder / "tokenizer.json", VOCAB, [EOS])
+    grammars.request(1, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    grammars.wait(60)
+    ((_, grammar, start),) = grammars.ready()
+    return Matcher(start, grammar, [])
+
+
 @pytest.mark.parametrize(
     ("guidance", "most"),
     [
@@ -412,12 +421,8 @@ def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monke
     ],
 )
 def test_blanks_between_the_parts_of_json_come_to_an_end(folder, tokenizer, guidance, most):
-    grammars = Grammars(folder / "tokenizer.json", VOCAB, [EOS])
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]} | guidance
-    grammars.request(1, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-    grammars.wait(60)
-    ((_, grammar, start),) = grammars.ready()
-    matcher = Matcher(start, grammar, [])
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    matcher = matcher_of(folder, schema | guidance)
     for blanks in (most, 65):
         fits = matcher.admits(tokenizer.encode("{" + " " * blanks + '"a":1}').ids)
         assert fits == (blanks <= most), blanks
@@ -440,11 +445,7 @@ EITHER = {"anyOf": [A, B]}
     ],
 )
 def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, fits, does_not):
-    before, grammars = json.dumps(schema), Grammars(folder / "tokenizer.json", VOCAB, [EOS])
-    grammars.request(1, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
-    grammars.wait(60)
-    ((_, grammar, start),) = grammars.ready()
-    matcher = Matcher(start, grammar, [])
+    before, matcher = json.dumps(schema), matcher_of(folder, schema)
     assert matcher.admits(tokenizer.encode(fits).ids)
     assert not matcher.admits(tokenizer.encode(does_not).ids)
     assert closed(schema) != schema
