@@ -262,7 +262,7 @@ class TargetEngine(Engine):
         if not works:
             return None
         started = time.perf_counter()
-        batch = self.features.mark(build(works, self.model.device), works)
+        batch = self.features.mark(build(works, self.model.device), works, late=self._plain)
         if behind is not None:
             batch = behind.roots(batch, works, drawn)
         self._step_tokens = len(batch)
@@ -328,7 +328,7 @@ class TargetEngine(Engine):
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
         self._patience.end(waited_for, len(output.commits), committed, prompts=prompts)
-        output.features = self.features.flush()
+        output.features = self.features.flush(late=self._plain)
 
     def _commit(self, entry: Entry, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
         session, tree = entry.session, entry.tree

@@ -5,6 +5,7 @@ Without them a drafter would start blind on exactly those prompts that repeat, f
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,14 +17,22 @@ _Bytes = NDArray[np.uint8]  # [rows, row bytes]
 
 @dataclass
 class _Tail:
-    """Rows of a session that may still become part of a cached page. first: position of the first one, in tokens."""
+    """Rows of a session that may still become part of a cached page. first: position of the first one, in tokens.
+
+    due: the pages whose rows are yet to come, with their places in the session's table
+    """
 
     first: int = 0
     parts: list[_Bytes] = field(default_factory=list)
+    due: deque[tuple[int, int]] = field(default_factory=deque)
+
+    @property
+    def end(self) -> int:
+        """The position behind the last row."""
+        return self.first + sum(map(len, self.parts))
 
     def add(self, first: int, rows: _Bytes) -> None:
-        end = self.first + sum(len(part) for part in self.parts)
-        if first != end:
+        if first != self.end:
             self.first, self.parts = first, []
         self.parts.append(rows)
 
@@ -40,12 +49,19 @@ class _Tail:
 class FeatureStore:
     """A `PageObserver`: rows by page, up to a number of bytes; beyond it, those kept longest are let go."""
 
-    def __init__(self, page_size: int, limit: int, taken: Callable[[int, int, _Bytes], None]) -> None:
-        """page_size: in tokens. limit: in bytes. taken: told session, first position and rows of each page found."""
+    def __init__(
+        self, page_size: int, limit: int, taken: Callable[[int, int, _Bytes], None], catch_up: Callable[[], None]
+    ) -> None:
+        """page_size: in tokens. limit: in bytes.
+
+        taken: told session, first position and rows of each page found; catch_up: adds rows that were put off
+        """
+        self._catch_up = catch_up
         self._page_size = page_size
         self._limit = limit
         self._taken = taken
         self._pages: dict[int, _Bytes] = {}
+        self._due: dict[int, tuple[int, int]] = {}  # pages whose rows are yet to come: owner, and place in its table
         self._tails: dict[int, _Tail] = {}
         self.bytes = 0
 
@@ -55,15 +71,22 @@ class FeatureStore:
 
     def close(self, session_id: int) -> None:
         """The session has given its pages back."""
-        self._tails.pop(session_id, None)
+        tail = self._tails.pop(session_id, None)
+        for index, page in tail.due if tail is not None else ():
+            if self._due.get(page) == (session_id, index):
+                del self._due[page]
 
     def add(self, session_id: int, first: int, rows: _Bytes) -> None:
         """Rows of committed tokens, as they were sent. first: position of the first one."""
-        self._tails[session_id].add(first, rows)
+        tail = self._tails[session_id]
+        tail.add(first, rows)
+        if tail.due:
+            self._fill(session_id, tail)
 
     def forget(self) -> None:
         """Let everything go; sessions go on with rows to come."""
         self._pages.clear()
+        self._due.clear()
         self.bytes = 0
         for session_id in self._tails:
             self._tails[session_id] = _Tail()
@@ -73,21 +96,40 @@ class FeatureStore:
     def page_cached(self, owner: int, index: int, page: int) -> None:
         """Keep the rows of a page that others may find."""
         tail = self._tails.get(owner)
-        rows = tail.page(index * self._page_size, self._page_size) if tail is not None else None
-        if rows is None or page in self._pages:
+        if tail is None:
             return
-        self._pages[page] = rows
-        self.bytes += rows.nbytes
-        while self.bytes > self._limit:
-            self.page_dropped(next(iter(self._pages)))
+        tail.due.append((index, page))
+        self._due[page] = owner, index
+        self._fill(owner, tail)
 
     def page_taken(self, owner: int, index: int, page: int) -> None:
         """Hand a found page's rows to the session that found it."""
+        if page in self._due:
+            self._catch_up()
         if owner in self._tails and (rows := self._pages.get(page)) is not None:
             self._taken(owner, index * self._page_size, rows)
 
     def page_dropped(self, page: int) -> None:
         """Let a page's rows go."""
+        self._due.pop(page, None)
         rows = self._pages.pop(page, None)
         if rows is not None:
             self.bytes -= rows.nbytes
+
+    def _fill(self, owner: int, tail: _Tail) -> None:
+        """Keep the rows of pages that have them all by now."""
+        end, size = tail.end, self._page_size
+        while tail.due and (tail.due[0][0] + 1) * size <= end:
+            index, page = tail.due.popleft()
+            rows = tail.page(index * size, size)
+            if self._due.get(page) != (owner, index):
+                continue  # it has been dropped since
+            del self._due[page]
+            if rows is not None and page not in self._pages:
+                self._keep(page, rows)
+
+    def _keep(self, page: int, rows: _Bytes) -> None:
+        self._pages[page] = rows
+        self.bytes += rows.nbytes
+        while self.bytes > self._limit:
+            self.page_dropped(next(iter(self._pages)))

@@ -4,14 +4,18 @@
     take     after it: fuse them and start the way to the host, which ends when the step's tokens have come
     settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
 
+While no hints are wanted nobody is in a hurry for them: the states of many steps are then fused at once, when they have
+become many, when hints are wanted again, or when somebody finds their page in the cache.
+
 A session is sent each position once, also if its rows are computed again after it lost its pages.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,14 +33,16 @@ from services.target.model.base import Model
 log = logging.getLogger(__name__)
 
 _MOST_SPECS = 8
+_MOST_UNFUSED = 256  # rows that wait to be fused: few enough for the step that does it to be hardly longer than others
+_ENDED = sys.maxsize
 
 
 @dataclass
 class _Wanted:
     """A session that is sent features.
 
-    next: the first position that it has not been sent; fresh: the first one whose rows are not known under the present
-    weights, at most `next`
+    next: the first position that it has not been sent, _ENDED if it needs no more; fresh: the first one whose rows are
+    not known under the present weights, at most `next`
     """
 
     fusion: Fusion
@@ -57,6 +63,19 @@ class _Share:
     committed: int
 
 
+@dataclass
+class _Run:
+    """A session's consecutive rows that wait to be fused. position: of the first one; states: parts of them, [n, W]."""
+
+    position: int
+    states: list[Tensor] = field(default_factory=list)
+    rows: int = 0
+
+    def add(self, states: Tensor) -> None:
+        self.states.append(states)
+        self.rows += len(states)
+
+
 class Features:
     """The features of one engine's sessions. One owner, the engine thread."""
 
@@ -66,14 +85,18 @@ class Features:
         self._fusions: dict[int, Fusion] = {}
         self._wanted: dict[int, _Wanted] = {}
         self._ready: list[FeatureBlock] = []
-        # Of the step under way: how many rows each fusion makes, the rows on the host, and whose they are.
+        # Of the step under way: how many rows each fusion makes; their states, or they on the host; whose they are.
         self._counts: dict[Fusion, int] = {}
+        self._late = False  # the states are not fused in this step
+        self._states: dict[Fusion, Tensor] = {}
         self._host: dict[Fusion, Tensor] = {}
         self._shares: dict[int, _Share] = {}
         self._arrived: torch.cuda.Event | None = None
+        self._unfused: dict[int, list[_Run]] = {}  # by session
+        self._unfused_rows = 0
         self._store: FeatureStore | None = None
         if prefix.enabled and cache_bytes > 0:
-            self._store = FeatureStore(prefix.allocator.page_size, cache_bytes, self._send)
+            self._store = FeatureStore(prefix.allocator.page_size, cache_bytes, self._send, self._catch_up)
             prefix.observers.append(self._store)
 
     # --- who wants what ---
@@ -121,11 +144,17 @@ class Features:
 
     def close(self, session_id: int) -> None:
         """The session has ended, and its pages are home."""
-        if self._wanted.pop(session_id, None) is not None and self._store is not None:
+        if self._store is not None:
+            if session_id in self._unfused:
+                self._wanted[session_id].next = _ENDED
+                self._catch_up()
             self._store.close(session_id)
+        self._unfused_rows -= sum(run.rows for run in self._unfused.pop(session_id, ()))
+        self._wanted.pop(session_id, None)
 
     def forget(self) -> None:
         """The weights have changed: what is kept for cached pages is no longer true. What was sent stays sent."""
+        self._catch_up()
         if self._store is not None:
             self._store.forget()
             for wanted in self._wanted.values():
@@ -133,9 +162,15 @@ class Features:
 
     # --- a step ---
 
-    def mark(self, batch: Batch, works: Sequence[Work]) -> Batch:
-        """The batch, with a wish for the states of the rows that somebody wants."""
+    def mark(self, batch: Batch, works: Sequence[Work], *, late: bool = False) -> Batch:
+        """The batch, with a wish for the states of the rows that somebody wants.
+
+        late: no hints are wanted, and none are verified
+        """
         self._shares = {}
+        self._late = late
+        if not late:
+            self._catch_up()
         if not self._wanted:
             return batch
         rows: dict[Fusion, list[NDArray[np.int64]]] = {}
@@ -166,9 +201,12 @@ class Features:
         assert states is not None, "a runner hands back what a batch asks for"
         parts = states.split(list(self._counts.values()))
         for fusion, part in zip(self._counts, parts, strict=True):
-            rows = fusion.apply(part, batch.capture.layers, batch.capture.final)
-            self._host[fusion] = rows.to("cpu", non_blocking=True)
-        if self._model.device.type == "cuda":
+            chosen = fusion.select(part, batch.capture.layers, batch.capture.final)
+            if self._late:
+                self._states[fusion] = chosen
+            else:
+                self._host[fusion] = fusion.apply(chosen).to("cpu", non_blocking=True)
+        if self._host and self._model.device.type == "cuda":
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -178,21 +216,57 @@ class Features:
         share = self._shares.pop(session_id, None)
         if share is None:
             return
+        if not goes_on:
+            self._wanted[session_id].next = _ENDED
+        if share.fusion in self._states:
+            assert not path, "where no hints are wanted, none are verified"
+            self._put_off(session_id, share)
+            return
         if self._arrived is not None:  # it came before the step's tokens did, if there were any
             self._arrived.synchronize()
             self._arrived = None
         chosen = np.concatenate([np.arange(share.committed), share.committed + np.array(path, np.int64)])
-        rows = self._host[share.fusion].numpy()[share.offset + chosen]
-        if self._store is not None:
-            self._store.add(session_id, share.position, rows)
-        if goes_on:
-            self._send(session_id, share.position, rows)
+        self._keep(session_id, share.position, self._host[share.fusion].numpy()[share.offset + chosen])
 
-    def flush(self) -> list[FeatureBlock]:
-        """What is ready to be sent, in order of position."""
+    def flush(self, *, late: bool = False) -> list[FeatureBlock]:
+        """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
         self._host.clear()
+        self._states.clear()
+        if not late or self._unfused_rows >= _MOST_UNFUSED:
+            self._catch_up()
         ready, self._ready = self._ready, []
         return ready
+
+    # --- rows that are not fused at once ---
+
+    def _put_off(self, session_id: int, share: _Share) -> None:
+        runs = self._unfused.setdefault(session_id, [])
+        if not runs or runs[-1].position + runs[-1].rows != share.position:
+            runs.append(_Run(share.position))
+        runs[-1].add(self._states[share.fusion][share.offset : share.offset + share.committed])
+        self._unfused_rows += share.committed
+
+    def _catch_up(self) -> None:
+        """Fuse what was put off."""
+        if not self._unfused:
+            return
+        unfused, self._unfused, self._unfused_rows = self._unfused, {}, 0
+        by_fusion: dict[Fusion, list[tuple[int, _Run]]] = {}
+        for session_id, runs in unfused.items():
+            by_fusion.setdefault(self._wanted[session_id].fusion, []).extend((session_id, run) for run in runs)
+        for fusion, owned in by_fusion.items():
+            rows = fusion.apply(torch.cat([part for _, run in owned for part in run.states])).cpu().numpy()
+            for session_id, run in owned:
+                self._keep(session_id, run.position, rows[: run.rows])
+                rows = rows[run.rows :]
+
+    # --- where rows go ---
+
+    def _keep(self, session_id: int, first: int, rows: NDArray[np.uint8]) -> None:
+        """Rows of committed tokens that a step has made. first: position of the first one."""
+        if self._store is not None:
+            self._store.add(session_id, first, rows)
+        self._send(session_id, first, rows)
 
     def _send(self, session_id: int, first: int, rows: NDArray[np.uint8]) -> None:
         """Rows of a step, or of a page that the session found in the prefix cache."""

@@ -69,12 +69,9 @@ class Fusion:
             raise ConfigError(f"the drafter's fusion needs fc_norm of each of its {self._states} states, or of none")
         return width
 
-    def apply(self, states: Tensor, layers: tuple[int, ...], final: bool) -> Tensor:
-        """Rows as they lie on the wire. [F, row_bytes] uint8, on the device.
-
-        states: [F, W], captured of `layers` and, if `final`, of the end; these may be more than are wanted here
-        """
-        x = self._select(states, layers, final).to(self._dtype)
+    def apply(self, states: Tensor) -> Tensor:
+        """Rows as they lie on the wire. [F, row_bytes] uint8, on the device. states: [F, W], as selected."""
+        x = states.to(self._dtype)
         if self._norms and self._norms[0] is not None:
             parts = x.split(self._hidden, dim=-1)
             x = torch.cat([self._norm(part, norm) for part, norm in zip(parts, self._norms, strict=True)], dim=-1)
@@ -84,7 +81,11 @@ class Fusion:
             x = self._fc(x)
         return _encode(x, self._format)
 
-    def _select(self, states: Tensor, layers: tuple[int, ...], final: bool) -> Tensor:
+    def select(self, states: Tensor, layers: tuple[int, ...], final: bool) -> Tensor:
+        """The states that are fused. [F, W].
+
+        states: captured of `layers` and, if `final`, of the end; these may be more than are wanted here
+        """
         if (layers, final) == (self.layers, self.final):
             return states
         parts = dict(zip((*layers, -1), states.split(self._hidden, dim=-1), strict=False))

@@ -45,12 +45,16 @@ class HintRecord:
         self._lag_tokens += behind
         self._answers[proposal.session_id] = proposal.committed_length
 
-    def missed(self, session: Session, tree: SpeculationTree, *, unwanted: bool) -> None:
-        """A step is about to draw a session's token without a node to verify. unwanted: nobody is asked for hints."""
+    def rested(self, sessions: int) -> None:
+        """A step is about to draw tokens of so many sessions, and nobody is asked for hints."""
+        self._unwanted += sessions
+
+    def missed(self, session: Session, tree: SpeculationTree) -> None:
+        """A step is about to draw a session's token without a node to verify."""
         if session.length == session.opened_length:
             return
         answered = self._answers.get(session.id)
-        if unwanted or not session.max_draft_tokens:
+        if not session.max_draft_tokens:
             self._unwanted += 1
         elif answered is None:
             self._undrafted += 1

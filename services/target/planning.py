@@ -51,10 +51,12 @@ class Planner:
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
         hints = hints and not unwanted and any(entry.tree for entry in self._entries.values())
         drafts = self._drafts(chunks, rows, keys) if hints else {}
-        if record.begun:
+        if record.begun and unwanted:
+            record.rested(sum(c.last and c.session.length > c.session.opened_length for c in chunks))
+        elif record.begun:
             for chunk in chunks:
                 if chunk.last and not drafts.get(chunk.session.id):
-                    record.missed(chunk.session, self._entries[chunk.session.id].tree, unwanted=unwanted)
+                    record.missed(chunk.session, self._entries[chunk.session.id].tree)
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
     def room(self, session: Session) -> int:

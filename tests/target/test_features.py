@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
 from outrider.speculation.sampling import SamplingParams
+from services.target import features
+from services.target.patience import Patience, Way
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree
 from tests.tiny import VOCAB, write_model
 
@@ -289,6 +291,96 @@ def test_kept_features_are_bounded(model):
             first += [block.first for block in engine.step().features if block.session_id == 2][:1]
     assert engine.features._store.bytes <= 5 * page
     assert first[0] > 0, "most cached rows have lost their features; what comes later is sent all the same"
+
+
+# --- while no hints are wanted ---
+
+
+class Moody(Patience):
+    """Wants hints or does not, from step to step as it comes."""
+
+    def __init__(self, rng, share):
+        super().__init__()
+        self._rng, self._share, self._mood = rng, share, Way.PLAIN
+
+    @property
+    def way(self):
+        return self._mood
+
+    def end(self, *args, **kwargs):
+        super().end(*args, **kwargs)
+        self._mood = Way.PLAIN if self._rng.random() < self._share else Way.GO
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("cached", "room"), [(True, 160), (True, 4096), (False, 160)])
+def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, cached, room, monkeypatch):
+    monkeypatch.setattr(features, "_MOST_UNFUSED", 40)
+    rng = np.random.default_rng(5)
+    flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
+    engine = engine_of(model, **flags)
+    engine._patience = Moody(rng, share)
+    fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    fusion = save({"fc.weight": fc})
+    wanted = configured(engine, FeatureSpec((2, 4), format=F32), fusion)
+    texts = prompts(6, longest=30)
+    right = Reader(engine_of(model))
+    for i, text in enumerate(texts, start=1):
+        right.open(opening(i, text, max_tokens=40))
+    right.run()
+
+    reader, hints = Reader(engine), hints_of(right.tokens)
+    for i, text in enumerate(texts, start=1):
+        reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
+    silent = 0
+    while not engine.idle:
+        output = reader.step(hints)
+        silent += bool(output.commits) and not output.features
+    assert reader.tokens == right.tokens
+    assert (engine.scheduler.preemptions > 0) == (room == 160)
+    assert silent > 10 * share, "rows are put off"
+    for i, tokens in reader.tokens.items():
+        rows = reader.states(i)
+        assert reader.first[i] == 0
+        assert share > 0.9 or len(rows) > len(tokens) - 20
+        states = truth(tokens)
+        expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
+        np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+    assert not engine.features._unfused
+    assert engine.features._unfused_rows == 0
+    if not cached:
+        return
+    kept, pages = set(engine.features._store._pages), set(engine.scheduler.prefix._nodes)
+    assert kept <= pages
+    assert kept == pages or room == 160, "without preemption none is missing"
+    assert not engine.features._store._due
+    for i, tokens in reader.tokens.items():  # what was kept is right
+        again = Reader(engine)
+        again.open(replace(opening(100 + i, tokens[:-1], max_tokens=1), feature_spec=wanted))
+        blocks = again.run().rows[100 + i]
+        if blocks:
+            first, rows = again.first[100 + i], np.concatenate(blocks)
+            states = truth(tokens)
+            expected = np.concatenate([states[2], states[4]], -1)[first : first + len(rows)] @ fc.numpy().T
+            np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+
+
+def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
+    engine = engine_of(model, page_size=4)
+    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    text = list(range(30, 75))
+    engine.open(replace(opening(1, text), feature_spec=wanted))
+    for _ in range(5):
+        assert not engine.step().features
+    engine.close(1)
+    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes) != set()
+    engine._patience = Moody(np.random.default_rng(0), 0.0)
+    reader = Reader(engine)
+    reader.open(replace(opening(2, text), feature_spec=wanted))
+    rows = reader.run().states(2)
+    assert (reader.first[2], len(rows)) == (0, len(reader.tokens[2]) - 2)
+    np.testing.assert_allclose(rows, truth(reader.tokens[2])[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
 # --- frames ---

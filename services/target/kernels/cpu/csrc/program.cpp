@@ -103,7 +103,8 @@ void Program::run(const Call& call) {
 
 void Program::work(int thread, const Call& call) {
   for (size_t i = 0; i < operations_.size(); ++i) {
-    if (std::holds_alternative<Capture>(operations_[i]) && call.columns == nullptr) continue;
+    const auto* capture = std::get_if<Capture>(&operations_[i]);
+    if (capture && (call.columns == nullptr || call.columns[capture->mark] < 0)) continue;
     std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
     fetch_ahead(thread, i + 1);
     pool_.barrier().wait();
@@ -213,7 +214,6 @@ void Program::execute(const AddNorm& op, int thread, const Call& call, Counter* 
 }
 
 void Program::execute(const Capture& op, int thread, const Call& call, Counter* next) {
-  if (call.columns == nullptr || call.columns[op.mark] < 0) return;
   portions(*next, thread, call.captured_rows, [&](int64_t index) {
     float* to = call.features + index * call.feature_width + call.columns[op.mark];
     const float* from = row(kResidual, call.captured[index]);
