@@ -67,14 +67,24 @@ class Prompts:
         return own * self._all_rows / self._tokens
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """The last turn of a way, all steps without prompts. ended: seconds at this load; tokens: of each session."""
+
+    ended: float
+    tokens: float
+    seconds: float
+
+
 @dataclass
 class _Measured:
     """Tokens a session, and seconds, of one way of working; older turns count less."""
 
     tokens: float = 0.0
     seconds: float = 0.0
-    turn: int = 0  # when it was measured last
-    due: float = 0.0  # when it is tried again, if it is not the best; seconds at this load
+    turn: int = 0  # when it was measured last; 0 for never
+    trial: _Trial = _Trial(0.0, 0.0, 0.0)
+    hopeful: bool = False  # its last turn was better than the best way: it may be better than what it did before says
 
     def add(self, turn: int, tokens: float, seconds: float) -> None:
         """Take in a turn."""
@@ -85,16 +95,22 @@ class _Measured:
 
 
 class Contest:
-    """The ways at one load; `way` is that of the present turn."""
+    """The ways at one load; `way` is that of the present turn.
 
-    def __init__(self, ways: Sequence[Way], first: Way, prompts: Prompts) -> None:
-        self._measured = {way: _Measured() for way in ways}
+    hopeless: seconds that a turn with hints costs where they are far behind; None if they are not, or nobody knows
+    """
+
+    def __init__(self, ways: Sequence[Way], first: Way, prompts: Prompts, hopeless: float | None = None) -> None:
+        """first: the way to begin with. hopeless: of fewer sessions, which have more to gain than these."""
+        self._measured = {way: _Measured() for way in sorted(ways, key=lambda way: way is not Way.PLAIN)}
         self._prompts = prompts
         self._turns = 0
         self._elapsed = 0.0  # seconds in steps
         self._tokens = self._seconds = 0.0  # since the last turn's end, measured or not; tokens of each session
         self._short = False
-        self.way = first
+        self._sessions = 1.0
+        self.hopeless = hopeless
+        self.way = first if hopeless is None else Way.PLAIN
 
     @property
     def steps(self) -> int:
@@ -116,33 +132,57 @@ class Contest:
         self._turns += 1
         present = self._measured[self.way]
         present.add(self._turns, tokens, seconds)
-        rates = {way: self._rate(way, sessions) for way in self._measured}
-        best = max(rates, key=lambda way: rates[way] * (_LEAD if way is Way.PLAIN else 1.0))
-        if tokens and self._rate_of(seconds / tokens, self.way, sessions) > rates[best]:
-            present.due = self._elapsed  # it may have become better than what it did before says
-        else:
-            present.due = self._elapsed + self._pause(rates, best, sessions)
+        present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
-        due = [way for way, measured in self._measured.items() if way is not best and measured.due <= self._elapsed]
+        self._sessions = sessions
+        rates = {way: self._rate(way) for way, measured in self._measured.items() if measured.turn}
+        best = max(rates, key=lambda way: rates[way] * (_LEAD if way is Way.PLAIN else 1.0))
+        present.hopeful = tokens > 0 and self._rate_of(seconds / tokens, self.way) > rates[best]
+        self._judge_hints(rates)
+        due = [way for way in self._measured if way is not best and self._due(way, rates, best) <= self._elapsed]
         self.way = due[0] if due else best
-        self._short = self.way is not best and rates[self.way] < _FAR_BEHIND * rates[best]
+        self._short = self.way is not best and rates.get(self.way, math.inf) < _FAR_BEHIND * rates[best]
 
-    def _pause(self, rates: dict[Way, float], best: Way, sessions: float) -> float:
-        """Seconds after which the present way may have another turn, if it is not the best."""
-        prompts = self._tokens * sessions * self._prompts.seconds(self.way)
-        highest = max((rate for rate in rates.values() if 0 < rate < math.inf), default=math.inf)
-        lost = self._seconds + prompts - self._tokens / highest
-        worst = best is Way.PLAIN and len(rates) > 2 and rates[self.way] == min(rates.values())
-        pause = lost / (_SHARE_OF_WORST if worst else _SHARE)
-        return min(max(pause, _SOONEST * self._seconds), _LATEST)
+    def _judge_hints(self, rates: dict[Way, float]) -> None:
+        hinted = [way for way in rates if way is not Way.PLAIN]
+        plain = rates.get(Way.PLAIN)
+        if plain is None or not hinted:
+            return
+        hopeless = max(map(rates.__getitem__, hinted)) < _FAR_BEHIND * plain
+        self.hopeless = max(self._lost(way, plain) for way in hinted) if hopeless else None
 
-    def _rate(self, way: Way, sessions: float) -> float:
-        """Tokens a session and second, prompts counted in; without a measurement, as good as can be."""
+    def _due(self, way: Way, rates: dict[Way, float], best: Way) -> float:
+        """When a way that is not the best has its next turn; seconds at this load."""
         measured = self._measured[way]
-        if not measured.seconds or not measured.tokens:
-            return math.inf if not measured.seconds else 0.0
-        return self._rate_of(measured.seconds / measured.tokens, way, sessions)
+        others = [other for other in rates if other is not Way.PLAIN]
+        if not measured.turn:
+            if way is Way.PLAIN or self.hopeless is None:
+                return 0.0
+            share = _SHARE_OF_WORST if others else _SHARE
+            return max((self._measured[o].trial.ended for o in others), default=0.0) + _pause(self.hopeless, share)
+        if measured.hopeful:
+            return measured.trial.ended
+        worst = best is Way.PLAIN and len(others) > 1 and rates[way] == min(rates.values())
+        lost = self._lost(way, max(rates.values()))
+        pause = _pause(lost, _SHARE_OF_WORST if worst else _SHARE, measured.trial.seconds)
+        return measured.trial.ended + pause
 
-    def _rate_of(self, seconds: float, way: Way, sessions: float) -> float:
+    def _lost(self, way: Way, rate: float) -> float:
+        """Seconds that a way's last turn cost beside one of so many tokens a session and second."""
+        trial = self._measured[way].trial
+        prompts = self._sessions * self._prompts.seconds(way)
+        return trial.seconds + trial.tokens * (prompts - 1.0 / rate) if rate else 0.0
+
+    def _rate(self, way: Way) -> float:
+        """Tokens a session and second, prompts counted in."""
+        measured = self._measured[way]
+        return self._rate_of(measured.seconds / measured.tokens, way) if measured.tokens else 0.0
+
+    def _rate_of(self, seconds: float, way: Way) -> float:
         """seconds: of a session's token in steps without prompts."""
-        return 1.0 / (seconds + sessions * self._prompts.seconds(way))
+        return 1.0 / (seconds + self._sessions * self._prompts.seconds(way))
+
+
+def _pause(lost: float, share: float, turn: float = 0.0) -> float:
+    """Seconds after which what costs so much may be tried again. turn: seconds of a turn."""
+    return min(max(lost / share, _SOONEST * turn), _LATEST)

@@ -129,7 +129,9 @@ class Patience:
             way, self._load, self._step_seconds = self.way, load, 0.0
             self._begin_turn()
             if load not in self._contests:
-                self._contests[load] = Contest(self._ways, way, self._prompts)
+                fewer = max((known for known in self._contests if known < load), default=None)
+                hopeless = self._contests[fewer].hopeless if fewer is not None else None
+                self._contests[load] = Contest(self._ways, way, self._prompts, hopeless)
             return
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.
         if self._step_seconds and seconds > 4 * self._step_seconds:

@@ -100,6 +100,33 @@ def test_each_load_has_its_own_answer():
     assert min(few, many) > 0.8
 
 
+def test_what_does_not_pay_for_few_is_no_first_choice_for_many():
+    """Hints that are far behind at one session are tried at eight after a pause; where they pay, at once."""
+    for gain, drafting, tried in ((0.2, 0.060, False), (1.0, 0.0, True)):
+        clock = Clock()
+        patience = Patience(clock=clock)
+        work(clock, patience, 16 * TURN, answer=0.001, gain=gain, drafting=drafting)
+        plain = share_of(Way.PLAIN, clock, patience, 8 * TURN, answer=0.001, gain=gain, drafting=drafting, sessions=8)
+        assert plain < 0.3 if tried else plain > 0.98
+        clock.now += 1.0
+        long = share_of(Way.PLAIN, clock, patience, 999 * TURN, answer=0.001, gain=gain, drafting=drafting, sessions=8)
+        assert 0.98 < long < 1.0 or tried
+        fewer = share_of(Way.PLAIN, clock, patience, 8 * TURN, answer=0.001, gain=gain, drafting=drafting, sessions=4)
+        assert (fewer > 0.98) != tried
+
+
+def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
+    contest = Contest(tuple(Way), Way.WAIT, Prompts())
+    taken = []
+    for _ in range(12):
+        taken.append(contest.way)
+        tokens, seconds = (1.2, 2.0) if contest.way is not Way.PLAIN else (1.0, 1.0)
+        contest.spend(tokens, seconds)
+        contest.end_turn(tokens, seconds)
+    assert taken == [Way.WAIT] + 11 * [Way.PLAIN]
+    assert contest.hopeless == pytest.approx(2.0 - 1.2)
+
+
 def test_steps_with_prompts_in_them_are_no_measure():
     clock = Clock()
     patience = Patience(clock=clock)
