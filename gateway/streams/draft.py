@@ -59,7 +59,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session. What is said of it before is said first."""
         self._opens.append(request)
-        self.wake()
+        self._wake()
 
     def commit(self, batch: common_pb2.CommitBatch) -> None:
         """Pass commits on; where no hints are wanted, many in one frame."""

@@ -28,7 +28,7 @@ from outrider.wire.v1 import common_pb2
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts
-_HELD = 0.2  # seconds that what is not urgent may gather
+_HELD = 0.5  # seconds that what is not urgent may gather
 _LASTING = 2.0  # seconds after which a stream is believed to work
 CALL_TIMEOUT = 10.0  # seconds for the calls of a handshake
 

@@ -8,7 +8,7 @@ a node's id on every side, so that merging proposals is idempotent and free of o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -148,3 +148,40 @@ class Commit:
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     wanted: int = ALL_WANTED
+
+
+def joined(commits: Sequence[Commit]) -> list[Commit]:
+    """The same, with a session's that follow one another as one where no hints were wanted in between.
+
+    A drafter that rests is told of many at once. What was verified and accepted is added up; log-probabilities, which
+    concern no drafter, are left out.
+    """
+    last: dict[int, list[Commit]] = {}
+    runs: list[list[Commit]] = []
+    for commit in commits:
+        run = last.get(commit.session_id)
+        if run is None or not _follows(run[-1], commit):
+            last[commit.session_id] = run = []
+            runs.append(run)
+        run.append(commit)
+    return [_as_one(run) for run in runs]
+
+
+def _follows(commit: Commit, later: Commit) -> bool:
+    goes_on = commit.finish_reason == FinishReason.RUNNING and not commit.wanted
+    return goes_on and later.base_length == commit.base_length + len(commit.tokens)
+
+
+def _as_one(run: Sequence[Commit]) -> Commit:
+    first, last = run[0], run[-1]
+    if first is last:
+        return first
+    return replace(
+        last,
+        base_length=first.base_length,
+        tokens=np.concatenate([commit.tokens for commit in run]),
+        verified=sum(commit.verified for commit in run),
+        accepted=sum(commit.accepted for commit in run),
+        cached_tokens=first.cached_tokens,
+        logprobs=None,
+    )

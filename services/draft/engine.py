@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, joined
 from outrider.speculation.tree import ROOT
 from outrider.tracing import Tracing
 from services.draft import spans
@@ -111,7 +111,7 @@ class DraftEngine(Engine):
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Apply what the target committed. Proposals of other drafters are of no use here."""
         del proposals
-        for commit in commits:
+        for commit in joined(commits):
             session = self._sessions.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)

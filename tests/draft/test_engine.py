@@ -8,7 +8,7 @@ import pytest
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
-from outrider.speculation.proposal import Commit, path_hash
+from outrider.speculation.proposal import ALL_WANTED, Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import SpeculationTree
 from tests.draft.helpers import GREEDY, OracleTarget, finish, ngram, request, settle, standalone, torch_logits
@@ -125,6 +125,34 @@ def test_commits_doubled_overlapping_and_missing(kind, model):
     assert engine.load().running_sessions == 0
     engine.receive([], [commit_of(tokens, [1])])  # late, for a session that is gone
     assert engine.idle
+
+
+@pytest.mark.parametrize("kind", ["NGRAM", "STANDALONE"])
+def test_many_commits_at_once_are_those_one_by_one(kind, model):
+    """While no hints are wanted a session's commits come many at a time; what follows is the same."""
+    rng = np.random.default_rng(3)
+    engines = [ngram() if kind == "NGRAM" else standalone(model) for _ in range(2)]
+    texts = {1: [*PROMPT, *PROMPT]}
+    for engine in engines:
+        for session_id, tokens in texts.items():
+            engine.open(request(session_id, tokens, max_tokens=500))
+    for _ in range(6):
+        frame = []
+        for step in range(5):
+            for session_id, tokens in texts.items():
+                new = rng.integers(3, 12, rng.integers(1, 4)).tolist()
+                commit = replace(commit_of(tokens, new), session_id=session_id)
+                frame.append(replace(commit, wanted=ALL_WANTED if step == 4 else 0))
+                tokens += new
+        together, alone = engines
+        together.receive([], frame)
+        for commit in frame:
+            alone.receive([], [commit])
+        said = [{(p.session_id, p.anchor_hash, t) for o in settle(e) for p in o.proposals for t in p.tokens.tolist()}
+                for e in engines]  # fmt: skip
+        assert said[0] == said[1] != set()
+        for engine in engines:
+            assert {i: s.tokens.tolist() for i, s in engine.running.items()} == texts
 
 
 def test_silent_divergence_is_noticed():

@@ -1,12 +1,13 @@
 """The speculation tree against a twin that stores whole paths in a set: merging, commits, selection."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.proposal import Proposal, extend_hash, path_hash, path_hashes
+from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, joined, path_hash, path_hashes
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 TOKEN = st.integers(0, 3)  # a small alphabet, so that paths meet
@@ -163,3 +164,33 @@ def test_leaves_at_once_are_children_one_by_one():
     for name in ("token", "parent", "hash", "log_score", "path_score", "depth", "children", "root_children", "_index"):
         assert getattr(at_once, name) == getattr(one_by_one, name), name
     assert len(at_once) == 6
+
+
+def test_commits_are_joined_where_nobody_waits_for_an_answer():
+    rng = np.random.default_rng(0)
+    lengths, commits = dict.fromkeys((1, 2, 3), 10), []
+    for _ in range(60):
+        session_id, count = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+        tokens = rng.integers(0, 99, count).astype(np.uint32)
+        commits.append(Commit(session_id, lengths[session_id], tokens, int(rng.integers(1 << 60)), 3, 1,
+                              wanted=int(rng.random() < 0.3)))  # fmt: skip
+        lengths[session_id] += count
+    commits[-1] = replace(commits[-1], finish_reason=FinishReason.STOP)
+    found = joined(commits)
+    assert len(found) < 0.7 * len(commits)
+    for session_id in lengths:
+        old = [commit for commit in commits if commit.session_id == session_id]
+        new = [commit for commit in found if commit.session_id == session_id]
+        assert np.array_equal(*(np.concatenate([c.tokens for c in part]) for part in (old, new)))
+        assert [c.root_hash for c in new] == [c.root_hash for c in old if c.wanted or c is old[-1]]
+        assert sum(c.verified for c in new) == sum(c.verified for c in old)
+        assert sum(c.accepted for c in new) == sum(c.accepted for c in old)
+        assert new[-1].finish_reason == old[-1].finish_reason
+        ends = np.cumsum([len(c.tokens) for c in new])
+        assert [c.base_length for c in new] == [10, *(10 + ends[:-1])]
+
+
+def test_commits_that_do_not_follow_one_another_are_not_joined():
+    first = Commit(1, 4, np.array([7], np.uint32), 1, wanted=0)
+    for later in (replace(first), replace(first, base_length=6), replace(first, session_id=2, base_length=5)):
+        assert joined([first, later]) == [first, later]
