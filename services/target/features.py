@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import OpenSession
-from services.target.batch import Batch, Capture, Work
+from services.target.batch import Batch, Capture, Span, Work
 from services.target.feature_store import FeatureStore
 from services.target.fusion import Fusion
 from services.target.model.base import Model
@@ -63,17 +64,13 @@ class _Share:
     committed: int
 
 
-@dataclass
-class _Run:
-    """A session's consecutive rows that wait to be fused. position: of the first one; states: parts of them, [n, W]."""
+class _Unfused(NamedTuple):
+    """A step whose states wait to be fused: those of all its rows, which are committed tokens. states: [rows, W]."""
 
-    position: int
-    states: list[Tensor] = field(default_factory=list)
-    rows: int = 0
-
-    def add(self, states: Tensor) -> None:
-        self.states.append(states)
-        self.rows += len(states)
+    works: Sequence[Work]
+    spans: Sequence[Span]
+    capture: Capture
+    states: Tensor
 
 
 class Features:
@@ -85,14 +82,14 @@ class Features:
         self._fusions: dict[int, Fusion] = {}
         self._wanted: dict[int, _Wanted] = {}
         self._ready: list[FeatureBlock] = []
-        # Of the step under way: how many rows each fusion makes; their states, or they on the host; whose they are.
+        # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its works, if
+        # its rows wait.
         self._counts: dict[Fusion, int] = {}
-        self._late = False  # the states are not fused in this step
-        self._states: dict[Fusion, Tensor] = {}
         self._host: dict[Fusion, Tensor] = {}
         self._shares: dict[int, _Share] = {}
         self._arrived: torch.cuda.Event | None = None
-        self._unfused: dict[int, list[_Run]] = {}  # by session
+        self._late: Sequence[Work] | None = None
+        self._unfused: list[_Unfused] = []
         self._unfused_rows = 0
         self._store: FeatureStore | None = None
         if prefix.enabled and cache_bytes > 0:
@@ -144,13 +141,14 @@ class Features:
 
     def close(self, session_id: int) -> None:
         """The session has ended, and its pages are home."""
+        wanted = self._wanted.get(session_id)
+        if wanted is None:
+            return
+        wanted.next = _ENDED
+        self._catch_up()
         if self._store is not None:
-            if session_id in self._unfused:
-                self._wanted[session_id].next = _ENDED
-                self._catch_up()
             self._store.close(session_id)
-        self._unfused_rows -= sum(run.rows for run in self._unfused.pop(session_id, ()))
-        self._wanted.pop(session_id, None)
+        del self._wanted[session_id]
 
     def forget(self) -> None:
         """The weights have changed: what is kept for cached pages is no longer true. What was sent stays sent."""
@@ -168,11 +166,13 @@ class Features:
         late: no hints are wanted, and none are verified
         """
         self._shares = {}
-        self._late = late
+        self._late = works if late else None
         if not late:
             self._catch_up()
         if not self._wanted:
             return batch
+        if late:
+            return replace(batch, capture=_capture({w.fusion for w in self._wanted.values()}, np.arange(len(batch))))
         rows: dict[Fusion, list[NDArray[np.int64]]] = {}
         self._counts = {}
         for work, span in zip(works, batch.spans, strict=True):
@@ -189,38 +189,33 @@ class Features:
             rows.setdefault(wanted.fusion, []).append(np.arange(span.first + known, span.first + span.rows))
         if not rows:
             return batch
-        layers = tuple(sorted({layer for fusion in rows for layer in fusion.layers}))
-        flat = np.concatenate([part for parts in rows.values() for part in parts])
-        capture = Capture(layers, any(fusion.final for fusion in rows), flat)
-        return replace(batch, capture=capture)
+        return replace(
+            batch, capture=_capture(rows, np.concatenate([part for parts in rows.values() for part in parts]))
+        )
 
     def take(self, batch: Batch, states: Tensor | None) -> None:
         """What the forward pass captured. states: [F, W], None if nothing was wanted."""
         if batch.capture is None:
             return
         assert states is not None, "a runner hands back what a batch asks for"
+        if self._late is not None:
+            self._unfused.append(_Unfused(self._late, batch.spans, batch.capture, states))
+            self._unfused_rows += len(batch)
+            return
         parts = states.split(list(self._counts.values()))
         for fusion, part in zip(self._counts, parts, strict=True):
-            chosen = fusion.select(part, batch.capture.layers, batch.capture.final)
-            if self._late:
-                self._states[fusion] = chosen
-            else:
-                self._host[fusion] = fusion.apply(chosen).to("cpu", non_blocking=True)
-        if self._host and self._model.device.type == "cuda":
+            self._host[fusion] = fusion.apply(fusion.select(part, batch.capture)).to("cpu", non_blocking=True)
+        if self._model.device.type == "cuda":
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     def settle(self, work: Work, path: Sequence[int], *, goes_on: bool) -> None:
         """Take over a session's committed rows. path: accepted nodes; goes_on: False if the session ends here."""
         session_id = work.chunk.session.id
+        if not goes_on and session_id in self._wanted:
+            self._wanted[session_id].next = _ENDED
         share = self._shares.pop(session_id, None)
         if share is None:
-            return
-        if not goes_on:
-            self._wanted[session_id].next = _ENDED
-        if share.fusion in self._states:
-            assert not path, "where no hints are wanted, none are verified"
-            self._put_off(session_id, share)
             return
         if self._arrived is not None:  # it came before the step's tokens did, if there were any
             self._arrived.synchronize()
@@ -231,34 +226,29 @@ class Features:
     def flush(self, *, late: bool = False) -> list[FeatureBlock]:
         """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
         self._host.clear()
-        self._states.clear()
         if not late or self._unfused_rows >= _MOST_UNFUSED:
             self._catch_up()
         ready, self._ready = self._ready, []
         return ready
 
-    # --- rows that are not fused at once ---
-
-    def _put_off(self, session_id: int, share: _Share) -> None:
-        runs = self._unfused.setdefault(session_id, [])
-        if not runs or runs[-1].position + runs[-1].rows != share.position:
-            runs.append(_Run(share.position))
-        runs[-1].add(self._states[share.fusion][share.offset : share.offset + share.committed])
-        self._unfused_rows += share.committed
-
     def _catch_up(self) -> None:
-        """Fuse what was put off."""
+        """Fuse the states of steps that wait."""
         if not self._unfused:
             return
-        unfused, self._unfused, self._unfused_rows = self._unfused, {}, 0
-        by_fusion: dict[Fusion, list[tuple[int, _Run]]] = {}
-        for session_id, runs in unfused.items():
-            by_fusion.setdefault(self._wanted[session_id].fusion, []).extend((session_id, run) for run in runs)
-        for fusion, owned in by_fusion.items():
-            rows = fusion.apply(torch.cat([part for _, run in owned for part in run.states])).cpu().numpy()
-            for session_id, run in owned:
-                self._keep(session_id, run.position, rows[: run.rows])
-                rows = rows[run.rows :]
+        unfused, self._unfused, self._unfused_rows = self._unfused, [], 0
+        found: dict[Fusion, dict[int, list[tuple[int, Tensor]]]] = {}
+        for works, spans, capture, states in unfused:
+            for work, span in zip(works, spans, strict=True):
+                session_id = work.chunk.session.id
+                if (wanted := self._wanted.get(session_id)) is not None:
+                    own = wanted.fusion.select(states[span.first : span.first + span.rows], capture)
+                    found.setdefault(wanted.fusion, {}).setdefault(session_id, []).append((span.start, own))
+        for fusion, parts in found.items():
+            rows = fusion.apply(torch.cat([own for owned in parts.values() for _, own in owned])).cpu().numpy()
+            for session_id, owned in parts.items():
+                for first, count in _runs([(start, len(own)) for start, own in owned]):
+                    self._keep(session_id, first, rows[:count])
+                    rows = rows[count:]
 
     # --- where rows go ---
 
@@ -277,3 +267,20 @@ class Features:
             sent = max(0, wanted.next - first)
             self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:]))
             wanted.next = end
+
+
+def _capture(fusions: Collection[Fusion], rows: NDArray[np.int64]) -> Capture:
+    """What fusions need of rows. rows: [F], of the batch."""
+    layers = tuple(sorted({layer for fusion in fusions for layer in fusion.layers}))
+    return Capture(layers, any(fusion.final for fusion in fusions), rows)
+
+
+def _runs(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Parts that follow one another as one. parts: (first position, rows)."""
+    runs: list[tuple[int, int]] = []
+    for first, count in parts:
+        if runs and sum(runs[-1]) == first:
+            runs[-1] = (runs[-1][0], runs[-1][1] + count)
+        else:
+            runs.append((first, count))
+    return runs

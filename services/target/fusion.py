@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ConfigError
 from outrider.serving.features import FLOAT8_MAX, FeatureFormat, FeatureSpec
+from services.target.batch import Capture
 from services.target.model.base import Model
 from services.target.model.linear import laid_out
 
@@ -81,14 +82,11 @@ class Fusion:
             x = self._fc(x)
         return _encode(x, self._format)
 
-    def select(self, states: Tensor, layers: tuple[int, ...], final: bool) -> Tensor:
-        """The states that are fused. [F, W].
-
-        states: captured of `layers` and, if `final`, of the end; these may be more than are wanted here
-        """
-        if (layers, final) == (self.layers, self.final):
+    def select(self, states: Tensor, capture: Capture) -> Tensor:
+        """The states that are fused. [F, W']. states: [F, W], captured, which may be more than are wanted here."""
+        if (capture.layers, capture.final) == (self.layers, self.final):
             return states
-        parts = dict(zip((*layers, -1), states.split(self._hidden, dim=-1), strict=False))
+        parts = dict(zip((*capture.layers, -1), states.split(self._hidden, dim=-1), strict=False))
         return torch.cat([parts[layer] for layer in (*self.layers, *([-1] if self.final else []))], dim=-1)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
