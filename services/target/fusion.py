@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.serving.features import FLOAT8_MAX, FeatureFormat, FeatureSpec
 from services.target.batch import Capture
-from services.target.model.base import Model
+from services.target.model.base import Model, Runner
 from services.target.model.linear import laid_out
+from services.target.model.native import ProgramRunner
 
 
 class Fusion:
@@ -44,7 +45,7 @@ class Fusion:
         if tensors:
             raise ConfigError(f"the drafter's fusion has tensors that are not known: {', '.join(sorted(tensors))}")
         self.width = self._check(weight, bias)
-        self._fc = None if weight is None else _linear(weight, bias)
+        self._fc = None if weight is None else _linear(weight, bias, model.runner)
         sizes = {FeatureFormat.BFLOAT16: 2 * self.width, FeatureFormat.FLOAT32: 4 * self.width}
         self.row_bytes = sizes.get(self._format, 4 + self.width)
 
@@ -93,13 +94,13 @@ class Fusion:
         return nn.functional.rms_norm(x, (x.shape[-1],), weight, self._epsilon)
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+def _linear(weight: Tensor, bias: Tensor | None, runner: Runner) -> nn.Module:
     """A linear layer, on a CPU by the kernels of the model's own: PyTorch's threads would get in the way of theirs."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
-    return laid_out(linear)
+    return laid_out(linear, threads=runner.threads if isinstance(runner, ProgramRunner) else None)
 
 
 def _read(content: bytes) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.pool import shared_pool
 from services.target.kernels.cpu.weights import Format, packed
 
+_FEW_ROWS = 16  # that one thread has done by the time that others are awake
 # The rows that the layout is chosen for. Larger hints cost single rows nothing; a hint of 1 costs many rows much.
 _ROWS = 64
 
@@ -44,13 +45,16 @@ class PackedLinear(nn.Module):
 class NativeLinear(nn.Module):
     """An nn.Linear on our own kernel, in any of its number formats; for inference on the CPU alone."""
 
-    def __init__(self, linear: nn.Linear, number_format: Format) -> None:
+    def __init__(self, linear: nn.Linear, number_format: Format, threads: int | None = None) -> None:
+        """threads: of many rows; by default PyTorch's, for any number of rows."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self._dtype = linear.weight.dtype
         self._packed = packed(linear.weight, number_format)
-        self._pool = shared_pool()
+        self._pool = self._small_pool = shared_pool()
+        if threads is not None:
+            self._pool, self._small_pool = shared_pool(threads), shared_pool(1)
 
     @property
     def weight(self) -> Tensor:
@@ -71,8 +75,9 @@ class NativeLinear(nn.Module):
         y = x.new_empty(*x.shape[:-1], self.out_features)
         rows = x.numel() // self.in_features
         if rows:
+            pool = self._pool if rows > _FEW_ROWS else self._small_pool
             library.load().outrider_linear(
-                self._pool.handle, self._packed.handle, None if bias is None else bias.data_ptr(),
+                pool.handle, self._packed.handle, None if bias is None else bias.data_ptr(),
                 x.data_ptr(), y.data_ptr(), rows, x.dtype == torch.bfloat16,
             )  # fmt: skip
         return y
@@ -107,13 +112,16 @@ def plain_format(dtype: torch.dtype) -> Format | None:
     return {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}.get(dtype)
 
 
-def laid_out(linear: nn.Linear, number_format: Format | None = None) -> nn.Module:
-    """A layer on the best kernel for its weight, the layer itself if there is none. number_format: as of `pack`."""
+def laid_out(linear: nn.Linear, number_format: Format | None = None, threads: int | None = None) -> nn.Module:
+    """A layer on the best kernel for its weight, the layer itself if there is none.
+
+    number_format: as of `pack`; threads: as of NativeLinear
+    """
     plain = plain_format(linear.weight.dtype)
     if plain is None or linear.weight.device.type != "cpu":
         return linear
     if library.available():
-        return NativeLinear(linear, plain if number_format is None else number_format)
+        return NativeLinear(linear, plain if number_format is None else number_format, threads)
     narrow = linear.weight.dtype == torch.bfloat16
     if not torch.backends.mkldnn.is_available() or (narrow and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return linear

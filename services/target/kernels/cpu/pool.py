@@ -11,7 +11,7 @@ from services.target.kernels.cpu import library
 
 
 class Pool:
-    """As many threads as PyTorch has."""
+    """Threads that compute together."""
 
     def __init__(self, threads: int) -> None:
         functions = library.load()
@@ -24,6 +24,6 @@ def _pool(threads: int) -> Pool:
     return Pool(threads)
 
 
-def shared_pool() -> Pool:
-    """One pool for all operators; one caller at a time, which the engine thread is."""
-    return _pool(torch.get_num_threads())
+def shared_pool(threads: int | None = None) -> Pool:
+    """One pool for all operators of so many threads, by default PyTorch's; one caller at a time: the engine thread."""
+    return _pool(torch.get_num_threads() if threads is None else threads)
