@@ -26,7 +26,8 @@ from torch import Tensor
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import OpenSession
-from services.target.batch import Batch, Capture, Span, Work
+from outrider.serving.scheduler import Chunk
+from services.target.batch import Batch, Capture, Work
 from services.target.feature_store import FeatureStore
 from services.target.fusion import Fusion
 from services.target.model.base import Model
@@ -65,10 +66,9 @@ class _Share:
 
 
 class _Unfused(NamedTuple):
-    """A step whose states wait to be fused: those of all its rows, which are committed tokens. states: [rows, W]."""
+    """A step whose states wait to be fused: those of all its rows, chunk after chunk. states: [rows, W]."""
 
-    works: Sequence[Work]
-    spans: Sequence[Span]
+    chunks: Sequence[Chunk]
     capture: Capture
     states: Tensor
 
@@ -82,13 +82,13 @@ class Features:
         self._fusions: dict[int, Fusion] = {}
         self._wanted: dict[int, _Wanted] = {}
         self._ready: list[FeatureBlock] = []
-        # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its works, if
-        # its rows wait.
+        # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its chunks,
+        # if its rows wait.
         self._counts: dict[Fusion, int] = {}
         self._host: dict[Fusion, Tensor] = {}
         self._shares: dict[int, _Share] = {}
         self._arrived: torch.cuda.Event | None = None
-        self._late: Sequence[Work] | None = None
+        self._late: Sequence[Chunk] | None = None
         self._unfused: list[_Unfused] = []
         self._unfused_rows = 0
         self._store: FeatureStore | None = None
@@ -166,7 +166,7 @@ class Features:
         late: no hints are wanted, and none are verified
         """
         self._shares = {}
-        self._late = works if late else None
+        self._late = [work.chunk for work in works] if late else None
         if not late:
             self._catch_up()
         if not self._wanted:
@@ -199,7 +199,7 @@ class Features:
             return
         assert states is not None, "a runner hands back what a batch asks for"
         if self._late is not None:
-            self._unfused.append(_Unfused(self._late, batch.spans, batch.capture, states))
+            self._unfused.append(_Unfused(self._late, batch.capture, states))
             self._unfused_rows += len(batch)
             return
         parts = states.split(list(self._counts.values()))
@@ -237,12 +237,12 @@ class Features:
             return
         unfused, self._unfused, self._unfused_rows = self._unfused, [], 0
         found: dict[Fusion, dict[int, list[tuple[int, Tensor]]]] = {}
-        for works, spans, capture, states in unfused:
-            for work, span in zip(works, spans, strict=True):
-                session_id = work.chunk.session.id
+        for chunks, capture, states in unfused:
+            for chunk, part in zip(chunks, states.split([len(chunk) for chunk in chunks]), strict=True):
+                session_id = chunk.session.id
                 if (wanted := self._wanted.get(session_id)) is not None:
-                    own = wanted.fusion.select(states[span.first : span.first + span.rows], capture)
-                    found.setdefault(wanted.fusion, {}).setdefault(session_id, []).append((span.start, own))
+                    own = wanted.fusion.select(part, capture)
+                    found.setdefault(wanted.fusion, {}).setdefault(session_id, []).append((chunk.start, own))
         for fusion, parts in found.items():
             rows = fusion.apply(torch.cat([own for owned in parts.values() for _, own in owned])).cpu().numpy()
             for session_id, owned in parts.items():
