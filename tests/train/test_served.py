@@ -93,7 +93,7 @@ def test_the_feature_is_what_the_target_would_send(head, target):
     rng = np.random.default_rng(1)
     states = rng.standard_normal((5, (len(served.states.layers) + 1) * H)).astype(np.float32)
     own = states[:, : len(fusion.layers) * H + fusion.final * H] if not fusion.final else states[:, -H:]
-    expected = decode(fusion.apply(torch.from_numpy(own), fusion.layers, fusion.final).numpy(), FeatureFormat.FLOAT32)
+    expected = decode(fusion.apply(torch.from_numpy(own)).numpy(), FeatureFormat.FLOAT32)
     feature = served.feature(served.params(), jnp.asarray(states))
     np.testing.assert_allclose(feature, expected, rtol=2e-4, atol=2e-4)
 
