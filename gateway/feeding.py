@@ -23,27 +23,17 @@ def relay(
     batch: common_pb2.FeatureBatch, sessions: Mapping[int, Session], drafts: Sequence[DraftLink], metrics: Metrics
 ) -> None:
     """Pass a batch on, each block to the draft of its session, and note how far every session has been fed."""
-    stray: set[int] = set()
+    hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
+    owners: list[DraftLink | None] = []  # of each block; strays may stand before rows of the same session
+    strays = False
     for session_id, first, end in codec.feature_spans(batch):
         session = sessions.get(session_id)
-        if session is None:
-            continue
-        if first > session.features_until:
-            stray.add(session_id)
-        else:
+        stray = session is not None and first > session.features_until
+        if session is not None and not stray:
             session.features_until = max(session.features_until, end)
-    hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
-    if len(hungry) > 1 or stray:
-
-        def draft_of(session_id: int) -> DraftLink | None:
-            session = sessions.get(session_id)
-            if session is None or session_id in stray:
-                return None
-            return session.draft if session.draft in hungry else None
-
-        batches = split_features(batch, draft_of)
-    else:
-        batches = dict.fromkeys(hungry, batch)
+        owners.append(session.draft if session is not None and not stray and session.draft in hungry else None)
+        strays |= stray
+    batches = split_features(batch, owners) if len(hungry) > 1 or strays else dict.fromkeys(hungry, batch)
     for draft, part in batches.items():
         if draft.feed(part):
             metrics.feature_bytes.inc(len(part.rows))

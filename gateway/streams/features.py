@@ -6,7 +6,7 @@ What a draft is slow to read gathers; beyond a bound, the newest are dropped, an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.streams.batches import Key, join
@@ -54,12 +54,10 @@ class Backlog:
         return join(taken)
 
 
-def split_features(
-    batch: common_pb2.FeatureBatch, owner: Callable[[int], Key | None]
-) -> dict[Key, common_pb2.FeatureBatch]:
-    """The blocks of a batch by who owns their session; those without an owner are left out. Raises InvalidRequest."""
+def split_features(batch: common_pb2.FeatureBatch, owners: Sequence[Key | None]) -> dict[Key, common_pb2.FeatureBatch]:
+    """The blocks of a batch by their owners; those without one are left out. Raises InvalidRequest."""
     groups: dict[Key, list[FeatureBlock]] = {}
-    for block in codec.features_from_pb(batch):
-        if (key := owner(block.session_id)) is not None:
-            groups.setdefault(key, []).append(block)
-    return {key: codec.features_to_pb(blocks) for key, blocks in groups.items()}
+    for block, owner in zip(codec.features_from_pb(batch), owners, strict=True):
+        if owner is not None:
+            groups.setdefault(owner, []).append(block)
+    return {owner: codec.features_to_pb(blocks) for owner, blocks in groups.items()}

@@ -44,6 +44,14 @@ def test_what_was_on_its_way_when_everything_was_asked_for_again_is_left_out():
     assert (sessions[1].features_until, sessions[2].features_until) == (64, 14)
 
 
+def test_strays_take_nothing_with_them_that_came_in_the_same_frame():
+    draft = Draft()
+    sessions = {1: session(draft), 2: session(draft, 10)}
+    relay(sessions, [draft], (1, 57, 3), (1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4))
+    assert draft.fed == [(1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4)]
+    assert (sessions[1].features_until, sessions[2].features_until) == (61, 12)
+
+
 def test_each_draft_is_fed_its_own():
     one, other = Draft(), Draft()
     sessions = {1: session(one), 2: session(other), 3: session(None)}
