@@ -5,7 +5,6 @@ Without them a drafter would start blind on exactly those prompts that repeat, f
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -17,14 +16,10 @@ _Bytes = NDArray[np.uint8]  # [rows, row bytes]
 
 @dataclass
 class _Tail:
-    """Rows of a session that may still become part of a cached page. first: position of the first one, in tokens.
-
-    due: the pages whose rows are yet to come, with their places in the session's table
-    """
+    """Rows of a session that may still become part of a cached page. first: position of the first one, in tokens."""
 
     first: int = 0
     parts: list[_Bytes] = field(default_factory=list)
-    due: deque[tuple[int, int]] = field(default_factory=deque)
 
     @property
     def end(self) -> int:
@@ -71,17 +66,13 @@ class FeatureStore:
 
     def close(self, session_id: int) -> None:
         """The session has given its pages back."""
-        tail = self._tails.pop(session_id, None)
-        for index, page in tail.due if tail is not None else ():
-            if self._due.get(page) == (session_id, index):
-                del self._due[page]
+        if self._tails.pop(session_id, None) is not None:
+            self._due = {page: due for page, due in self._due.items() if due[0] != session_id}
 
     def add(self, session_id: int, first: int, rows: _Bytes) -> None:
         """Rows of committed tokens, as they were sent. first: position of the first one."""
-        tail = self._tails[session_id]
-        tail.add(first, rows)
-        if tail.due:
-            self._fill(session_id, tail)
+        self._tails[session_id].add(first, rows)
+        self._fill(session_id)
 
     def forget(self) -> None:
         """Let everything go; sessions go on with rows to come."""
@@ -95,12 +86,9 @@ class FeatureStore:
 
     def page_cached(self, owner: int, index: int, page: int) -> None:
         """Keep the rows of a page that others may find."""
-        tail = self._tails.get(owner)
-        if tail is None:
-            return
-        tail.due.append((index, page))
-        self._due[page] = owner, index
-        self._fill(owner, tail)
+        if owner in self._tails:
+            self._due[page] = owner, index
+            self._fill(owner)
 
     def page_taken(self, owner: int, index: int, page: int) -> None:
         """Hand a found page's rows to the session that found it."""
@@ -116,15 +104,14 @@ class FeatureStore:
         if rows is not None:
             self.bytes -= rows.nbytes
 
-    def _fill(self, owner: int, tail: _Tail) -> None:
-        """Keep the rows of pages that have them all by now."""
-        end, size = tail.end, self._page_size
-        while tail.due and (tail.due[0][0] + 1) * size <= end:
-            index, page = tail.due.popleft()
-            rows = tail.page(index * size, size)
-            if self._due.get(page) != (owner, index):
-                continue  # it has been dropped since
+    def _fill(self, owner: int) -> None:
+        """Keep the rows of a session's pages that have them all by now."""
+        tail, size = self._tails[owner], self._page_size
+        for page, index in [(page, index) for page, (whose, index) in self._due.items() if whose == owner]:
+            if (index + 1) * size > tail.end:
+                return
             del self._due[page]
+            rows = tail.page(index * size, size)
             if rows is not None and page not in self._pages:
                 self._keep(page, rows)
 

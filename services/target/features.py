@@ -166,11 +166,11 @@ class Features:
         late: no hints are wanted, and none are verified
         """
         self._shares = {}
+        if not self._wanted:
+            return batch
         self._late = [work.chunk for work in works] if late else None
         if not late:
             self._catch_up()
-        if not self._wanted:
-            return batch
         if late:
             return replace(batch, capture=_capture({w.fusion for w in self._wanted.values()}, np.arange(len(batch))))
         rows: dict[Fusion, list[NDArray[np.int64]]] = {}
