@@ -37,7 +37,7 @@ GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
 HINTED = 8  # tokens of a hint
-_RACES = 5
+_RACES, _LEARNING = 8, 4  # the first ones are for learning what hints are worth, which many sessions begin late
 Hints = Callable[[int, list[int]], Proposal | None]
 
 
@@ -186,7 +186,7 @@ def measure_hints(report: Report, plain: Racer, hinted: Racer, sessions: int, st
             assert said == with_hints == texts, "hints never change the text"
             rates.append(plain.rate)
             measured.append(hinted.rate / plain.rate)
-        ratios |= {f"{kind} / plain": float(np.median(measured[1:])), f"{kind}, at first": measured[0]}
+        ratios |= {f"{kind} / plain": float(np.median(measured[_LEARNING:])), f"{kind}, at first": measured[0]}
     report.add(sessions=sessions, plain=float(np.median(rates)), **ratios)
 
 

@@ -21,6 +21,8 @@ _SHORT_TURN = 8  # of a way that is far behind
 _SHARE, _SHARE_OF_WORST = 0.005, 0.00125
 _SOONEST = 16  # turns as long as its own, at least
 _LATEST = 300.0  # seconds, at most
+_FIRST_REST = 10.0  # seconds that a load of many sessions lasts before hints are tried
+_MUCH = 1.5  # a gain with which they are tried at once
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
@@ -97,11 +99,18 @@ class _Measured:
 class Contest:
     """The ways at one load; `way` is that of the present turn.
 
+    gain: rate of the better way with hints over that without; 1 if nobody knows
     hopeless: seconds that a turn with hints costs where they are far behind; None if they are not, or nobody knows
     """
 
-    def __init__(self, ways: Sequence[Way], first: Way, prompts: Prompts, hopeless: float | None = None) -> None:
-        """first: the way to begin with. hopeless: of fewer sessions, which have more to gain than these."""
+    def __init__(
+        self, ways: Sequence[Way], first: Way, prompts: Prompts, fewer: Contest | None = None, *, many: bool = False
+    ) -> None:
+        """first: the way to begin with. fewer: the contest of fewer sessions, which have more to gain than these.
+
+        many: a first turn with hints has many prompts to read. The load must last for a while to be worth that, unless
+        fewer sessions have gained much.
+        """
         self._measured = {way: _Measured() for way in sorted(ways, key=lambda way: way is not Way.PLAIN)}
         self._prompts = prompts
         self._turns = 0
@@ -109,8 +118,16 @@ class Contest:
         self._tokens = self._seconds = 0.0  # since the last turn's end, measured or not; tokens of each session
         self._short = False
         self._sessions = 1.0
-        self.hopeless = hopeless
-        self.way = first if hopeless is None else Way.PLAIN
+        self.hopeless = fewer.hopeless if fewer is not None else None
+        self.gain = fewer.gain if fewer is not None else 1.0
+        self._rest = self._first_rest(many)
+        self.way = Way.PLAIN if self._rest else first
+
+    def _first_rest(self, many: bool) -> float:
+        """Seconds after which hints are tried first."""
+        if self.hopeless is not None:
+            return _pause(self.hopeless, _SHARE)
+        return _FIRST_REST if many and self.gain < _MUCH and Way.PLAIN in self._measured else 0.0
 
     @property
     def steps(self) -> int:
@@ -146,20 +163,19 @@ class Contest:
     def _judge_hints(self, rates: dict[Way, float]) -> None:
         hinted = [way for way in rates if way is not Way.PLAIN]
         plain = rates.get(Way.PLAIN)
-        if plain is None or not hinted:
+        if not plain or not hinted:
             return
-        hopeless = max(map(rates.__getitem__, hinted)) < _FAR_BEHIND * plain
-        self.hopeless = max(self._lost(way, plain) for way in hinted) if hopeless else None
+        self.gain = max(map(rates.__getitem__, hinted)) / plain
+        self.hopeless = max(self._lost(way, plain) for way in hinted) if self.gain < _FAR_BEHIND else None
 
     def _due(self, way: Way, rates: dict[Way, float], best: Way) -> float:
         """When a way that is not the best has its next turn; seconds at this load."""
         measured = self._measured[way]
         others = [other for other in rates if other is not Way.PLAIN]
         if not measured.turn:
-            if way is Way.PLAIN or self.hopeless is None:
-                return 0.0
-            share = _SHARE_OF_WORST if others else _SHARE
-            return max((self._measured[o].trial.ended for o in others), default=0.0) + _pause(self.hopeless, share)
+            if way is Way.PLAIN or not others or self.hopeless is None:
+                return 0.0 if way is Way.PLAIN else self._rest
+            return max(self._measured[o].trial.ended for o in others) + _pause(self.hopeless, _SHARE_OF_WORST)
         if measured.hopeful:
             return measured.trial.ended
         worst = best is Way.PLAIN and len(others) > 1 and rates[way] == min(rates.values())

@@ -19,6 +19,7 @@ from services.target.contest import TURN, Contest, Prompts, Way
 
 _SETTLING = 2  # steps at the beginning of a turn that are not measured: drafters have yet to be told
 _UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
+_MANY = 2  # as of `_contests`: three sessions and more
 _LONGEST = 0.05  # seconds that a step is held at most, and never longer than a step takes
 
 HINTED = (Way.WAIT, Way.GO)
@@ -96,7 +97,9 @@ class Patience:
         if self._has_drafter:
             self._prompts.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
-            if count and not prompts and self._judges(bool(drafted)):
+            if self._meets(count, bool(prompts)):
+                pass
+            elif count and not prompts and self._judges(bool(drafted)):
                 self._measure(count, tokens / count, seconds)
         if count and not prompts:
             self._computing += (0.2 if self._computing else 1.0) * (computing - self._computing)
@@ -123,16 +126,19 @@ class Patience:
         self._unanswered += 1
         return self._unanswered > _UNANSWERED * TURN
 
+    def _meets(self, count: int, prompts: bool) -> bool:
+        """True if a step of so many sessions is the first one at another load. prompts: more of them are coming."""
+        load = round(math.log2(count)) if count else -1
+        if load == self._load or not count or (prompts and load < self._load):
+            return False
+        way, self._load, self._step_seconds = self.way, load, 0.0
+        self._begin_turn()
+        if load not in self._contests:
+            fewer = self._contests.get(max((known for known in self._contests if known < load), default=-1))
+            self._contests[load] = Contest(self._ways, way, self._prompts, fewer, many=load >= _MANY)
+        return True
+
     def _measure(self, count: int, tokens: float, seconds: float) -> None:
-        load = round(math.log2(count))
-        if load != self._load:
-            way, self._load, self._step_seconds = self.way, load, 0.0
-            self._begin_turn()
-            if load not in self._contests:
-                fewer = max((known for known in self._contests if known < load), default=None)
-                hopeless = self._contests[fewer].hopeless if fewer is not None else None
-                self._contests[load] = Contest(self._ways, way, self._prompts, hopeless)
-            return
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.
         if self._step_seconds and seconds > 4 * self._step_seconds:
             seconds = self._step_seconds
@@ -142,7 +148,7 @@ class Patience:
             return
         self._turn[0] += tokens
         self._turn[1] += seconds
-        contest = self._contests[load]
+        contest = self._contests[self._load]
         if self._steps >= contest.steps:
             before = contest.way
             contest.end_turn(*self._turn, sessions=count)

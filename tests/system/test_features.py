@@ -15,6 +15,7 @@ from tests.system.services import draft_service, target_service
 from tests.tiny import write_model, write_tokenizer
 
 WIDTH, LAYERS = 48, 6
+TREE = {"speculative_num_draft_tokens": 8}  # hints are then always wanted, and features sent step by step
 
 
 class FedDrafter(NgramDrafter):
@@ -100,7 +101,7 @@ def check(drafter, count, expected, slack=24):
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_what_the_drafter_is_fed_is_what_transformers_says(system, truth, chunk):
     drafter = FedDrafter()
-    target, draft, gateway = system(drafter, chunked_prefill_size=chunk)
+    target, draft, gateway = system(drafter, chunked_prefill_size=chunk, **TREE)
     target.pause = 0.03  # the draft keeps up with it, and its hints come in time
     for prompts in (PROMPTS[:2], PROMPTS):  # a few, then all together; the pages of those few are found in the cache
         texts = ask_all(gateway, prompts, temperature=0)
@@ -116,7 +117,7 @@ def test_the_fusion_crosses_with_the_specification(system, truth):
     fc = torch.randn(2500, 3 * WIDTH, generator=torch.Generator().manual_seed(0))
     drafter = FedDrafter(save({"fc.weight": fc}))
     assert len(drafter.fusion) > 1 << 20
-    target, draft, gateway = system(drafter)
+    target, draft, gateway = system(drafter, **TREE)
     target.pause = 0.05  # the draft keeps up with it
     ask_all(gateway, PROMPTS[:3])
     until(lambda: idle(draft))

@@ -101,18 +101,49 @@ def test_each_load_has_its_own_answer():
 
 
 def test_what_does_not_pay_for_few_is_no_first_choice_for_many():
-    """Hints that are far behind at one session are tried at eight after a pause; where they pay, at once."""
-    for gain, drafting, tried in ((0.2, 0.060, False), (1.0, 0.0, True)):
-        clock = Clock()
-        patience = Patience(clock=clock)
-        work(clock, patience, 16 * TURN, answer=0.001, gain=gain, drafting=drafting)
-        plain = share_of(Way.PLAIN, clock, patience, 8 * TURN, answer=0.001, gain=gain, drafting=drafting, sessions=8)
-        assert plain < 0.3 if tried else plain > 0.98
-        clock.now += 1.0
-        long = share_of(Way.PLAIN, clock, patience, 999 * TURN, answer=0.001, gain=gain, drafting=drafting, sessions=8)
-        assert 0.98 < long < 1.0 or tried
-        fewer = share_of(Way.PLAIN, clock, patience, 8 * TURN, answer=0.001, gain=gain, drafting=drafting, sessions=4)
-        assert (fewer > 0.98) != tried
+    """Hints that are far behind at one session are tried at eight, and at four, after a pause; then they are tried."""
+    clock = Clock()
+    patience = Patience(clock=clock)
+    dear = {"answer": 0.001, "gain": 0.2, "drafting": 0.060}
+    work(clock, patience, 16 * TURN, **dear)
+    for sessions in (8, 4):
+        assert share_of(Way.PLAIN, clock, patience, 8 * TURN, **dear, sessions=sessions) > 0.98
+    assert 0.98 < share_of(Way.PLAIN, clock, patience, 999 * TURN, **dear, sessions=8) < 1.0
+
+
+@pytest.mark.parametrize(("gain", "at_once"), [(1.0, True), (0.2, False)])
+def test_many_sessions_try_hints_at_once_where_few_have_gained_much(gain, at_once):
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 16 * TURN, answer=0.001, gain=gain)
+    begun = clock.now
+    waits = work(clock, patience, 8 * TURN, answer=0.001, gain=gain, sessions=8)
+    assert (sum(wait > 0 for wait in waits) > 0.5 * len(waits)) == at_once
+    while clock.now < begun + 15:
+        work(clock, patience, 1, answer=0.001, gain=gain, sessions=8)
+    waits = work(clock, patience, 64 * TURN, answer=0.001, gain=gain, sessions=8)
+    assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
+
+
+def test_many_sessions_that_come_first_of_all_begin_without_hints():
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 1, answer=0.001, gain=1.0, sessions=8)
+    assert share_of(Way.PLAIN, clock, patience, 8 * TURN, answer=0.001, gain=1.0, sessions=8) == 1.0
+    assert share_of(Way.WAIT, clock, patience, 64 * TURN, answer=0.001, gain=1.0, sessions=8) > 0.6
+
+
+def test_a_load_that_grows_is_met_while_prompts_are_read():
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 4, answer=0.001, gain=0.2)
+    ways = []
+    for sessions in (1, 2, 4, 8, 7, 8):
+        patience.begin()
+        clock.now += 0.1
+        patience.end([1], sessions, sessions, prompts=50)
+        ways.append(patience.way)
+    assert ways == [Way.WAIT, Way.WAIT, Way.PLAIN, Way.PLAIN, Way.PLAIN, Way.PLAIN]
 
 
 def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
