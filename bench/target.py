@@ -89,7 +89,7 @@ def opening(session_id: int, prompt: NDArray[np.uint32], new: int) -> OpenSessio
 
 
 def prompt_of(seed: int, length: int) -> NDArray[np.uint32]:
-    """Token ids that are likely enough for any vocabulary."""
+    """Token ids, below 20,000."""
     return np.random.default_rng(seed).integers(300, 20_000, length).astype(np.uint32)
 
 
@@ -127,7 +127,8 @@ def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int) -> l
     """Median seconds of steps with some numbers of rows of a session, taken in turns; no draft is ever right."""
     budget, most = engine.planner.budget, engine.planner.max_rows
     engine.planner.budget = _Everything()
-    engine.open(opening(1, prompt_of(1, CONTEXT), len(counts) * (steps + 4) + 4))
+    prompt = prompt_of(1, CONTEXT) % engine.model.vocab_size
+    engine.open(opening(1, prompt, len(counts) * (steps + 4) + 4))
     while not engine.step().commits:  # the prompt
         pass
     times: dict[int, list[float]] = {rows: [] for rows in counts}

@@ -186,7 +186,7 @@ def _plot(report: Report, axes: Sequence[str]) -> None:
             known = [row for row in rows if "expected" in row]
             panel.plot([r["value"] for r in known], [r["expected"] for r in known], "k--", label="expected")
         panel.axhline(1.0, color="gray", linewidth=0.8)
-        if name in ("context", "sessions"):
+        if rows and name in ("context", "sessions"):  # no scale without points
             panel.set_xscale("log", base=2)
         panel.set(xlabel=name, ylim=(0, None))
         panel.grid(alpha=0.3)

@@ -1,17 +1,21 @@
 """What `bench scale` stands on: the draft that knows the answers, the slow network, and what theory expects."""
 
 import asyncio
+import json
 import time
 
 import numpy as np
 import pytest
 
+from bench import report
 from bench.scale.delay import serve
 from bench.scale.oracle import OracleEngine, Text
+from bench.scale.run import main
 from bench.scale.theory import expected_tokens, going_on, speedup, waiting
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
+from tests.tiny import write_model, write_tokenizer
 
 TEXT = np.arange(100, 400, dtype=np.uint32)
 
@@ -91,3 +95,19 @@ def test_theory_at_its_ends():
     assert going_on(0.8, 4, cost, 0.02, 8) >= 1 / cost(0)
     ratios = [speedup(a / 10, cost, 0.002, 8) for a in range(11)]
     assert ratios == sorted(ratios)
+
+
+@pytest.mark.system
+def test_two_axes_of_a_tiny_model(tmp_path, monkeypatch):
+    """The page and its plot are there from the first point on, when other axes have none yet."""
+    monkeypatch.setattr(report, "_chosen", tmp_path)
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    sizes = ["--contexts", "32", "--sessions", "2", "--context", "32", "--new-tokens", "24", "--rounds", "2"]
+    main(["--model-path", str(model), "--axes", "context", "sessions", *sizes])
+    rows = json.loads((tmp_path / "scale.json").read_text())["rows"]
+    assert [(row["axis"], row["value"], "expected" in row) for row in rows] == [
+        ("context", 32, True),
+        ("sessions", 2, False),
+    ]
+    assert all(row["plain tokens/s"] > 0 and row["accept length"] >= 1.0 for row in rows)
+    assert (tmp_path / "scale.png").stat().st_size > 1000
