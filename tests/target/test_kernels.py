@@ -1,5 +1,6 @@
 """Ragged paged attention with tree masks, against dense attention in float64 that knows nothing of pages."""
 
+import itertools
 import math
 
 import numpy as np
@@ -145,6 +146,40 @@ def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype):
         found = NativeAttention(batch)(q, cache.keys[0], cache.values[0], **options)
         error = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
+
+
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2), (8, 2), (10, 2)])
+@pytest.mark.parametrize("dims", [(64, 64), (20, 12), (80, 48)])
+@pytest.mark.parametrize("formats", [
+    (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn),
+])  # fmt: skip
+def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats):
+    """Keys of a single row are not laid out for the arithmetic; those of several rows, and of trees, are."""
+    dtype, stored = formats
+    rng = np.random.default_rng(0)
+    allocator = PageAllocator(64, 16)
+    cache = KVCache([LayerShape(heads[1], *dims)], 64, 16, stored, CPU)
+    for pool, dim in zip((cache.keys[0], cache.values[0]), dims, strict=True):
+        pool.copy_(torch.randn(65, 16, heads[1], dim).to(dtype).to(stored))
+    for length, window in itertools.product((1, 31, 128, 129, 300, 385), (None, 100)):
+        session = Session(opening(1, rng.integers(0, 50, length).tolist()), PrefixCache(allocator))
+        session.table.reserve(length + 8)
+        first = max(0, length - 5)
+        q = torch.randn(length - first, heads[0], dims[0]).to(dtype)
+        rows = {
+            "alone": (length - 1, 0, q[-1:]), "in a chunk": (first, 0, q),
+            "with a tree": (length - 1, 8, torch.cat([q[-1:], torch.randn(8, heads[0], dims[0]).to(dtype)])),
+        }  # fmt: skip
+        found = {}
+        for name, (start, nodes, queries) in rows.items():
+            batch = build([Work(Chunk(session, start, length), random_slice(rng, nodes))], CPU)
+            said = NativeAttention(batch)(
+                queries, cache.keys[0], cache.values[0], scaling=dims[0] ** -0.5, window=window
+            )
+            found[name] = said[0 if nodes else -1]
+        assert all(torch.equal(found["alone"], other) for other in found.values()), length
+        session.table.release()
 
 
 def test_a_batch_lays_out_rows_positions_slots_and_draws():

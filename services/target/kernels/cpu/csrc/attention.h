@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "attention_plan.h"
-#include "split.h"
+#include "direct.h"
 
 namespace outrider {
 
@@ -130,6 +130,12 @@ class AttentionWorker {
   // Keys that all rows see in one order.
   void cached(int64_t from, int count) {
     batch_.slots(span_, from, from + count, slot_);
+    switch (queries_) {
+      case 1: return direct<1>(from, count);
+      case 2: return direct<2>(from, count);
+      case 3: return direct<3>(from, count);
+      case 4: return direct<4>(from, count);
+    }
     lay_keys_of(count);
     lay_values_of(slot_, 0, count);
     for (int query = 0; query < queries_; query += kTogether) {
@@ -138,6 +144,15 @@ class AttentionWorker {
       for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
       combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
     }
+  }
+
+  // N query vectors and the keys of slot_[0 .. count).
+  template <int N>
+  void direct(int64_t from, int count) {
+    const auto& shape = call_.shape;
+    score_directly<T, P, N>(query_, words_, shape.key_dim, count, key_at(), scores_);
+    for (int i = 0; i < N; ++i) take_weights(i, i, scores_ + i * kMaxColumns, from, count);
+    combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_);
   }
 
   // A split in which paths stand: keys of the cache and nodes are laid out once, and each row takes them in its own order.
@@ -185,20 +200,27 @@ class AttentionWorker {
     return int(std::max<int64_t>(0, to - from));
   }
 
+  // Where the keys of slot_ lie.
+  auto key_at() const {
+    const P* keys = call_.keys + kv_head_ * call_.shape.key_dim;
+    return [this, keys, pitch = call_.shape.kv_heads * call_.shape.key_dim](int column) { return keys + slot_[column] * pitch; };
+  }
+
+  auto value_at(const int64_t* slots) const {
+    const P* values = call_.values + kv_head_ * call_.shape.value_pitch();
+    return [slots, values, pitch = call_.shape.kv_heads * call_.shape.value_pitch()](int column) {
+      return values + slots[column] * pitch;
+    };
+  }
+
   // The keys of slot_[0 .. count).
   void lay_keys_of(int count) {
-    const auto& shape = call_.shape;
     stride_ = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
-    const P* keys = call_.keys + kv_head_ * shape.key_dim;
-    const int64_t pitch = shape.kv_heads * shape.key_dim;
-    lay_keys<T, P>(keys_, stride_, shape.key_dim, count, [&](int column) { return keys + slot_[column] * pitch; });
+    lay_keys<T, P>(keys_, stride_, call_.shape.key_dim, count, key_at());
   }
 
   void lay_values_of(const int64_t* slots, int first, int count) {
-    const auto& shape = call_.shape;
-    const P* values = call_.values + kv_head_ * shape.value_pitch();
-    const int64_t pitch = shape.kv_heads * shape.value_pitch();
-    lay_values<T, P>(values_, shape.value_dim, first, count, [&](int column) { return values + slots[column] * pitch; });
+    lay_values<T, P>(values_, call_.shape.value_dim, first, count, value_at(slots));
   }
 
   void take_weights(int query, int place, float* scores, int64_t from, int count) {

@@ -158,6 +158,20 @@ void put_in_order(__m512* sum) {
   }
 }
 
+// V vectors of each of N query vectors, from number d on.
+template <class T, int N, int V>
+void store_sums(__m512 (*sum)[V], int64_t wide, int64_t d, float* sums) {
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    if constexpr (V % 2 == 0) {
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v += 2) put_in_order<T>(sum[n] + v);
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + n * wide + d + v * kLanes, sum[n][v]);
+  }
+}
+
 template <class T, int N, int V>
 void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, int64_t d, int words, float* sums) {
   __m512 sum[N][V];
@@ -175,15 +189,7 @@ void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, i
       for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], value, weights[n * kSplit + word]);
     }
   }
-#pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) {
-    if constexpr (V % 2 == 0) {
-#pragma GCC unroll 2
-      for (int v = 0; v < V; v += 2) put_in_order<T>(sum[n] + v);
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + n * wide + d + v * kLanes, sum[n][v]);
-  }
+  store_sums<T, N, V>(sum, wide, d, sums);
 }
 
 template <class T, int N>

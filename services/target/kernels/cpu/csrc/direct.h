@@ -1,0 +1,88 @@
+// As split.h, for the few query vectors of a single row: keys are turned, and values paired, in registers. Laying them out
+// would cost more than it saves, for between two layers the weights sweep such memory out of near caches.
+//
+// Every number is multiplied and added in the order of split.h, so results have the same bits.
+#pragma once
+
+#include "split.h"
+
+namespace outrider {
+
+// scores: [N][kMaxColumns], of N query vectors with all columns. at(column): where a key lies, [dim] numbers.
+template <class T, class P, int N, class At>
+void score_directly(const int32_t* queries, int64_t words, int64_t dim, int columns, At&& at, float* scores) {
+  for (int column = 0; column < columns; column += kLanes) {
+    const P* from[kLanes];
+    for (int i = 0; i < kLanes; ++i) from[i] = at(std::min(column + i, columns - 1));
+    __m512 sum[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sum[n] = _mm512_setzero_ps();
+    for (int64_t word = 0; word < words; word += kLanes) {
+      const int64_t d = word * Dot<T>::kStep;
+      __m512i part[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) part[i] = Dot<T>::load_words(from[i] + d, dim - d);
+      transpose16(part);
+      auto add = [&](int i) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) sum[n] = Dot<T>::add(sum[n], part[i], queries[n * words + word + i]);
+      };
+      if (words - word >= kLanes) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) add(i);
+      } else {
+        for (int i = 0; i < int(words - word); ++i) add(i);
+      }
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) _mm512_store_ps(scores + n * kMaxColumns + column, sum[n]);
+  }
+}
+
+// V vectors of words from word d on of what all columns' values, weighted, add up to.
+template <class T, class P, int N, int V, class At>
+void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, int columns, At&& at, float* sums) {
+  __m512 sum[N][V];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[n][v] = _mm512_setzero_ps();
+  }
+  for (int column = 0, word = 0; column < columns; column += Dot<T>::kStep, ++word) {
+    const P* value = at(column) + d;
+    __m512i part[V];
+    if constexpr (Dot<T>::kStep == 1) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) part[v] = Dot<T>::load_words(value + v * kLanes, dim - d - v * kLanes);
+    } else {
+      const P* next = column + 1 < columns ? at(column + 1) + d : nullptr;
+#pragma GCC unroll 2
+      for (int v = 0; v < V; v += 2) {
+        const __m512i a = Dot<T>::load_words(value + v * kLanes, dim - d - v * kLanes);
+        const __m512i b = next ? Dot<T>::load_words(next + v * kLanes, dim - d - v * kLanes) : _mm512_setzero_si512();
+        part[v] = _mm512_unpacklo_epi16(a, b);
+        part[v + 1] = _mm512_unpackhi_epi16(a, b);
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], part[v], weights[n * kSplit + word]);
+    }
+  }
+  store_sums<T, N, V>(sum, wide, d, sums);
+}
+
+// sums: [N][wide]. weights: [N][kSplit] words. at(column): where a value lies, [dim] numbers.
+template <class T, class P, int N, class At>
+void combine_directly(const int32_t* weights, int64_t dim, int columns, At&& at, float* sums) {
+  const int64_t wide = value_words<T>(dim);
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= wide; d += 4 * kLanes) combine_part<T, P, N, 4>(weights, dim, wide, d, columns, at, sums);
+  for (; d + 2 * kLanes <= wide; d += 2 * kLanes) combine_part<T, P, N, 2>(weights, dim, wide, d, columns, at, sums);
+  if constexpr (Dot<T>::kStep == 1) {
+    if (d < wide) combine_part<T, P, N, 1>(weights, dim, wide, d, columns, at, sums);
+  }
+}
+
+}  // namespace outrider
