@@ -13,6 +13,7 @@ from services.target.kernels import plan
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.model.load import load
+from services.target.patience import HINTED
 from tests.target.driving import GREEDY, chain, opening, random_tree, run
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model
@@ -85,7 +86,7 @@ def test_the_text_depends_on_the_format_alone(folder, flag):
     requests = [opening(i, head + rng.integers(3, VOCAB, 5 + 9 * i).tolist(), one) for i, one in enumerate(params)]
 
     def engine(**flags):
-        return TargetEngine(model, TargetConfig(**(vars(config) | flags)))
+        return TargetEngine(model, TargetConfig(**(vars(config) | flags)), HINTED)
 
     alone = {i: run(engine(disable_radix_cache=True), [one]).new[i] for i, one in enumerate(requests)}
     assert run(engine(), requests).new == alone
