@@ -4,7 +4,7 @@ A drafter that answers within a millisecond makes a step of thirty worth more; o
 not; and one that shares the machine with the target may cost more than its hints bring. So three ways of working are
 measured against one another, in turns of some steps, at each load by itself (contest.py):
 
-    WAIT   until every session that is drafted for has had an answer, at most as long as a step takes
+    WAIT   until every session that is drafted for has had an answer, at most as long as two steps take
     GO     with the hints that lie there
     PLAIN  without hints; drafters are told that none are wanted
 """
@@ -20,7 +20,8 @@ from services.target.contest import TURN, Contest, Prompts, Way
 _SETTLING = 2  # steps at the beginning of a turn that are not measured: drafters have yet to be told
 _UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
 _MANY = 2  # as of `_contests`: three sessions and more
-_LONGEST = 0.05  # seconds that a step is held at most, and never longer than a step takes
+_LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
+_HELD_STEPS = 2  # ... so many steps take: a draft that is further away hardly pays, and trying it costs more
 
 HINTED = (Way.WAIT, Way.GO)
 ALWAYS = (Way.WAIT,)
@@ -36,7 +37,7 @@ class Patience:
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
     ) -> None:
-        """longest: seconds that a step is held at most, also for a first answer; by default as long as a step takes."""
+        """longest: seconds that a step is held at most, also for a first answer; by default as long as two steps take."""
         self._clock = clock
         self._ways = ways
         self._longest = longest
@@ -106,7 +107,7 @@ class Patience:
         awaited = drafted if self._longest is None else set(wanted)
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
-            self._deadline = now + (self._longest or min(self._computing or computing, _LONGEST))
+            self._deadline = now + (self._longest or min(_HELD_STEPS * (self._computing or computing), _LONGEST))
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, tell what trials cost and when the next are due. computing, waited: seconds."""
