@@ -37,7 +37,7 @@ class Patience:
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
     ) -> None:
-        """longest: seconds that a step is held at most, also for a first answer; by default as long as two steps take."""
+        """longest: seconds that a step is held at most, also for a first answer; by default the time of two steps."""
         self._clock = clock
         self._ways = ways
         self._longest = longest
