@@ -202,11 +202,15 @@ class Metrics:
         registry.register(self._learning)
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
-    def count(self, session: Session, tokens: int, verified: int, accepted: int, now: float) -> None:
-        """Count what a step committed in a session. now: by the clock of time.perf_counter."""
+    def count(self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int) -> None:
+        """Count what a step committed in a session. now: by the clock of time.perf_counter.
+
+        together: tokens that came with it, its own among them; 0 for a commit that came with one before it
+        """
         tally = self.tally
         if session.steps:
-            self.inter_token.observe((now - session.committed_at) / max(1, tokens))
+            if together:
+                self.inter_token.observe((now - session.committed_at) / together)
             if verified:
                 tally.hits += 1
             else:

@@ -194,7 +194,10 @@ class Orchestrator:
         await asyncio.sleep(0)  # first of all the drafts hear of it
         now, version = time.perf_counter(), frame.load.weight_version
         told = _logprobs(frame)
-        rows = codec.commit_rows(frame.commits)
+        rows = list(codec.commit_rows(frame.commits))
+        together: dict[int, int] = {}  # tokens of each session in the frame, until the first of its commits is counted
+        for session_id, _, tokens, *_ in rows:
+            together[session_id] = together.get(session_id, 0) + len(tokens)
         for place, (session_id, base, tokens, verified, accepted, finish, cached) in enumerate(rows):
             if place and place % _AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -211,7 +214,10 @@ class Orchestrator:
                     session.prompt_told = group
                 else:
                     logprobs = group
-            self._commit(session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now, logprobs)
+            self._commit(
+                session, base, tokens, verified, accepted, _FINISH_REASONS[finish], now,
+                together.pop(session_id, 0), logprobs,
+            )  # fmt: skip
 
     def _commit(
         self,
@@ -222,6 +228,7 @@ class Orchestrator:
         accepted: int,
         finish: FinishReason,
         now: float,
+        together: int,
         logprobs: Logprobs | None,
     ) -> None:
         known = len(session.tokens) - base
@@ -233,7 +240,7 @@ class Orchestrator:
         if not new and finish is FinishReason.RUNNING:
             return
         if new and session.counted:
-            self.metrics.count(session, len(new), verified, accepted, now)
+            self.metrics.count(session, len(new), verified, accepted, now, together)
         session.commit(new, verified, accepted, finish, logprobs.behind(known) if logprobs and known else logprobs)
         if finish is not FinishReason.RUNNING:
             self._end(session)

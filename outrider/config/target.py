@@ -81,6 +81,9 @@ class TargetOptions(KernelOptions):
     -1 computes every prompt in one piece."""
     max_prefill_tokens: int = 16384
     """Prompt tokens computed in one step, over all sessions; without cutting, a longer prompt is computed alone."""
+    gather_seconds: float = 0.016
+    """Time in which tokens gather that nobody waits for but clients who read along, in seconds: 60 pieces of text a
+    second are all that a screen shows. First and last tokens, and those that a drafter waits for, are told at once."""
     max_queued_requests: int | None = None
     """Most sessions that wait for a place; further ones are refused. By default without limit."""
     schedule_policy: SchedulePolicy = "fcfs"

@@ -3,7 +3,7 @@
     1. take every message that has arrived; wait for one if there is nothing to do, or while the engine has patience
     2. hand it to the engine: open, close, receive
     3. let the engine take a step
-    4. publish what it says
+    4. publish what it says: at once if somebody waits for it, else together with the steps that follow
 
 The network lives in another thread and is reached through two calls: `submit` and the `publish` callback. What is not
 about sessions, such as new weights, is done by `call`, between two steps.
@@ -12,6 +12,7 @@ about sessions, such as new weights, is done by `call`, between two steps.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -60,6 +61,11 @@ class Engine(ABC):
     @property
     def patience(self) -> float:
         """Seconds that the next step may still be held for messages; asked again after each."""
+        return 0.0
+
+    @property
+    def gathers(self) -> float:
+        """Seconds after something was said in which what is not urgent gathers."""
         return 0.0
 
     @abstractmethod
@@ -113,7 +119,9 @@ class EngineLoop:
         self._audited = False  # since the engine last became idle for good
         self._ended = False
         self._spent = 0.0  # seconds in steps since one said something
+        self._held: StepOutput | None = None  # what is not urgent, until it is told
         self._told = EngineLoad()  # the last load that was published
+        self._told_at = -math.inf  # when, by the clock of time.perf_counter
         self._inbox: queue.SimpleQueue[Message | _Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -178,10 +186,27 @@ class EngineLoop:
         if output.said:
             output.load = replace(output.load, step_microseconds=int(self._spent * 1e6))
             self._spent = 0.0
-            self._say(output)
+            self._hold(output)
+        if self._held is not None and (self._held.urgent or self._overdue()):
+            self._say_held()
+
+    def _hold(self, output: StepOutput) -> None:
+        if self._held is not None and self._held.load.weight_version == output.load.weight_version:
+            self._held.extend(output)
+        else:
+            self._say_held()
+            self._held = output
+
+    def _overdue(self) -> bool:
+        return time.perf_counter() - self._told_at >= self.engine.gathers
+
+    def _say_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._say(held)
 
     def _say(self, output: StepOutput) -> None:
-        self._told = output.load
+        self._told, self._told_at = output.load, time.perf_counter()
         self._publish(output)
 
     def _say_load(self) -> None:
@@ -194,6 +219,8 @@ class EngineLoop:
         """Handle everything in the inbox, waiting while there is reason to. False once the loop was told to stop."""
         while True:
             idle = self.engine.idle
+            if idle:
+                self._say_held()
             self._audited = self._audited and idle
             try:
                 message = self._next_message(idle)

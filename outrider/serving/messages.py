@@ -174,13 +174,26 @@ class EngineLoad:
 
 @dataclass
 class StepOutput:
-    """What one step of an engine says: commits (target) or proposals (draft), and the sessions that failed."""
+    """What one step of an engine says: commits (target) or proposals (draft), and the sessions that failed.
+
+    urgent: False if nobody waits for it but clients who read along; then it may be told with what comes next
+    """
 
     commits: list[Commit] = field(default_factory=list)
     proposals: list[Proposal] = field(default_factory=list)
     failures: list[SessionFailure] = field(default_factory=list)
     load: EngineLoad = field(default_factory=EngineLoad)
     features: list[FeatureBlock] = field(default_factory=list)
+    urgent: bool = True
+
+    def extend(self, later: StepOutput) -> None:
+        """Add what a later step says. Its load takes the place of this one's; both must be of the same weights."""
+        self.commits += later.commits
+        self.proposals += later.proposals
+        self.failures += later.failures
+        self.features += later.features
+        self.load = later.load
+        self.urgent = self.urgent or later.urgent
 
     @property
     def said(self) -> bool:

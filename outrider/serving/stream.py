@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from outrider.errors import InvalidRequest
@@ -41,10 +42,7 @@ class _Outbox:
         if last.load.weight_version not in ("", output.load.weight_version):
             last = StepOutput()
             self._frames.append(last)
-        last.commits += output.commits
-        last.proposals += output.proposals
-        last.failures += output.failures
-        last.load = output.load
+        last.extend(replace(output, features=[]))  # they have a limit
         for block in output.features:
             if self._backlog + block.rows.nbytes > BACKLOG_BYTES:
                 log.warning("a peer is too slow for its features; those of session %d are dropped", block.session_id)

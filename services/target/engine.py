@@ -88,6 +88,7 @@ class TargetEngine(Engine):
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
+        self._gather_seconds = config.gather_seconds
         self._patience = Patience(HINTED if self.planner.fixed_rows else ways)
         if config.speculative_always:
             self._patience = Patience(ALWAYS, longest=AS_LONG_AS_IT_TAKES)
@@ -192,11 +193,16 @@ class TargetEngine(Engine):
         """Seconds that the next step may still be held for hints, where that pays."""
         return 0.0 if self._flight else self._patience.remaining
 
+    @property
+    def gathers(self) -> float:
+        """Seconds in which tokens gather that only clients wait for."""
+        return self._gather_seconds
+
     def step(self) -> StepOutput:
         """Compute one batch and commit what it says; where steps overlap, launch one, or commit the one under way."""
         if self._unsaid.said:
             unsaid, self._unsaid = self._unsaid, StepOutput()
-            return replace(unsaid, load=self.load())
+            return replace(unsaid, load=self.load(), urgent=True)
         self._patience.begin()
         output = StepOutput(failures=self._take_grammars())
         flight, self._flight = self._flight, None
@@ -298,6 +304,7 @@ class TargetEngine(Engine):
     def _settle(self, works: Sequence[Work], draws: Draws, output: StepOutput) -> None:
         moves = Moves()
         first = 0
+        urgent = False
         for work in works:
             session, draft = work.chunk.session, work.draft
             if session.to_score:
@@ -319,7 +326,9 @@ class TargetEngine(Engine):
             self.features.settle(work, verdict.path, goes_on=goes_on)
             if goes_on and verdict.path and not draws.moved:
                 moves.add(session, verdict.path)
-            output.commits.append(self._commit(entry, draft, verdict, draws))
+            commit = self._commit(entry, draft, verdict, draws)
+            output.commits.append(commit)
+            urgent = urgent or self._is_urgent(commit, session)
         moves.make(self.cache, self.model.device)
         drafts = [work.draft for work in works if len(work.draft.tokens)]
         committed = sum(len(commit.tokens) for commit in output.commits)
@@ -329,6 +338,12 @@ class TargetEngine(Engine):
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
         self._patience.end(waited_for, len(output.commits), committed, prompts=prompts)
         output.features = self.features.flush(late=self._plain)
+        output.urgent = urgent or bool(output.failures or (output.features and not self._plain))
+
+    def _is_urgent(self, commit: Commit, session: Session) -> bool:
+        """True for the first commit of a session and the last, and for one that a drafter waits for."""
+        begins, ends = commit.base_length == session.opened_length, commit.finish_reason != FinishReason.RUNNING
+        return begins or ends or (commit.wanted > 0 and self._patience.drafted(session.id))
 
     def _commit(self, entry: Entry, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
         session, tree = entry.session, entry.tree

@@ -23,6 +23,7 @@ _LEAST = {
     "max_running_requests": 1,
     "max_prefill_tokens": 1,
     "max_queued_requests": 0,
+    "gather_seconds": 0,
     "max_total_tokens": 1,
     "speculative_num_steps": 0,
     "speculative_eagle_topk": 1,

@@ -4,9 +4,11 @@ import json
 import threading
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
+from outrider.speculation.proposal import FinishReason
 from tests.gateway.engines import EOS, VOCAB, expected, tokenizer
 from tests.gateway.services import until
 
@@ -289,6 +291,29 @@ def test_metrics_count(gateway):
     assert gateway.metric("outrider_inter_token_latency_seconds_count") > 0
     assert gateway.metric("outrider_service_up", service="draft") == 1
     assert gateway.metric("outrider_service_up", service="target") == 1
+
+
+def test_commits_of_several_steps_in_a_frame_are_one_piece_and_several_steps(gateway, target, monkeypatch):
+    names = ("generated_tokens_total", "inter_token_latency_seconds_count", "verification_steps_total")
+    engine, step = target.engine, target.engine.step
+
+    def gathering():
+        output = step()
+        output.urgent = any(c.base_length == 1 or c.finish_reason != FinishReason.RUNNING for c in output.commits)
+        return output
+
+    def told():
+        return np.array([gateway.metric(f"outrider_{name}") for name in names])
+
+    alone = gateway.text("A", max_tokens=40)
+    monkeypatch.setattr(type(engine), "gathers", 60.0)
+    monkeypatch.setattr(engine, "step", gathering)
+    before = told()
+    text = gateway.text("A", max_tokens=40)
+    tokens, gaps, steps = told() - before
+    assert text == alone
+    assert (tokens, gaps) == (40, 1)  # the first piece is none
+    assert steps > 2
 
 
 # --- clients that go away ---

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,6 +114,72 @@ def test_at_rest_the_load_is_told_if_it_is_another_than_the_last(monkeypatch):
     wait_until(lambda: engine.audits > audits)
     loop.stop()
     assert len(sink.outputs) == told
+    assert faults == []
+
+
+class Gathering(CountingEngine):
+    """Says nothing that is urgent but a session's first and last words."""
+
+    gathers = 60.0
+    version = ""
+
+    def step(self):
+        output = super().step()
+        output.urgent = any(c.base_length == 2 or c.finish_reason != FinishReason.RUNNING for c in output.commits)
+        return output
+
+    def load(self):
+        return replace(super().load(), weight_version=self.version)
+
+
+def sizes(sink):
+    return [len(output.commits) for output in sink.outputs if output.commits]
+
+
+def test_what_is_not_urgent_is_told_with_what_is():
+    loop, sink, faults = running_loop(Gathering())
+    loop.submit(Message(opens=[request(1, max_tokens=9)]))
+    wait_until(lambda: len(sink.tokens(1)) == 9)
+    loop.stop()
+    assert sink.tokens(1) == list(range(3, 12))
+    assert sizes(sink) == [1, 8]
+    assert faults == []
+
+
+def test_what_is_not_urgent_is_told_when_its_time_is_over(monkeypatch):
+    monkeypatch.setattr(Gathering, "gathers", 0.0)
+    loop, sink, faults = running_loop(Gathering())
+    loop.submit(Message(opens=[request(1, max_tokens=9)]))
+    wait_until(lambda: len(sink.tokens(1)) == 9)
+    loop.stop()
+    assert sizes(sink) == [1] * 9
+    assert faults == []
+
+
+def test_an_engine_that_comes_to_rest_has_told_everything():
+    engine = Gathering()
+    loop, sink, faults = running_loop(engine)
+    loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
+    wait_until(lambda: engine.steps > 5)
+    loop.submit(Message(closes=[1]))
+    wait_until(lambda: engine.closed and len(sink.tokens(1)) == engine.steps)
+    loop.stop()
+    assert sink.tokens(1) == list(range(3, 3 + engine.steps))
+    assert faults == []
+
+
+def test_steps_of_different_weights_are_told_apart():
+    engine = Gathering()
+    loop, sink, faults = running_loop(engine)
+    loop.submit(Message(opens=[request(1, max_tokens=10**9)]))
+    wait_until(lambda: engine.steps > 5)
+    before = loop.call(lambda: setattr(engine, "version", "new") or engine.steps).result(10)
+    wait_until(lambda: engine.steps > before + 5)
+    loop.submit(Message(closes=[1]))
+    wait_until(lambda: engine.closed and len(sink.tokens(1)) == engine.steps)
+    loop.stop()
+    told = [(output.load.weight_version, len(output.commits)) for output in sink.outputs if output.commits]
+    assert told == [("", 1), ("", before - 1), ("new", engine.steps - before)]
     assert faults == []
 
 

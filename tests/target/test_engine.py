@@ -58,6 +58,29 @@ def generate(folder, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
+# --- who waits for a step ---
+
+
+def test_first_and_last_tokens_are_urgent_and_those_that_a_drafter_waits_for(model):
+    (prompt,) = prompts(1)
+    engine = engine_of(model)
+    engine.open(opening(1, prompt, GREEDY, max_tokens=12, ignore_eos=True))
+    path, urgent = [*prompt], []
+    while not engine.idle:
+        if len(path) - len(prompt) == 7:  # from here on somebody drafts
+            engine.receive([chain(1, path, [5, 6])], ())
+        output = engine.step()
+        path += [token for commit in output.commits for token in commit.tokens.tolist()]
+        urgent += [output.urgent] * sum(len(commit.tokens) for commit in output.commits)
+    assert len(urgent) == 12
+    assert urgent == [True] + [False] * 6 + [True] * 5
+
+
+def test_time_to_gather_is_not_negative(model):
+    with pytest.raises(ConfigError, match="--gather-seconds must be 0 or more, not -1"):
+        engine_of(model, gather_seconds=-1)
+
+
 # --- plain decoding is that of transformers ---
 
 
