@@ -27,8 +27,6 @@ _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may b
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
 _KEPT_LEAST = 0.3
-_LIKE = 0.7  # of the rate before, or of this turn: where they are less alike, text or drafter have changed, and ...
-_KEPT_OF_OTHERS = 0.2  # ... so much remains of what was measured before
 _KEPT_PROMPTS = 0.98  # ... of what is known of prompts, with each step that reads some in the same way
 _PRIOR_ROWS = 512  # of prompts, for which what all ways took counts
 
@@ -93,9 +91,6 @@ class _Measured:
     def add(self, turn: int, tokens: float, seconds: float) -> None:
         """Take in a turn."""
         kept = max(_KEPT ** (turn - self.turn), _KEPT_LEAST)
-        here, before = tokens * self.seconds, self.tokens * seconds
-        if min(here, before) < _LIKE * max(here, before):
-            kept = min(kept, _KEPT_OF_OTHERS)
         self.tokens = self.tokens * kept + tokens
         self.seconds = self.seconds * kept + seconds
         self.turn = turn

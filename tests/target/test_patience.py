@@ -56,28 +56,6 @@ def test_it_changes_its_mind():
     assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
 
 
-@pytest.mark.parametrize(("gain", "answer"), [(1.4, 0.003), (6.0, 0.003), (6.0, 0.020)])
-def test_a_drafter_that_becomes_useless_is_left_within_six_turns(gain, answer):
-    clock = Clock()
-    patience = Patience(clock=clock)
-    work(clock, patience, 64 * TURN, answer=answer, gain=gain)
-    assert patience.way is Way.WAIT
-    waits = work(clock, patience, 16 * TURN, answer=answer, gain=0)
-    assert sum(wait > 0 for wait in waits[6 * TURN :]) < 0.1 * len(waits)
-
-
-def test_turns_that_are_a_little_better_and_worse_are_no_change_of_mind():
-    """Two sessions' texts that take turns, one of which the drafter knows less well."""
-    clock = Clock()
-    patience = Patience(clock=clock)
-    work(clock, patience, 64 * TURN, answer=0.003, gain=0.6)
-    waits = []
-    for _ in range(64):
-        waits += work(clock, patience, TURN, answer=0.003, gain=0.9)
-        waits += work(clock, patience, TURN, answer=0.003, gain=0.05)
-    assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
-
-
 def test_without_drafter_or_sessions_nothing_is_awaited():
     clock = Clock()
     patience = Patience(clock=clock)
