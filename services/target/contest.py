@@ -22,7 +22,7 @@ _SHARE, _SHARE_OF_WORST = 0.005, 0.00125
 _SOONEST = 16  # turns as long as its own, at least
 _LATEST = 300.0  # seconds, at most
 _FIRST_REST = 10.0  # seconds that a load of many sessions lasts before hints are tried
-_MUCH = 1.5  # a gain with which they are tried at once
+_MUCH = 1.5  # by so much less do twice as many sessions gain: they are tried at once where that leaves a gain
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
@@ -99,17 +99,24 @@ class _Measured:
 class Contest:
     """The ways at one load; `way` is that of the present turn.
 
-    gain: rate of the better way with hints over that without; 1 if nobody knows
+    gain: rate of the better way with hints over that without; until it is known, what fewer sessions make of it
     hopeless: seconds that a turn with hints costs where they are far behind; None if they are not, or nobody knows
     """
 
     def __init__(
-        self, ways: Sequence[Way], first: Way, prompts: Prompts, fewer: Contest | None = None, *, many: bool = False
+        self,
+        ways: Sequence[Way],
+        first: Way,
+        prompts: Prompts,
+        fewer: Contest | None = None,
+        doublings: int = 1,
+        *,
+        many: bool = False,
     ) -> None:
         """first: the way to begin with. fewer: the contest of fewer sessions, which have more to gain than these.
 
-        many: a first turn with hints has many prompts to read. The load must last for a while to be worth that, unless
-        fewer sessions have gained much.
+        doublings: how often their number fits into this one's. many: a first turn with hints has many prompts to read.
+        The load must last for a while to be worth that, unless fewer sessions have gained much.
         """
         self._measured = {way: _Measured() for way in sorted(ways, key=lambda way: way is not Way.PLAIN)}
         self._prompts = prompts
@@ -119,7 +126,7 @@ class Contest:
         self._short = False
         self._sessions = 1.0
         self.hopeless = fewer.hopeless if fewer is not None else None
-        self.gain = fewer.gain if fewer is not None else 1.0
+        self.gain = fewer.gain / _MUCH**doublings if fewer is not None else 0.0
         self._rest = self._first_rest(many)
         self.way = Way.PLAIN if self._rest else first
 
@@ -127,7 +134,7 @@ class Contest:
         """Seconds after which hints are tried first."""
         if self.hopeless is not None:
             return _pause(self.hopeless, _SHARE)
-        return _FIRST_REST if many and self.gain < _MUCH and Way.PLAIN in self._measured else 0.0
+        return _FIRST_REST if many and self.gain < 1.0 and Way.PLAIN in self._measured else 0.0
 
     @property
     def steps(self) -> int:

@@ -135,8 +135,9 @@ class Patience:
         way, self._load, self._step_seconds = self.way, load, 0.0
         self._begin_turn()
         if load not in self._contests:
-            fewer = self._contests.get(max((known for known in self._contests if known < load), default=-1))
-            self._contests[load] = Contest(self._ways, way, self._prompts, fewer, many=load >= _MANY)
+            known = max((known for known in self._contests if known < load), default=-1)
+            fewer, many = self._contests.get(known), load >= _MANY
+            self._contests[load] = Contest(self._ways, way, self._prompts, fewer, load - known, many=many)
         return True
 
     def _measure(self, count: int, tokens: float, seconds: float) -> None:

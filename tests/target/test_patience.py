@@ -112,7 +112,7 @@ def test_what_does_not_pay_for_few_is_no_first_choice_for_many():
     assert 0.98 < share_of(Way.PLAIN, clock, patience, 999 * TURN, **dear, sessions=8) < 1.0
 
 
-@pytest.mark.parametrize(("gain", "at_once"), [(1.0, True), (0.2, False)])
+@pytest.mark.parametrize(("gain", "at_once"), [(3.0, True), (1.0, False), (0.2, False)])
 def test_many_sessions_try_hints_at_once_where_few_have_gained_much(gain, at_once):
     clock = Clock()
     patience = Patience(clock=clock)
