@@ -29,7 +29,7 @@ class DraftOptions:
     """The draft service: proposes tokens ahead of the target."""
 
     speculative_algorithm: Algorithm = "AUTO"
-    """The drafter; AUTO is the EAGLE3 head that comes along for the model, if one does, and else NGRAM."""
+    """The drafter; AUTO is the EAGLE3 head that comes along for the model, beside NGRAM, if one does; else NGRAM."""
     speculative_draft_model_path: Annotated[str | None, tyro.conf.arg(aliases=["--speculative-draft-model"])] = None
     """Hugging Face id, local folder, or GGUF file of the draft; NGRAM needs none, NEXTN finds it in the target."""
     draft_dtype: DType = "auto"

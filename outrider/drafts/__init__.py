@@ -1,4 +1,4 @@
-"""Which drafter serves a model if nobody says: the draft that comes along for it, if one does, or n-grams.
+"""Which drafter serves a model if nobody says: the head that comes along for it beside n-grams, or these alone.
 
 A folder beside this file is an EAGLE-3 head of the default model, as `outrider train` writes it, with its report.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from outrider.config import DEFAULT_MODEL, DraftOptions
+from outrider.config import DEFAULT_MODEL, Algorithm, DraftOptions
 from outrider.errors import ConfigError
 
 DEFAULT_HEAD = Path(__file__).with_name("smollm2-135m-instruct-eagle3")
@@ -32,7 +32,9 @@ def with_drafter(options: Options, model_path: str | None) -> Options:
     if options.speculative_algorithm == "AUTO":
         if named:
             raise ConfigError("--speculative-draft-model-path needs --speculative-algorithm, which says what it is")
-        options = replace(options, speculative_algorithm="EAGLE3" if known else "NGRAM")
+        beside = known or options.speculative_ngram_beside  # they know what a head does not: texts that repeat
+        algorithm: Algorithm = "EAGLE3" if known else "NGRAM"
+        options = replace(options, speculative_algorithm=algorithm, speculative_ngram_beside=beside)
     if options.speculative_algorithm == "EAGLE3" and known:
         options = replace(options, speculative_draft_model_path=str(DEFAULT_HEAD))
     return options

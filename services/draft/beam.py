@@ -8,8 +8,8 @@ A candidate's score is the product of probabilities along its path. Ties go to t
 candidates level by level, in the order of the beam and of each node's children; so no child stands before its parent.
 Nothing is drafted ahead: the next tree begins with the next commit. What of it is known already is not computed again.
 
-Where n-grams grow the same tree, they come first; their nodes may be in the beam, too, and the best N - 1 of all nodes
-are proposed.
+Where n-grams grow the same tree, they come first, and the best N - 1 of all nodes are proposed. Their nodes may be in
+the beam, too, unless a head's tree comes whole from one program.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BeamFrontier(Frontier):
 
     @property
     def takes_whole(self) -> bool:
-        """True if nothing of a tree outlasts a commit, and nobody else grows it."""
-        return not self._lasting and not self._merged
+        """True if nothing of a tree outlasts a commit, and none of it is there."""
+        return not self._lasting and not self.root_expanded
 
     def finish(self) -> None:
         """All of the tree has been planted."""

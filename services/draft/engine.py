@@ -79,7 +79,9 @@ class DraftEngine(Engine):
             merged = len(self.drafters) > 1
             return BeamFrontier(self.limits.shape, lasting=drafter.features is None, merged=merged)
         floor = max(self.limits.floor, drafter.least_reach)
-        return Frontier(drafter.expansions, floor, from_parents=drafter.from_parents)
+        # Beside a head's explicit trees nothing outlasts a commit: roots alone are worth a look.
+        ahead = self.limits.shape is None or self.drafter.features is None
+        return Frontier(drafter.expansions if ahead else 0, floor, from_parents=drafter.from_parents)
 
     def close(self, session_id: int) -> None:
         """Forget a session and free what it holds."""

@@ -162,7 +162,7 @@ class DraftSession:
     def takes_whole(self, tree: TreeShape) -> bool:
         """True if all nodes of an explicit tree would be of use to the main drafter's, and can be planted at once."""
         banned = self.new_tokens < self.stop.min_tokens and bool(self.stop_ids)
-        return self.frontiers[-1].takes_whole and not len(self.tree) and self.max_depth >= tree.steps and not banned
+        return self.frontiers[-1].takes_whole and self.max_depth >= tree.steps and not banned
 
     def plant(
         self, tokens: Sequence[int], parents: Sequence[int], log_scores: Sequence[float], drafter: int = -1

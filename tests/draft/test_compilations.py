@@ -37,7 +37,7 @@ def folders(tmp_path_factory):
 KINDS = {
     "standalone, beside ngram, mapped": ("STANDALONE", "target", {"beside": True, "speculative_token_map": "map.pt"}),
     "eagle": ("EAGLE", "eagle", {}),
-    "eagle 3, tree": ("EAGLE3", "eagle3", {"tree": (3, 2, 6)}),
+    "eagle 3, tree beside ngram": ("EAGLE3", "eagle3", {"tree": (3, 2, 6), "beside": True}),
     "stacked nextn": ("NEXTN", None, {"of": "stacked"}),
 }
 

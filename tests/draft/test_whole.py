@@ -7,8 +7,10 @@ from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.shape import TreeShape
+from outrider.speculation.tree import ROOT
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
+from services.draft.drafters.ngram import NgramDrafter
 from services.draft.model.runner import ModelRunner
 from tests.checkpoints.heads import write_pair
 from tests.draft.helpers import GREEDY, fed, request, settle
@@ -150,17 +152,42 @@ def test_tokens_that_may_not_come_yet(make, grown):
     assert all(token % 2 for token in proposed)
 
 
-def test_beside_ngrams_rounds_grow_them(make, grown):
+def test_beside_ngrams_they_are_planted_among_their_nodes(make, grown):
+    """Nothing of the head's tree is missing, and the best of all nodes are proposed, once."""
+    trees, proposals = [], []
+    for engine in (make(speculative_ngram_beside=True), make()):
+        session = Session(engine, 1, 12, GREEDY)
+        session.feed(0)
+        settle(engine)
+        session.tokens += session.tokens[3:5]  # n-grams know what came next there
+        tokens = np.array(session.tokens)
+        engine.receive([], [Commit(1, 12, tokens[12:].astype(np.uint32), path_hash(tokens))])
+        session.feed(12)
+        (proposal,) = [p for output in settle(engine) for p in output.proposals]
+        trees.append(engine.running[1].tree)
+        proposals.append(proposal)
+    assert len(grown) == 2
+    tree, alone = trees
+    copied = [path_hash(tokens[5:end], tree.root_hash) for end in (6, 7)]
+    assert {*alone.hash, *copied} <= set(tree.hash)
+    assert not set(copied) <= set(alone.hash)
+    assert len(proposals[0].tokens) == len(proposals[1].tokens) == 9
+    best = sorted(range(len(tree)), key=lambda i: -tree.path_score[i])[:9]
+    assert proposals[0].tokens.tolist() == [tree.token[i] for i in sorted(best)]
+
+
+def test_beside_ngrams_roots_alone_are_looked_up(make, monkeypatch):
+    """The rest of a tree does not outlast a commit, and a head that is waited for would wait."""
+    nodes = []
+    look_up = NgramDrafter._look_up
+    monkeypatch.setattr(
+        NgramDrafter, "_look_up", lambda self, session, node: nodes.append(node) or look_up(self, session, node)
+    )
     engine = make(speculative_ngram_beside=True)
     session = Session(engine, 1, 12, GREEDY)
     session.feed(0)
     settle(engine)
-    session.tokens.append(7)
-    tokens = np.array(session.tokens)
-    engine.receive([], [Commit(1, 12, tokens[12:].astype(np.uint32), path_hash(tokens))])
-    session.feed(12)
-    assert sum(len(output.proposals) for output in settle(engine)) > 0
-    assert not grown
+    assert nodes == [ROOT]
 
 
 def test_features_that_came_in_part_are_not_enough(make, grown):

@@ -91,6 +91,9 @@ DRAFTERS = {
     "eagle": lambda models: draft_engine("EAGLE", models[2], models[0]),
     "eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], max_running=4),
     "ngram beside eagle 3": lambda models: draft_engine("EAGLE3", models[3], models[0], beside=True, max_running=4),
+    "ngram beside eagle 3, explicit tree": lambda models: draft_engine(
+        "EAGLE3", models[3], models[0], beside=True, tree=(3, 4, 9), max_running=4
+    ),
 }
 
 

@@ -18,28 +18,33 @@ def head(tmp_path, monkeypatch):
 
 def chosen(model, **options):
     made = with_drafter(DraftOptions(**options), model)
-    return made.speculative_algorithm, made.speculative_draft_model_path
+    return made.speculative_algorithm, made.speculative_draft_model_path, made.speculative_ngram_beside
 
 
-def test_the_default_model_has_a_head(head):
-    assert chosen("default") == ("EAGLE3", head)
-    assert chosen("default", speculative_algorithm="EAGLE3") == ("EAGLE3", head)
+def test_the_default_model_has_a_head_beside_ngrams(head):
+    assert chosen("default") == ("EAGLE3", head, True)
+
+
+def test_a_head_that_is_named_drafts_alone(head):
+    assert chosen("default", speculative_algorithm="EAGLE3") == ("EAGLE3", head, False)
+    named = {"speculative_algorithm": "EAGLE3", "speculative_ngram_beside": True}
+    assert chosen("default", **named) == ("EAGLE3", head, True)
 
 
 @pytest.mark.parametrize("model", ["m", None])
 def test_other_models_have_ngrams(head, model):
-    assert chosen(model) == ("NGRAM", None)
-    assert chosen(model, speculative_algorithm="EAGLE3") == ("EAGLE3", None)
+    assert chosen(model) == ("NGRAM", None, False)
+    assert chosen(model, speculative_algorithm="EAGLE3") == ("EAGLE3", None, False)
 
 
 def test_what_is_said_stays(head):
-    assert chosen("default", speculative_algorithm="NONE") == ("NONE", None)
-    assert chosen("default", speculative_algorithm="NEXTN") == ("NEXTN", None)
+    assert chosen("default", speculative_algorithm="NONE") == ("NONE", None, False)
+    assert chosen("default", speculative_algorithm="NEXTN") == ("NEXTN", None, False)
     mine = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "mine"}
-    assert chosen("default", **mine) == ("EAGLE3", "mine")
+    assert chosen("default", **mine) == ("EAGLE3", "mine", False)
     config = DraftConfig(model_path="default", draft_device="cpu")
     assert with_drafter(config, "default") == replace(
-        config, speculative_algorithm="EAGLE3", speculative_draft_model_path=head
+        config, speculative_algorithm="EAGLE3", speculative_draft_model_path=head, speculative_ngram_beside=True
     )
 
 
