@@ -2,8 +2,9 @@
 
 Each step commits a token a session in the time of its rows. A node more brings, on average, its probability in tokens,
 and takes the time of a row, which holds up every session of the step. So nodes are taken in order of probability, and
-as many as make the step's tokens per second largest. Drafters' scores are estimates of unlike kinds, so they are
-calibrated: scaled by how many nodes were accepted for every one that the scores promised, in this session and in all.
+as many as make the step's tokens per second largest. A step that is held for hints takes that time too, whatever is in
+it, so more nodes pay there. Drafters' scores are estimates of unlike kinds, so they are calibrated: scaled by how many
+nodes were accepted for every one that the scores promised, in this session and in all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _KEPT = 0.97  # what remains of the evidence after a step that adds to it
 _KEPT_AFTER_PAUSE = 0.3  # ... and when a drafter that was given up turns out right: it may be another by now
 _PRIOR = 2.0  # promised nodes that the prior counts for
 _LEAST, _MOST = 0.01, 2.0
+_NEW, _PAUSE = 0.2, 0.05  # of waits: weight of the last one; seconds that no step is held
 _SPREAD = 7919  # a prime: neighbouring sessions are tried in unlike steps
 _SOONEST, _AGAIN, _LATEST = 8, 64, 128  # steps after which a drafter that was given up is tried again
 
@@ -75,10 +77,19 @@ def promised(draft: TreeSlice) -> float:
 
 
 class Budget:
-    """Chooses how many of each session's best nodes a step verifies. `cost`: what steps take."""
+    """Chooses how many of each session's best nodes a step verifies.
+
+    cost: what steps take; held: seconds for which the engine does not compute before each, on average
+    """
 
     def __init__(self, cost: StepCost | None = None) -> None:
         self.cost = cost or free()
+        self.held = 0.0
+
+    def waited(self, seconds: float) -> None:
+        """Take in for how long the engine has not computed before a step. A pause, for want of work, is no wait."""
+        if seconds < _PAUSE:
+            self.held += _NEW * (seconds - self.held)
 
     def least_probability(self, rows: int, sessions: int, keys: int = 0, most: int = 64) -> float:
         """Probability below which no node pays in a step of so many rows and sessions, whatever else is taken.
@@ -88,7 +99,7 @@ class Budget:
         if not sessions:
             return 1.0
         seconds, cheapest = self.cost.step(rows, keys, most)
-        return sessions / seconds * cheapest
+        return sessions / (self.held + seconds) * cheapest
 
     def choose(self, drafts: Sequence[TreeSlice], ratios: Sequence[float], rows: int, keys: int = 0) -> list[int]:
         """How many nodes of each draft to verify; its first ones, as it has the best first.
@@ -104,7 +115,7 @@ class Budget:
         chances = np.minimum(np.exp(scores) * np.repeat(np.array(ratios, np.float64), counts), 1.0)
         order = np.argsort(-chances, kind="stable")
         tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(chances[order])])
-        rates = tokens / self.cost.seconds(rows + np.arange(len(tokens)), keys)
+        rates = tokens / (self.held + self.cost.seconds(rows + np.arange(len(tokens)), keys))
         # A tie is decided for more nodes, and what is worse by less than rounding is a tie: they cost nothing.
         taken = int(np.flatnonzero(rates >= rates.max() * (1.0 - 1e-9))[-1])
         return np.bincount(owners[order[:taken]], minlength=len(drafts)).tolist()

@@ -296,6 +296,7 @@ class TargetEngine(Engine):
         works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
+        self.planner.budget.waited(max(flight.started - self._collected, 0.0))
         self.planner.budget.cost.observe(flight.tokens, flight.keys, now - max(flight.started, self._collected))
         self._collected = now
 

@@ -64,6 +64,19 @@ def test_what_is_free_is_taken_and_what_is_not_must_pay():
     assert budget.choose([draft(0.95), *[draft()] * 7], [1.0] * 8, rows=8) == [1] + [0] * 7
 
 
+def test_what_a_step_waits_for_pays_for_more_nodes():
+    """Held for as long as it computes, a step is half as much longer for a row more."""
+    budget = Budget(BENT)
+    assert budget.choose([draft(0.5, 0.3, 0.25, 0.11)], [1.0], rows=1) == [3]
+    least = budget.least_probability(4, 1)
+    for _ in range(50):
+        budget.waited(BENT.seconds(np.array([4]))[0])
+        budget.waited(60.0)  # nobody asked for anything
+    assert budget.choose([draft(0.5, 0.3, 0.25, 0.11)], [1.0], rows=1) == [4]
+    assert budget.choose([draft(0.5, 0.3, 0.25, 0.09)], [1.0], rows=1) == [3]
+    assert budget.least_probability(4, 1) == pytest.approx(least / 2, rel=1e-3)
+
+
 def test_calibration_ranks_sessions():
     budget = Budget(StepCost({2: 0.018, 3: 0.020, 4: 0.036}))
     assert budget.choose([draft(0.9), draft(0.8)], [0.5, 1.0], rows=2) == [0, 1]
@@ -75,21 +88,23 @@ def test_the_choice_is_the_best_of_all(seed):
     cost = StepCost({int(n): float(s) for n, s in zip([1, 3, 6, 9, 14], np.cumsum(rng.random(5)), strict=True)})
     drafts = [draft(*np.cumprod(rng.random(int(rng.integers(0, 5))))) for _ in range(3)]
     ratios = rng.uniform(0.2, 1.0, 3).tolist()
-    keys, rows = int(rng.integers(0, 100)), int(rng.integers(3, 6))
+    keys, rows, held = int(rng.integers(0, 100)), int(rng.integers(3, 6)), float(rng.integers(0, 3))
+    budget = Budget(cost)
+    budget.held = held
 
     def rate(counts):
         gain = sum(
             ratio * float(np.exp(d.path_scores[:count]).sum())
             for d, ratio, count in zip(drafts, ratios, counts, strict=True)
         )
-        return (len(drafts) + gain) / cost.seconds(np.array([rows + sum(counts)]), keys)[0]
+        return (len(drafts) + gain) / (held + cost.seconds(np.array([rows + sum(counts)]), keys)[0])
 
-    chosen = Budget(cost).choose(drafts, ratios, rows, keys)
+    chosen = budget.choose(drafts, ratios, rows, keys)
     best = max(map(rate, itertools.product(*(range(len(d) + 1) for d in drafts))))
     assert rate(chosen) == pytest.approx(best, rel=1e-6)
-    least = Budget(cost).least_probability(rows, 3, keys)
+    least = budget.least_probability(rows, 3, keys)
     hopeless = [draft(*(0.99 * min(least, 1.0) * np.ones(len(d)))) for d in drafts]
-    assert sum(Budget(cost).choose(hopeless, [1.0] * 3, rows, keys)) == 0 or least <= 0.0
+    assert sum(budget.choose(hopeless, [1.0] * 3, rows, keys)) == 0 or least <= 0.0
 
 
 def test_least_score_is_that_of_calibrated_probabilities():
