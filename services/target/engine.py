@@ -203,7 +203,7 @@ class TargetEngine(Engine):
         if self._unsaid.said:
             unsaid, self._unsaid = self._unsaid, StepOutput()
             return replace(unsaid, load=self.load(), urgent=True)
-        self._patience.begin()
+        self._patience.begin(min(self.scheduler.running + self.scheduler.waiting, self.scheduler.limits.max_running))
         output = StepOutput(failures=self._take_grammars())
         flight, self._flight = self._flight, None
         if flight is not None:

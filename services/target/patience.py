@@ -43,7 +43,7 @@ class Patience:
         self._longest = longest
         self._contests: dict[int, Contest] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on
         self._prompts = Prompts()
-        self._load = -1
+        self._load = self._coming = -1  # logarithms of sessions: of those that are measured, and that are here
         self._begin_turn()
         self._step_seconds = 0.0
         self._has_drafter = False
@@ -65,10 +65,16 @@ class Patience:
             return 0.0
         return max(0.0, self._deadline - self._clock())
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, sessions: int = 0) -> None:
+        """A step begins. sessions: that are here, those that have still to read their prompts included.
+
+        They will all want tokens soon, so it is their load that is met: what they have to read is read the better way.
+        """
         self._awaited.clear()
         self._began = self._clock()
+        self._coming = _load(sessions)
+        if self._has_drafter and self._coming > self._load:
+            self._meet(self._coming)
 
     def answered(self, session_id: int, fresh: bool) -> None:
         """A hint has come, or word that there is none. fresh: its drafter knew of the last commit."""
@@ -98,8 +104,9 @@ class Patience:
         if self._has_drafter:
             self._prompts.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
-            if self._meets(count, bool(prompts)):
-                pass
+            load = _load(count)
+            if count and (load > self._load or (load < self._load and not prompts and self._coming < self._load)):
+                self._meet(load)
             elif count and not prompts and self._judges(bool(drafted)):
                 self._measure(count, tokens / count, seconds)
         if count and not prompts:
@@ -127,18 +134,14 @@ class Patience:
         self._unanswered += 1
         return self._unanswered > _UNANSWERED * TURN
 
-    def _meets(self, count: int, prompts: bool) -> bool:
-        """True if a step of so many sessions is the first one at another load. prompts: more of them are coming."""
-        load = round(math.log2(count)) if count else -1
-        if load == self._load or not count or (prompts and load < self._load):
-            return False
+    def _meet(self, load: int) -> None:
+        """Go on at another load."""
         way, self._load, self._step_seconds = self.way, load, 0.0
         self._begin_turn()
         if load not in self._contests:
             known = max((known for known in self._contests if known < load), default=-1)
             fewer, many = self._contests.get(known), load >= _MANY
             self._contests[load] = Contest(self._ways, way, self._prompts, fewer, load - known, many=many)
-        return True
 
     def _measure(self, count: int, tokens: float, seconds: float) -> None:
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.
@@ -160,3 +163,8 @@ class Patience:
         self._turn = [0.0, 0.0]  # tokens a session, seconds
         self._steps = -settling
         self._unanswered = 0  # steps of the turn whose sessions no drafter has answered
+
+
+def _load(sessions: int) -> int:
+    """Loads are told apart by the logarithm of their sessions; -1 is none."""
+    return round(math.log2(sessions)) if sessions else -1

@@ -147,6 +147,27 @@ def test_a_load_that_grows_is_met_while_prompts_are_read():
     assert ways == [Way.WAIT, Way.WAIT, Way.PLAIN, Way.PLAIN, Way.PLAIN, Way.PLAIN]
 
 
+def test_sessions_that_have_yet_to_read_their_prompts_are_a_load():
+    """Eight come behind one: hints that pay for one are not waited for while the others read."""
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 64 * TURN, answer=0.001, gain=0.5)
+    assert patience.way is Way.WAIT
+    ways = []
+    for reading in (1, 0):
+        for _ in range(4):
+            patience.begin(8)
+            ways.append(patience.way)
+            clock.now += 0.1
+            patience.end([1], 1, 1, prompts=50 * reading)  # some wait for pages, and have nothing to read yet
+            ways.append(patience.way)
+    assert set(ways) == {Way.PLAIN}
+    for _ in range(2):
+        patience.begin(1)
+        patience.end([1], 1, 1)
+    assert patience.way is Way.WAIT
+
+
 def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
     contest = Contest(tuple(Way), Way.WAIT, Prompts())
     taken = []
