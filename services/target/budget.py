@@ -16,12 +16,13 @@ import numpy as np
 
 from outrider.speculation.tree import TreeSlice
 from services.target.cost import StepCost, free
+from services.target.patience import LONGEST
 
 _KEPT = 0.97  # what remains of the evidence after a step that adds to it
 _KEPT_AFTER_PAUSE = 0.3  # ... and when a drafter that was given up turns out right: it may be another by now
 _PRIOR = 2.0  # promised nodes that the prior counts for
 _LEAST, _MOST = 0.01, 2.0
-_NEW, _PAUSE = 0.2, 0.05  # of waits: weight of the last one; seconds that no step is held
+_NEW = 0.2  # weight of the last wait in their average
 _SPREAD = 7919  # a prime: neighbouring sessions are tried in unlike steps
 _SOONEST, _AGAIN, _LATEST = 8, 64, 128  # steps after which a drafter that was given up is tried again
 
@@ -88,7 +89,7 @@ class Budget:
 
     def waited(self, seconds: float) -> None:
         """Take in for how long the engine has not computed before a step. A pause, for want of work, is no wait."""
-        if seconds < _PAUSE:
+        if seconds < LONGEST:
             self.held += _NEW * (seconds - self.held)
 
     def least_probability(self, rows: int, sessions: int, keys: int = 0, most: int = 64) -> float:

@@ -20,7 +20,7 @@ from services.target.contest import TURN, Contest, Prompts, Way
 _SETTLING = 2  # steps at the beginning of a turn that are not measured: drafters have yet to be told
 _UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
 _MANY = 2  # as of `_contests`: three sessions and more
-_LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
+LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
 _HELD_STEPS = 2  # ... so many steps take: a draft that is further away hardly pays, and trying it costs more
 
 HINTED = (Way.WAIT, Way.GO)
@@ -114,7 +114,7 @@ class Patience:
         awaited = drafted if self._longest is None else set(wanted)
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
-            self._deadline = now + (self._longest or min(_HELD_STEPS * (self._computing or computing), _LONGEST))
+            self._deadline = now + (self._longest or min(_HELD_STEPS * (self._computing or computing), LONGEST))
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, tell what trials cost and when the next are due. computing, waited: seconds."""
@@ -124,7 +124,7 @@ class Patience:
             if contest is not None:
                 contest.read(computing)
         elif count and contest is not None:
-            contest.spend(tokens / count, computing + min(waited, _LONGEST))
+            contest.spend(tokens / count, computing + min(waited, LONGEST))
 
     def _judges(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints,
