@@ -76,6 +76,17 @@ def test_states_are_those_of_transformers(family, backend, tmp_path):
 
 
 @BACKENDS
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])  # experts are chosen otherwise in other formats
+def test_states_come_in_the_format_of_the_model(family, backend, tmp_path):
+    folder, capture = write(tmp_path, family), Capture((0, 2, 4), True, None)
+    exact = outputs(load_model(folder), capture).features
+    said = outputs(load_model(folder, attention_backend=backend, dtype="bfloat16"), capture).features
+    assert (said.dtype, said.shape) == (torch.bfloat16, exact.shape)
+    for mine, true in zip(said.float().split(48, -1), exact.split(48, -1), strict=True):
+        assert (mine - true).norm() < 0.1 * true.norm()
+
+
+@BACKENDS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_new_weights_make_the_model_that_has_them(family, backend, tmp_path):
     old, new = write(tmp_path / "old", family), write(tmp_path / "new", family, seed=5)

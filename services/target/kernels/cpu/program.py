@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.batch import Batch, Capture
+from services.target.batch import Batch
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
 from services.target.kernels.cpu.library import AttentionShape
@@ -70,6 +71,8 @@ class Program:
         self._caches: dict[int, tuple[KVCache, object, object]] = {}
         self._width = width
         self._marks = 0
+        self._captured = torch.bfloat16 if computed == torch.bfloat16 else torch.float32
+        self._columns: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._vocab = 0
         for buffer in (Buffer.RESIDUAL, Buffer.BRANCH):
             self._functions.outrider_program_width(self._handle, buffer, width)
@@ -163,7 +166,7 @@ class Program:
         self._marks += 1
 
     def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """Write keys and values; return logits [R, V] and features [F, W], both float32."""
+        """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it."""
         view = View(batch)
         keys, values = self._pools(cache)
         logits = torch.empty(len(batch.rows.sampled), self._vocab)
@@ -172,20 +175,21 @@ class Program:
             nothing = (None, None, 0, None, 0)
             self._functions.outrider_program_run(self._handle, view.pointer, keys, values, logits.data_ptr(), *nothing)
             return logits, None
-        columns = self._columns(capture)
-        wanted = int((columns >= 0).sum())
+        marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
+        if marks not in self._columns:
+            self._columns[marks] = self._columns_of(marks)
         rows = np.arange(len(batch)) if capture.rows is None else capture.rows
-        features = torch.empty(len(rows), wanted * self._width)
+        features = torch.empty(len(rows), len(marks) * self._width, dtype=self._captured)
         self._functions.outrider_program_run(
-            self._handle, view.pointer, keys, values, logits.data_ptr(), columns.data_ptr(), rows.ctypes.data,
-            len(rows), features.data_ptr(), features.shape[1],
+            self._handle, view.pointer, keys, values, logits.data_ptr(), self._columns[marks].ctypes.data,
+            rows.ctypes.data, len(rows), features.data_ptr(), features.shape[1],
         )  # fmt: skip
         return logits, features
 
-    def _columns(self, capture: Capture) -> Tensor:
-        columns = torch.full((self._marks,), -1, dtype=torch.int64)
-        marks: Sequence[int] = [*capture.layers, *([self._marks - 1] if capture.final else [])]
-        columns[list(marks)] = torch.arange(len(marks)) * self._width
+    def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
+        """Where in a row of features each mark's state begins; -1 for those that are not among these."""
+        columns = np.full(self._marks, -1)
+        columns[list(marks)] = np.arange(len(marks)) * self._width
         return columns
 
     def _pools(self, cache: KVCache) -> tuple[object, object]:

@@ -215,7 +215,7 @@ void outrider_program_capture(Program* program, int32_t mark, int64_t width, con
 }
 // columns: [marks], where each captured state goes in a row of features, or -1; null if none is wanted
 void outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
-                          float* logits, const int64_t* columns, const int64_t* rows, int64_t count, float* features,
+                          float* logits, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
                           int64_t width) {
   program->run(Call{Batch(*batch), keys, values, logits, columns, rows, count, features, width});
 }

@@ -28,6 +28,11 @@ void normalise(const Norm& norm, const float* from, float* to, int64_t width) {
   }
 }
 
+template <class T>
+void copy_as(T* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
+}
+
 // Where portions of neighbouring panels begin: long ones first, because memory is fastest when read on and on, then
 // shorter ones, so that threads are done at like times.
 std::vector<int64_t> portions_of(int64_t panels, int threads) {
@@ -215,11 +220,21 @@ void Program::execute(const AddNorm& op, int thread, const Call& call, Counter* 
 
 void Program::execute(const Capture& op, int thread, const Call& call, Counter* next) {
   portions(*next, thread, call.captured_rows, [&](int64_t index) {
-    float* to = call.features + index * call.feature_width + call.columns[op.mark];
-    const float* from = row(kResidual, call.captured[index]);
-    if (op.norm.weight) normalise(op.norm, from, to, op.width);
-    else std::memcpy(to, from, op.width * sizeof(float));
+    const int64_t place = index * call.feature_width + call.columns[op.mark];
+    if (bfloat16_) capture(op, call, index, static_cast<BF16*>(call.features) + place);
+    else capture(op, call, index, static_cast<float*>(call.features) + place);
   });
+}
+
+template <class T>
+void Program::capture(const Capture& op, const Call& call, int64_t index, T* to) {
+  alignas(64) float scratch[kNormWidth];
+  const float* from = row(kResidual, call.captured[index]);
+  if (op.norm.weight) {
+    normalise(op.norm, from, scratch, op.width);
+    from = scratch;
+  }
+  copy_as(to, from, op.width);
 }
 
 namespace {
@@ -234,11 +249,6 @@ void turn(float* head, const float* cosines, const float* sines, int64_t turned)
     store(head + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), mask);
     store(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), mask);
   }
-}
-
-template <class T>
-void copy_as(T* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
 }
 
 }  // namespace

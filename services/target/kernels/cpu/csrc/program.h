@@ -68,7 +68,8 @@ struct Attend {
   int32_t plan;  // which of the program's plans; layers of like heads share one
 };
 
-// A copy of the residual stream, normalised if there is a norm, into the caller's features if it wants this mark.
+// A copy of the residual stream, normalised if there is a norm, into the caller's features if it wants this mark: in the
+// format that is computed in.
 struct Capture {
   int32_t mark;
   int64_t width;
@@ -85,7 +86,7 @@ struct Call {
   const int64_t* columns;  // [marks], first column of each captured state, or -1; null if none is wanted
   const int64_t* captured;  // [captured_rows]
   int64_t captured_rows;
-  float* features;  // [captured_rows, feature_width]
+  void* features;  // [captured_rows, feature_width], bfloat16 or float
   int64_t feature_width;
 };
 
@@ -116,6 +117,8 @@ class Program {
   void execute(const Rotate& op, int thread, const Call& call, Counter* next);
   void execute(const Attend& op, int thread, const Call& call, Counter* next);
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
+  template <class T>
+  void capture(const Capture& op, const Call& call, int64_t index, T* to);
   template <class P>
   void store_heads(const Rotate& op, const Call& call, int64_t row, int64_t head, int64_t slot);
   template <class T, class P>
@@ -129,7 +132,7 @@ class Program {
   float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
 
   Pool pool_;
-  const bool bfloat16_;  // keys and queries are multiplied in it, else in float32
+  const bool bfloat16_;  // keys and queries are multiplied in it, and states captured, else in float32
   const PoolFormat pools_;
   std::vector<Operation> operations_;
   std::vector<AttentionShape> shapes_;
