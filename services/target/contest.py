@@ -21,6 +21,10 @@ _SHORT_TURN = 8  # of a way that is far behind
 _SHARE, _SHARE_OF_WORST = 0.005, 0.00125
 _SOONEST = 16  # turns as long as its own, at least
 _LATEST = 300.0  # seconds, at most
+# A turn may go wrong by what is no fault of its way: a program that is compiled, another process that starts. So a way
+# is given up for long only once it has been behind again and again: its first pause is so many seconds at most, each
+# further one so many times as long.
+_DOUBT, _DOUBTS_LESS = 3.0, 4.0
 _FIRST_REST = 30.0  # seconds that a load of many sessions lasts before hints are tried: that takes one or so
 _MUCH = 1.5  # by so much less do twice as many sessions gain: they are tried at once where that leaves a gain
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
@@ -87,6 +91,7 @@ class _Measured:
     turn: int = 0  # when it was measured last; 0 for never
     trial: _Trial = _Trial(0.0, 0.0, 0.0)
     hopeful: bool = False  # its last turn was better than the best way: it may be better than what it did before says
+    behind: int = 0  # turns, one after another, after which it was not the best
 
     def add(self, turn: int, tokens: float, seconds: float) -> None:
         """Take in a turn."""
@@ -127,6 +132,7 @@ class Contest:
         self._sessions = 1.0
         self.hopeless = fewer.hopeless if fewer is not None else None
         self.gain = fewer.gain / _MUCH**doublings if fewer is not None else 0.0
+        self._doubt = _FIRST_REST if many else _DOUBT
         self._rest = self._first_rest(many)
         self.way = Way.PLAIN if self._rest else first
 
@@ -162,6 +168,7 @@ class Contest:
         rates = {way: self._rate(way) for way, measured in self._measured.items() if measured.turn}
         best = max(rates, key=lambda way: rates[way] * (_LEAD if way is Way.PLAIN else 1.0))
         present.hopeful = tokens > 0 and self._rate_of(seconds / tokens, self.way) > rates[best]
+        present.behind = present.behind + 1 if self.way is not best and not present.hopeful else 0
         self._judge_hints(rates)
         due = [way for way in self._measured if way is not best and self._due(way, rates, best) <= self._elapsed]
         self.way = due[0] if due else best
@@ -188,7 +195,8 @@ class Contest:
         worst = best is Way.PLAIN and len(others) > 1 and rates[way] == min(rates.values())
         lost = self._lost(way, max(rates.values()))
         pause = _pause(lost, _SHARE_OF_WORST if worst else _SHARE, measured.trial.seconds)
-        return measured.trial.ended + pause
+        doubt = max(self._doubt, _SOONEST * self._measured[best].trial.seconds)
+        return measured.trial.ended + min(pause, doubt * _DOUBTS_LESS ** max(measured.behind - 1, 0))
 
     def _lost(self, way: Way, rate: float) -> float:
         """Seconds that a way's last turn cost beside one of so many tokens a session and second."""

@@ -181,6 +181,18 @@ def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
     assert contest.hopeless == pytest.approx(2.0 - 1.2)
 
 
+def test_a_way_whose_first_turn_went_wrong_is_tried_again_soon():
+    """The draft compiles its programs, or other processes start, while hints are tried for the first time."""
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 3 * TURN, answer=0.001, gain=2.0, drafting=1.0)
+    assert patience.way is Way.PLAIN
+    begun = clock.now
+    while clock.now < begun + 30:
+        work(clock, patience, 1, answer=0.001, gain=2.0)
+    assert share_of(Way.WAIT, clock, patience, 8 * TURN, answer=0.001, gain=2.0) > 0.8
+
+
 def test_steps_with_prompts_in_them_are_no_measure():
     clock = Clock()
     patience = Patience(clock=clock)
