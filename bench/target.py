@@ -37,7 +37,8 @@ GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
 HINTED = 8  # tokens of a hint
-_RACES, _LEARNING = 8, 4  # the first ones are for learning what hints are worth, which many sessions begin late
+_RACES = 4
+_FEW, _LEARNING_FEW, _LEARNING_MANY = 2, 10.0, 40.0  # seconds: many sessions begin without hints, for half a minute
 Hints = Callable[[int, list[int]], Proposal | None]
 
 
@@ -70,7 +71,8 @@ def main(argv: Sequence[str]) -> None:
         f"hints of {HINTED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
         "plain: tokens a second of the engine; two engines of one model, one with hints and one without, take their "
         "steps in turns, so that the machine's moods cancel",
-        "at first: while the engine learns what the hints are worth; the others are what it does then",
+        "at first: while the engine learns what the hints are worth; the others are what it does after "
+        f"{_LEARNING_FEW:.0f} seconds of them, {_LEARNING_MANY:.0f} with more than {_FEW} sessions, for those begin plain",
     ]
     plot(hints)
     steps.write()
@@ -179,23 +181,28 @@ def measure_hints(report: Report, plain: Racer, hinted: Racer, sessions: int, st
     texts = race([plain], prompts, new)[0]
     rates: list[float] = []
     ratios: dict[str, float] = {}
+
+    def ratio() -> float:
+        said, with_hints = race([plain, hinted], prompts, new)
+        assert said == with_hints == texts, "hints never change the text"
+        rates.append(plain.rate)
+        return hinted.rate / plain.rate
+
     for kind in ("good", "useless"):
         hinted.learn_anew(hints_of(kind, prompts, texts))
-        measured = []
-        for _ in range(_RACES):
-            said, with_hints = race([plain, hinted], prompts, new)
-            assert said == with_hints == texts, "hints never change the text"
-            rates.append(plain.rate)
-            measured.append(hinted.rate / plain.rate)
-        ratios |= {f"{kind} / plain": float(np.median(measured[_LEARNING:])), f"{kind}, at first": measured[0]}
+        at_first = ratio()
+        while hinted.worked < (_LEARNING_FEW if sessions <= _FEW else _LEARNING_MANY):
+            race([hinted], prompts, new)
+        then = [ratio() for _ in range(_RACES)]
+        ratios |= {f"{kind} / plain": float(np.median(then)), f"{kind}, at first": at_first}
     report.add(sessions=sessions, plain=float(np.median(rates)), **ratios)
 
 
 class Racer:
     """An engine whose clock stands still while others have their turns.
 
-    said: new tokens. rate: tokens a second of the steps in which all sessions ran; those that come through sooner leave
-    steps with fewer behind, which say nothing about hints.
+    said: new tokens. worked: seconds in steps since it learnt anew. rate: tokens a second of the steps in which all
+    sessions ran; those that come through sooner leave steps with fewer behind, which say nothing about hints.
     """
 
     def __init__(self, engine: TargetEngine) -> None:
@@ -211,6 +218,7 @@ class Racer:
     def learn_anew(self, hints: Hints | None) -> None:
         """Forget what hints were worth, and take others."""
         self.hints = hints
+        self.worked = 0.0
         self.engine.forget_measurements()
         self.engine._patience = Patience(clock=lambda: time.perf_counter() - self._away)
 
@@ -239,6 +247,7 @@ class Racer:
         output = self.engine.step()
         self._left = time.perf_counter()
         self._seconds += self._left - start
+        self.worked += self._left - start
         for commit in output.commits:
             self.paths[commit.session_id] += commit.tokens.tolist()
             self._wanted[commit.session_id] = commit.wanted
