@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
         "plain: tokens a second of the engine; two engines of one model, one with hints and one without, take their "
         "steps in turns, so that the machine's moods cancel",
         "at first: while the engine learns what the hints are worth; the others are what it does after "
-        f"{_LEARNING_FEW:.0f} seconds of them, {_LEARNING_MANY:.0f} with more than {_FEW} sessions, for those begin plain",
+        f"{_LEARNING_FEW:.0f} seconds of them, {_LEARNING_MANY:.0f} with more than {_FEW} sessions: those begin plain",
     ]
     plot(hints)
     steps.write()

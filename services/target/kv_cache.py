@@ -80,6 +80,11 @@ class KVCache:
         self._shared = [shape.shared for shape in shapes]
         self._pools = [*self.keys, *own_values]
         self._on_device: Any = None
+        self._mover: Any = None
+        if device.type == "cpu":
+            from services.target.kernels.cpu import cache, library
+
+            self._mover = cache.Mover(self._pools) if library.available() else None
         if device.type == "cuda" and importlib.util.find_spec("triton"):
             from services.target.kernels import triton_cache
 
@@ -103,7 +108,7 @@ class KVCache:
         """Copy rows between slots in every layer. Both [n] int64. No destination may be a later source."""
         if self.on_move is not None:
             self.on_move(sources, destinations)
-        if self._on_device:
+        if self._mover is not None:
             self._mover.move(sources, destinations)
             return
         for pool in self._pools:

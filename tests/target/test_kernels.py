@@ -215,6 +215,32 @@ def test_move_reads_everything_before_it_writes():
         assert pool.flatten(0, 1)[2:6].reshape(4, -1)[:, 0].tolist() == [3.0, 4.0, 9.0, 5.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_compiled_moves_are_the_plain_ones(dtype):
+    library = pytest.importorskip("services.target.kernels.cpu.library")
+    if not library.available():
+        pytest.skip("there are no compiled kernels")
+    rng = np.random.default_rng(0)
+    shapes = [LayerShape(2, 3, 5), LayerShape(1, 7, 2), LayerShape(1, 6, 4, shared=True)]
+    for _ in range(20):
+        compiled, plain = (KVCache(shapes, 8, 4, dtype, CPU) for _ in range(2))
+        slots = torch.arange(36)
+        for layer, shape in enumerate(shapes):
+            keys = torch.randn(36, shape.kv_heads, shape.key_dim)
+            values = torch.randn(36, shape.kv_heads, shape.value_dim)
+            for cache in (compiled, plain):
+                cache.write(layer, slots, keys, keys[..., : shape.value_dim] if shape.shared else values)
+        assert compiled._mover is not None
+        plain._mover = None
+        places = rng.permutation(np.arange(4, 36))
+        path = np.sort(rng.choice(20, rng.integers(1, 9), replace=False))
+        sources, destinations = places[path], places[: len(path)]
+        for cache in (compiled, plain):
+            cache.move(torch.from_numpy(sources), torch.from_numpy(destinations))
+        for mine, true in zip((*compiled.keys, *compiled.values), (*plain.keys, *plain.values), strict=True):
+            assert torch.equal(mine.view(torch.uint8), true.view(torch.uint8))
+
+
 def test_pool_size_follows_the_flag_and_refuses_nothing_at_all():
     from outrider.errors import ConfigError
 

@@ -82,6 +82,7 @@ _SIGNATURES: native.Signatures = {
     "product": (None, (c_void_p, POINTER(Product))),
     "apply": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int32)),
     "attention": (None, (c_void_p, _BATCH, _SHAPE, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
+    "move_rows": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "draw": (None, (*(c_void_p,) * 2, *(c_int64,) * 2, *(c_void_p,) * 6)),
     "program_new": (c_void_p, (c_int32, c_int32, c_int32)),
     "program_free": (None, (c_void_p,)),

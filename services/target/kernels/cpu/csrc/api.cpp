@@ -220,6 +220,17 @@ void outrider_program_run(Program* program, const BatchView* batch, const void* 
   program->run(Call{Batch(*batch), keys, values, logits, columns, rows, count, features, width});
 }
 
+// Rows of a KV cache between slots, the same in every pool, one after the other.
+void outrider_move_rows(char* const* pools, const int64_t* row_bytes, int64_t count, const int64_t* sources,
+                        const int64_t* destinations, int64_t moves) {
+  for (int64_t pool = 0; pool < count; ++pool) {
+    const int64_t bytes = row_bytes[pool];
+    for (int64_t i = 0; i < moves; ++i) {
+      std::memmove(pools[pool] + destinations[i] * bytes, pools[pool] + sources[i] * bytes, bytes);
+    }
+  }
+}
+
 // Bytes read per second by all threads together, in one pass over memory larger than the caches: the floor of a step.
 double outrider_read_bandwidth(Pool* pool, const char* memory, int64_t bytes, double (*now)()) {
   std::atomic<int64_t> next{0};
