@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, ROOT, TreeSlice
 from services.target.upload import upload
+
+if TYPE_CHECKING:
+    from services.target.kernels.cpu.weights import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -197,11 +201,14 @@ class Capture:
             last one, before the final norm
     final:  also the state after the final norm, which the head multiplies; it comes last
     rows:   [F] int64, on the host, the rows of the batch whose states are wanted; None for all
+    fusion: a layer, weight and bias (float32), whose product with the states is wanted in their place; of compiled
+            programs alone
     """
 
     layers: tuple[int, ...]
     final: bool
     rows: NDArray[np.int64] | None
+    fusion: tuple[PackedWeight, Tensor | None] | None = None
 
 
 @dataclass(frozen=True)

@@ -193,9 +193,11 @@ class Features:
             rows.setdefault(wanted.fusion, []).append(np.arange(span.first + known, span.first + span.rows))
         if not rows:
             return batch
-        return replace(
-            batch, capture=_capture(rows, np.concatenate([part for parts in rows.values() for part in parts]))
-        )
+        capture = _capture(rows, np.concatenate([part for parts in rows.values() for part in parts]))
+        if len(rows) == 1:  # as in most steps
+            (fusion,) = rows
+            capture = replace(capture, fusion=fusion.layer)
+        return replace(batch, capture=capture)
 
     def take(self, batch: Batch, states: Tensor | None) -> None:
         """What the forward pass captured. states: [F, W], None if nothing was wanted."""
@@ -205,6 +207,10 @@ class Features:
         if self._late is not None:
             self._unfused.append(_Unfused(self._late, batch.capture, states))
             self._unfused_rows += len(batch)
+            return
+        if batch.capture.fusion is not None:
+            (fusion,) = self._counts
+            self._host = {fusion: states.view(torch.uint8)}
             return
         parts = states.split(list(self._counts.values()))
         for fusion, part in zip(self._counts, parts, strict=True):

@@ -14,13 +14,19 @@ from torch import Tensor, nn
 from outrider.errors import ConfigError
 from outrider.serving.features import FLOAT8_MAX, FeatureFormat, FeatureSpec
 from services.target.batch import Capture
+from services.target.kernels.cpu.weights import PackedWeight
 from services.target.model.base import Model, Runner
-from services.target.model.linear import laid_out
+from services.target.model.linear import NativeLinear, laid_out
 from services.target.model.native import ProgramRunner
+
+_FORMATS = {FeatureFormat.BFLOAT16: torch.bfloat16, FeatureFormat.FLOAT32: torch.float32}
 
 
 class Fusion:
-    """What one specification makes of states. layers, final: what must be captured; width, row_bytes: of a row."""
+    """What one specification makes of states. layers, final: what must be captured; width, row_bytes: of a row.
+
+    layer: what a compiled program may apply to the states as it captures them; rows of the wire are what comes of it
+    """
 
     def __init__(self, spec: FeatureSpec, content: bytes, model: Model) -> None:
         """content: the safetensors file that `FeatureSpec` describes, or nothing. Raises ConfigError."""
@@ -46,8 +52,16 @@ class Fusion:
             raise ConfigError(f"the drafter's fusion has tensors that are not known: {', '.join(sorted(tensors))}")
         self.width = self._check(weight, bias)
         self._fc = None if weight is None else _linear(weight, bias, model.runner)
+        self.layer = self._layer(model)
         sizes = {FeatureFormat.BFLOAT16: 2 * self.width, FeatureFormat.FLOAT32: 4 * self.width}
         self.row_bytes = sizes.get(self._format, 4 + self.width)
+
+    def _layer(self, model: Model) -> tuple[PackedWeight, Tensor | None] | None:
+        """What a compiled program does itself if it is all that there is to do; None if it cannot, or there is more."""
+        plain = self._whole_norm is None and all(norm is None for norm in self._norms)
+        same = _FORMATS.get(self._format) is model.dtype
+        able = isinstance(model.runner, ProgramRunner) and isinstance(self._fc, NativeLinear)
+        return self._fc.laid_out if able and plain and same else None
 
     def _check(self, weight: Tensor | None, bias: Tensor | None) -> int:
         """Shapes against the model's. Returns the width of a row."""

@@ -177,6 +177,37 @@ def test_the_fusion_is_the_plain_product(model, truth):
         np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2, err_msg=name)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", [FeatureFormat.FLOAT32, FeatureFormat.BFLOAT16])
+def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
+    """Few rows and many, of several sessions, with nodes that are not accepted: the same bits."""
+    model = load_model(folder, dtype="float32" if layout is F32 else "bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"fc.weight": torch.randn(50, 3 * WIDTH, generator=generator)}
+    tensors |= {"fc.bias": torch.randn(50, generator=generator)} if biased else {}
+    spec, content = FeatureSpec((2, 4, 5), format=layout), save(tensors)
+    texts = [*prompts(3), list(range(30, 190))]
+
+    def said(by_program):
+        engine = engine_of(model, page_size=4)
+        wanted = configured(engine, spec, content)
+        fusion = engine.features._fusions[wanted]
+        if fusion.layer is None:
+            pytest.skip("there are no compiled programs")
+        fusion.layer = fusion.layer if by_program else None
+        reader = Reader(engine, layout)
+        for i, text in enumerate(texts, start=1):
+            reader.open(replace(opening(i, text, max_tokens=30), feature_spec=wanted))
+        rng = np.random.default_rng(3)
+        reader.run(lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
+        return reader
+
+    mine, plain = said(True), said(False)
+    assert mine.tokens == plain.tokens
+    for i in plain.rows:
+        np.testing.assert_array_equal(mine.states(i), plain.states(i))
+
+
 @pytest.mark.parametrize(("layout", "error"), [(FeatureFormat.BFLOAT16, 2**-8), (FeatureFormat.FLOAT8_E4M3, 2**-4)])
 def test_formats_lose_no_more_than_they_must(model, layout, error):
     exact, _ = served(model, FeatureSpec((3,), format=F32))

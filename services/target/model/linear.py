@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.pool import shared_pool
-from services.target.kernels.cpu.weights import Format, packed
+from services.target.kernels.cpu.weights import Format, PackedWeight, packed
 
 _FEW_ROWS = 16  # that one thread has done by the time that others are awake
 # The rows that the layout is chosen for. Larger hints cost single rows nothing; a hint of 1 costs many rows much.
@@ -65,6 +65,11 @@ class NativeLinear(nn.Module):
     def replace_weight(self, weight: Tensor) -> None:
         """Lay out another weight, [out_features, in_features] of any float dtype, in place of this one."""
         self._packed.fill(torch.arange(self.out_features), weight)
+
+    @property
+    def laid_out(self) -> tuple[PackedWeight, Tensor | None]:
+        """Weight and bias (float32) as other kernels take them."""
+        return self._packed, None if self.bias is None else self.bias.float()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features], float32 or bfloat16. Returns [..., out_features]."""

@@ -100,7 +100,7 @@ _SIGNATURES: native.Signatures = {
     "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
     "program_run": (
         None,
-        (c_void_p, _BATCH, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+        (c_void_p, _BATCH, *(c_void_p,) * 5, c_int64, c_void_p, c_int64, *(c_void_p,) * 3),
     ),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
 }  # fmt: skip

@@ -166,13 +166,16 @@ class Program:
         self._marks += 1
 
     def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
-        """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it."""
+        """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
+
+        The features are fused if the capture says by what.
+        """
         view = View(batch)
         keys, values = self._pools(cache)
         logits = torch.empty(len(batch.rows.sampled), self._vocab)
         capture = batch.capture
         if capture is None:
-            nothing = (None, None, 0, None, 0)
+            nothing = (None, None, 0, None, 0, None, None, None)
             self._functions.outrider_program_run(self._handle, view.pointer, keys, values, logits.data_ptr(), *nothing)
             return logits, None
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
@@ -180,11 +183,16 @@ class Program:
             self._columns[marks] = self._columns_of(marks)
         rows = np.arange(len(batch)) if capture.rows is None else capture.rows
         features = torch.empty(len(rows), len(marks) * self._width, dtype=self._captured)
+        fusion, fused = (None, None, None), features
+        if capture.fusion is not None:
+            weight, bias = capture.fusion
+            fused = torch.empty(len(rows), weight.outputs, dtype=self._captured)
+            fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, logits.data_ptr(), self._columns[marks].ctypes.data,
-            rows.ctypes.data, len(rows), features.data_ptr(), features.shape[1],
+            rows.ctypes.data, len(rows), features.data_ptr(), features.shape[1], *fusion,
         )  # fmt: skip
-        return logits, features
+        return logits, fused
 
     def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
         """Where in a row of features each mark's state begins; -1 for those that are not among these."""

@@ -216,8 +216,9 @@ void outrider_program_capture(Program* program, int32_t mark, int64_t width, con
 // columns: [marks], where each captured state goes in a row of features, or -1; null if none is wanted
 void outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
                           float* logits, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
-                          int64_t width) {
-  program->run(Call{Batch(*batch), keys, values, logits, columns, rows, count, features, width});
+                          int64_t width, const Weight* fusion, const float* fusion_bias, void* fused) {
+  program->run(Call{Batch(*batch), keys, values, logits, columns, rows, count, features, width, fusion, fusion_bias,
+                    fused});
 }
 
 // Rows of a KV cache between slots, the same in every pool, one after the other.

@@ -82,6 +82,13 @@ void Program::prepare(const Call& call) {
     shared_ = Buffer(shared);
     for (auto& scratch : scratch_) scratch = Buffer(bytes);
   }
+  if (call.fusion) {
+    const size_t bytes = operand_bytes(*call.fusion, kSharedRows), shared = operand_bytes(*call.fusion, capacity_);
+    if (shared > shared_.bytes()) shared_ = Buffer(shared);
+    for (auto& scratch : scratch_) {
+      if (bytes > scratch.bytes()) scratch = Buffer(bytes);
+    }
+  }
   slots_.resize(batch.rows);
   spans_.resize(batch.rows);
   for (int64_t span = 0; span < batch.spans; ++span) {
@@ -97,7 +104,8 @@ void Program::prepare(const Call& call) {
     bytes = std::max<size_t>(bytes, plans_.back().partials * (2 + shape.value_dim) * sizeof(float));
   }
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
-  if (counters_.size() != 2 * operations_.size()) counters_ = std::vector<Counter>(2 * operations_.size());
+  const size_t counters = 2 * (operations_.size() + 1);  // the fusion has the last two
+  if (counters_.size() != counters) counters_ = std::vector<Counter>(counters);
   for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
 }
 
@@ -114,6 +122,7 @@ void Program::work(int thread, const Call& call) {
     fetch_ahead(thread, i + 1);
     pool_.barrier().wait();
   }
+  if (call.fusion) bfloat16_ ? fuse<BF16>(thread, call) : fuse<float>(thread, call);
 }
 
 void Program::fetch_ahead(int thread, size_t operation) const {
@@ -147,16 +156,17 @@ void Program::fill_row(const Linear& op, const Call& call, const Operand& operan
   fill_operand(operand, *op.weight, index, from);
 }
 
-Operand Program::operand_of(const Linear& op, int thread, const Call& call, Counter* next, int64_t rows) {
-  alignas(64) float scratch[kNormWidth];
+// fill(operand, row): lays a row out
+template <class Fill>
+Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill) {
   if (rows <= kSharedRows) {
-    const Operand operand = operand_in(scratch_[thread].as<char>(), *op.weight, rows);
-    for (int64_t i = 0; i < rows; ++i) fill_row(op, call, operand, i, scratch);
+    const Operand operand = operand_in(scratch_[thread].as<char>(), weight, rows);
+    for (int64_t i = 0; i < rows; ++i) fill(operand, i);
     return operand;
   }
-  const Operand operand = operand_in(shared_.as<char>(), *op.weight, rows);
+  const Operand operand = operand_in(shared_.as<char>(), weight, rows);
   portions(*next, thread, (rows + 7) / 8, [&](int64_t part) {
-    for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill_row(op, call, operand, i, scratch);
+    for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill(operand, i);
   });
   pool_.barrier().wait();
   return operand;
@@ -165,7 +175,10 @@ Operand Program::operand_of(const Linear& op, int thread, const Call& call, Coun
 void Program::execute(const Linear& op, int thread, const Call& call, Counter* next) {
   const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
   if (rows == 0) return;
-  const Operand operand = operand_of(op, thread, call, next + 1, rows);
+  alignas(64) float scratch[kNormWidth];
+  const Operand operand = operand_of(*op.weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
+    fill_row(op, call, to, index, scratch);
+  });
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
     const int64_t end = op.portions[portion + 1];
     for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
@@ -235,6 +248,30 @@ void Program::capture(const Capture& op, const Call& call, int64_t index, T* to)
     from = scratch;
   }
   copy_as(to, from, op.width);
+}
+
+// The product of captured rows with the fusion.
+template <class T>
+void Program::fuse(int thread, const Call& call) {
+  const Weight& weight = *call.fusion;
+  Counter* next = &counters_[2 * operations_.size()];
+  const auto* features = static_cast<const T*>(call.features);
+  const int64_t rows = call.captured_rows;
+  if (rows == 0) return;
+  const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
+    fill_operand(to, weight, index, features + index * call.feature_width);
+  });
+  portions(*next, thread, weight.panels, [&](int64_t panel) {
+    multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+      for (int64_t i = 0; i < 2 * count; ++i, tile += kLanes) {
+        const int64_t n = panel * kPanel + i % 2 * kLanes;
+        const __mmask16 mask = lanes(weight.outputs - n);
+        const __m512 bias = call.fusion_bias ? load(call.fusion_bias + n, mask) : _mm512_setzero_ps();
+        T* to = static_cast<T*>(call.fused) + (first + i / 2) * weight.outputs + n;
+        store(to, _mm512_add_ps(load(tile), bias), mask);
+      }
+    });
+  });
 }
 
 namespace {

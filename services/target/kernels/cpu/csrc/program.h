@@ -88,6 +88,9 @@ struct Call {
   int64_t captured_rows;
   void* features;  // [captured_rows, feature_width], bfloat16 or float
   int64_t feature_width;
+  const Weight* fusion;  // what the captured rows are multiplied with at last; null for nothing
+  const float* fusion_bias;  // [outputs] or null
+  void* fused;  // [captured_rows, outputs], as the features
 };
 
 class Program {
@@ -119,11 +122,14 @@ class Program {
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
   template <class T>
   void capture(const Capture& op, const Call& call, int64_t index, T* to);
+  template <class T>
+  void fuse(int thread, const Call& call);
   template <class P>
   void store_heads(const Rotate& op, const Call& call, int64_t row, int64_t head, int64_t slot);
   template <class T, class P>
   void attend(const Attend& op, int thread, const Call& call, Counter* next);
-  Operand operand_of(const Linear& op, int thread, const Call& call, Counter* next, int64_t rows);
+  template <class Fill>
+  Operand operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill);
   void fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t row, float* scratch);
 
   void store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile);
