@@ -1,7 +1,8 @@
 """Hidden states for drafters that feed on them: which rows of a step, what is made of them, to whom they go.
 
     mark     before the forward pass: ask it for the rows of sessions that want features, and for no others
-    take     after it: fuse them and start the way to the host, which ends when the step's tokens have come
+    take     after it: fuse them, unless a compiled program has, and start the way to the host, which ends when the
+             step's tokens have come
     settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
 
 While no hints are wanted nobody is in a hurry for them: the states of many steps are then fused at once, when they have
