@@ -6,8 +6,7 @@
     settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
 
 While no hints are wanted nobody is in a hurry for them: the states of many steps are then fused at once, when they have
-become many, when hints are wanted again, or when somebody finds their page in the cache. What comes of them stays here
-until hints are wanted; a session that ends before that has cost nobody else anything.
+become many, when hints are wanted again, or when somebody finds their page in the cache.
 
 A session is sent each position once, also if its rows are computed again after it lost its pages.
 """
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.features import BACKLOG_BYTES, FeatureBlock, FeatureSpec
+from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Chunk
 from services.target.batch import Batch, Capture, Work
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 _MOST_SPECS = 8
 _MOST_UNFUSED = 256  # rows that wait to be fused: few enough for the step that does it to be hardly longer than others
-_MOST_HELD = BACKLOG_BYTES // 4  # bytes of rows that stay here while no hints are wanted
 _ENDED = sys.maxsize
 
 
@@ -85,7 +83,6 @@ class Features:
         self._fusions: dict[int, Fusion] = {}
         self._wanted: dict[int, _Wanted] = {}
         self._ready: list[FeatureBlock] = []
-        self._ready_bytes = 0
         # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its chunks,
         # if its rows wait.
         self._counts: dict[Fusion, int] = {}
@@ -150,7 +147,6 @@ class Features:
             return
         wanted.next = _ENDED
         self._catch_up()
-        self._hold([block for block in self._ready if block.session_id != session_id])
         if self._store is not None:
             self._store.close(session_id)
         del self._wanted[session_id]
@@ -235,20 +231,12 @@ class Features:
         self._keep(session_id, share.position, self._host[share.fusion].numpy()[share.offset + chosen])
 
     def flush(self, *, late: bool = False) -> list[FeatureBlock]:
-        """What is to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
+        """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
         self._host.clear()
         if not late or self._unfused_rows >= _MOST_UNFUSED:
             self._catch_up()
-        if late and self._ready_bytes <= _MOST_HELD:
-            return []
-        ready = self._ready
-        self._hold([])
+        ready, self._ready = self._ready, []
         return ready
-
-    def _hold(self, ready: list[FeatureBlock]) -> None:
-        """Rows that are yet to be sent."""
-        self._ready = ready
-        self._ready_bytes = sum(block.rows.nbytes for block in ready)
 
     def _catch_up(self) -> None:
         """Fuse the states of steps that wait."""
@@ -285,7 +273,6 @@ class Features:
         if wanted.next < end:
             sent = max(0, wanted.next - first)
             self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:]))
-            self._ready_bytes += rows[sent:].nbytes
             wanted.next = end
 
 

@@ -371,25 +371,20 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
     assert (engine.scheduler.preemptions > 0) == (room == 160)
     assert silent > 10 * share, "rows are put off"
     for i, tokens in reader.tokens.items():
-        if share == 1.0:
-            assert not reader.rows[i], "nobody is told what nobody wants"
-            continue
         rows = reader.states(i)
         assert reader.first[i] == 0
-        assert share > 0.5 or len(rows) > len(tokens) - 20
+        assert share > 0.9 or len(rows) > len(tokens) - 20
         states = truth(tokens)
         expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
         np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
     assert not engine.features._unfused
     assert engine.features._unfused_rows == 0
-    assert (engine.features._ready, engine.features._ready_bytes) == ([], 0)
     if not cached:
         return
     kept, pages = set(engine.features._store._pages), set(engine.scheduler.prefix._nodes)
     assert kept <= pages
     assert kept == pages or room == 160, "without preemption none is missing"
     assert not engine.features._store._due
-    engine._patience = Moody(rng, 0.0)
     for i, tokens in reader.tokens.items():  # what was kept is right
         again = Reader(engine)
         again.open(replace(opening(100 + i, tokens[:-1], max_tokens=1), feature_spec=wanted))
@@ -417,23 +412,6 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     rows = reader.run().states(2)
     assert (reader.first[2], len(rows)) == (0, len(reader.tokens[2]) - 2)
     np.testing.assert_allclose(rows, truth(reader.tokens[2])[4][: len(rows)], rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("room", [0, 1 << 20])
-def test_rows_stay_until_hints_are_wanted(model, truth, room, monkeypatch):
-    monkeypatch.setattr(features, "_MOST_UNFUSED", 8)
-    monkeypatch.setattr(features, "_MOST_HELD", room)
-    engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
-    reader = Reader(engine)
-    wanted = configured(engine, FeatureSpec((4,), format=F32))
-    reader.open(replace(opening(1, list(range(30, 75)), max_tokens=40), feature_spec=wanted))
-    told = [bool(reader.step().features) for _ in range(20)]
-    assert any(told) == (room == 0), "they are sent if there are too many of them"
-    engine._patience = Moody(np.random.default_rng(0), 0.0)
-    rows = reader.run().states(1)
-    assert (reader.first[1], len(rows)) == (0, len(reader.tokens[1]) - 2)
-    np.testing.assert_allclose(rows, truth(reader.tokens[1])[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
 # --- frames ---
