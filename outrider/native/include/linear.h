@@ -181,17 +181,26 @@ constexpr std::array<void (*)(const Pass&), sizeof...(M)> kernels_of(std::intege
 constexpr auto kKernels = kernels_of(std::make_integer_sequence<int, kMaxRows>());
 
 // One panel for all rows. epilogue(row, count, tile): takes [count][32] results of rows row .. row + count - 1.
+//
+// Up to 24 rows, the first pass takes as many as the memory leaves time for, the second the rest, while the next panel's
+// beginning comes. More make passes of like size, of which the first two bring half of the next panel each.
 template <class Epilogue>
 void multiply_panel(const Weight& weight, int64_t panel, const Operand& x, int64_t rows, Epilogue&& epilogue) {
   alignas(64) float tile[kMaxRows * kPanel];
   const int64_t passes = (rows + kMaxRows - 1) / kMaxRows;
-  for (int64_t pass = 0; pass < passes; ++pass) {  // passes of like size: 13 rows are 7 and 6
-    const int64_t row = rows * pass / passes, count = rows * (pass + 1) / passes - row;
-    // A single pass reads ahead in its stream. Of several the first two bring half of the next panel each.
-    const char* ahead = passes == 1 ? weight.panel(panel) + kNear
-                                    : weight.panel(panel + 1) + std::min<int64_t>(pass, 1) * weight.panel_bytes / 2;
-    kKernels[count - 1](Pass{weight, panel, x, row, ahead, passes == 1 ? 64 : 32, passes == 1, tile});
+  const bool few = passes <= 2;
+  for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
+    const int64_t end = few ? std::min<int64_t>(rows, row + kMaxRows) : rows * (pass + 1) / passes;
+    const int64_t count = end - row;
+    Pass job{weight, panel, x, row, weight.panel(panel) + kNear, 64, true, tile};
+    if (!(few && pass == 0)) {
+      job.alone = false;
+      job.ahead = weight.panel(panel + 1) + (few ? 0 : std::min<int64_t>(pass, 1) * weight.panel_bytes / 2);
+      job.ahead_step = few ? 16 : 32;
+    }
+    kKernels[count - 1](job);
     epilogue(row, count, tile);
+    row = end;
   }
 }
 
