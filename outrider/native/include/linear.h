@@ -16,8 +16,8 @@
 namespace outrider {
 
 constexpr int kMaxRows = 12;  // rows that one pass over a panel serves: 2 accumulators each, of 32 registers
-// A single pass takes its weights in two strides, or it would wait for them where it keeps the arithmetic busy: from memory
-// into the second cache far ahead, from there into the first a little ahead of where they are needed. In bytes.
+// A pass that streams takes its weights in two strides, or it would wait for them where it keeps the arithmetic busy:
+// from memory into the second cache far ahead, from there into the first a little ahead of where they are needed. In bytes.
 constexpr int64_t kNear = 1024, kFar = 7168;  // the far one lies so much behind the near one
 
 // Some rows with a panel.
@@ -28,14 +28,14 @@ struct Pass {
   int64_t row;        // the first
   const char* ahead;  // what is to be brought near meanwhile: 2 `ahead_step` bytes for 128 bytes of the panel
   int64_t ahead_step;
-  bool alone;         // the only pass over the panel
+  bool streams;       // the pass that takes the panel from memory by itself
   float* tile;  // [rows, 32]
 
   const char* begin() const { return weight.panel(panel); }
   const char* chunk(int64_t index) const { return x.data + (index * x.rows + row) * kChunk; }
   void fetch(int64_t step) const {
     const char* from = ahead + 2 * step * ahead_step;
-    if (alone) {
+    if (streams) {
       _mm_prefetch(from + kFar, _MM_HINT_T1);
       _mm_prefetch(from + kFar + ahead_step, _MM_HINT_T1);
     }
@@ -192,15 +192,27 @@ void multiply_panel(const Weight& weight, int64_t panel, const Operand& x, int64
   for (int64_t pass = 0, row = 0; pass < passes; ++pass) {
     const int64_t end = few ? std::min<int64_t>(rows, row + kMaxRows) : rows * (pass + 1) / passes;
     const int64_t count = end - row;
-    Pass job{weight, panel, x, row, weight.panel(panel) + kNear, 64, true, tile};
-    if (!(few && pass == 0)) {
-      job.alone = false;
-      job.ahead = weight.panel(panel + 1) + (few ? 0 : std::min<int64_t>(pass, 1) * weight.panel_bytes / 2);
-      job.ahead_step = few ? 16 : 32;
-    }
-    kKernels[count - 1](job);
+    const bool streams = few && pass == 0;  // takes its weights from memory
+    const char* ahead = streams ? weight.panel(panel) + kNear
+                                : weight.panel(panel + 1) + (few ? 0 : std::min<int64_t>(pass, 1) * weight.panel_bytes / 2);
+    kKernels[count - 1](Pass{weight, panel, x, row, ahead, streams ? 64 : few ? 16 : 32, streams, tile});
     epilogue(row, count, tile);
     row = end;
+  }
+}
+
+// The results of `multiply_panel`, with a bias if there is one, to where they belong in y: [rows, outputs].
+template <class Y>
+void store_panel(const Weight& weight, int64_t panel, int64_t row, int64_t count, const float* tile, const float* bias,
+                 Y* y) {
+  for (int z = 0; z < 2; ++z) {
+    const int64_t n = panel * kPanel + z * kLanes;
+    const __mmask16 mask = lanes(weight.outputs - n);
+    for (int64_t m = 0; m < count; ++m) {
+      __m512 value = load(tile + m * kPanel + z * kLanes);
+      if (bias) value = _mm512_add_ps(value, load(bias + n, mask));
+      store(y + (row + m) * weight.outputs + n, value, mask);
+    }
   }
 }
 

@@ -53,12 +53,7 @@ void product(Crew& crew, const Weight& weight, const X* x, int64_t rows, Y* y) {
     for (int64_t panel, end; portions.take(panel, end);) {
       for (; panel < end; ++panel) {
         multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
-          const int64_t n = panel * kPanel;
-          for (int64_t row = first; row < first + count; ++row, tile += kPanel) {
-            Y* to = y + row * weight.outputs + n;
-            store(to, load(tile), lanes(weight.outputs - n));
-            store(to + kLanes, load(tile + kLanes), lanes(weight.outputs - n - kLanes));
-          }
+          store_panel(weight, panel, first, count, tile, nullptr, y);
         });
       }
     }

@@ -47,33 +47,16 @@ void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const 
   const Operand operand = operand_in(memory.as<char>(), *weight, rows);
   std::atomic<int64_t> next_row{0}, next_panel{0};
   pool->run([&](int) {
-    Buffer line(weight->inputs * sizeof(float));
     for (int64_t row; (row = next_row.fetch_add(1)) < rows;) {
-      const float* from = static_cast<const float*>(x) + row * weight->inputs;
-      if (bfloat16) {
-        const BF16* narrow = static_cast<const BF16*>(x) + row * weight->inputs;
-        for (int64_t i = 0; i < weight->inputs; i += kLanes) {
-          const __mmask16 mask = lanes(weight->inputs - i);
-          store(line.as<float>() + i, load(narrow + i, mask), mask);
-        }
-        from = line.as<float>();
-      }
-      fill_operand(operand, *weight, row, from);
+      const int64_t from = row * weight->inputs;
+      if (bfloat16) fill_operand(operand, *weight, row, static_cast<const BF16*>(x) + from);
+      else fill_operand(operand, *weight, row, static_cast<const float*>(x) + from);
     }
     pool->barrier().wait();
     for (int64_t panel; (panel = next_panel.fetch_add(1)) < weight->panels;) {
       multiply_panel(*weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
-        for (int64_t m = 0; m < count; ++m) {
-          for (int z = 0; z < 2; ++z) {
-            const int64_t n = panel * kPanel + z * kLanes;
-            const __mmask16 mask = lanes(weight->outputs - n);
-            __m512 value = load(tile + m * kPanel + z * kLanes);
-            if (bias) value = _mm512_add_ps(value, load(bias + n, mask));
-            const int64_t at = (first + m) * weight->outputs + n;
-            if (bfloat16) store(static_cast<BF16*>(y) + at, value, mask);
-            else store(static_cast<float*>(y) + at, value, mask);
-          }
-        }
+        if (bfloat16) store_panel(*weight, panel, first, count, tile, bias, static_cast<BF16*>(y));
+        else store_panel(*weight, panel, first, count, tile, bias, static_cast<float*>(y));
       });
     }
   });

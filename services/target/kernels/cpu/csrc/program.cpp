@@ -263,13 +263,7 @@ void Program::fuse(int thread, const Call& call) {
   });
   portions(*next, thread, weight.panels, [&](int64_t panel) {
     multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
-      for (int64_t i = 0; i < 2 * count; ++i, tile += kLanes) {
-        const int64_t n = panel * kPanel + i % 2 * kLanes;
-        const __mmask16 mask = lanes(weight.outputs - n);
-        const __m512 bias = call.fusion_bias ? load(call.fusion_bias + n, mask) : _mm512_setzero_ps();
-        T* to = static_cast<T*>(call.fused) + (first + i / 2) * weight.outputs + n;
-        store(to, _mm512_add_ps(load(tile), bias), mask);
-      }
+      store_panel(weight, panel, first, count, tile, call.fusion_bias, static_cast<T*>(call.fused));
     });
   });
 }
