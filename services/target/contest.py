@@ -22,9 +22,9 @@ _SHARE, _SHARE_OF_WORST = 0.005, 0.00125
 _SOONEST = 16  # turns as long as its own, at least
 _LATEST = 300.0  # seconds, at most
 # A turn may go wrong by what is no fault of its way: a program that is compiled, another process that starts. So a way
-# is given up for long only once it has been behind again and again: its first pause is so many seconds at most, each
-# further one so many times as long.
-_DOUBT, _DOUBTS_LESS = 3.0, 4.0
+# is given up for long only once it has been behind again and again: its first pause is so many seconds at most, or
+# `_SOONEST` turns of the best way, each further one so many times as long.
+_DOUBT, _DOUBTS_LESS = 1.0, 4.0
 _FIRST_REST = 30.0  # seconds that a load of many sessions lasts before hints are tried: that takes one or so
 _MUCH = 1.5  # by so much less do twice as many sessions gain: they are tried at once where that leaves a gain
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time

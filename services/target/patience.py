@@ -17,7 +17,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from services.target.contest import TURN, Contest, Prompts, Way
 
-_SETTLING = 2  # steps at the beginning of a turn that are not measured: drafters have yet to be told
+# Steps at the beginning of a turn that are not measured: drafters have yet to be told, or do first what they do once.
+_SETTLING = 2
 _UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
 _MANY = 2  # as of `_contests`: three sessions and more
 LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
@@ -137,8 +138,9 @@ class Patience:
     def _meet(self, load: int) -> None:
         """Go on at another load."""
         way, self._load, self._step_seconds = self.way, load, 0.0
-        self._begin_turn()
-        if load not in self._contests:
+        new = load not in self._contests
+        self._begin_turn(settling=_SETTLING if new else 0)
+        if new:
             known = max((known for known in self._contests if known < load), default=-1)
             fewer, many = self._contests.get(known), load >= _MANY
             self._contests[load] = Contest(self._ways, way, self._prompts, fewer, load - known, many=many)

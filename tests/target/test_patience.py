@@ -188,9 +188,17 @@ def test_a_way_whose_first_turn_went_wrong_is_tried_again_soon():
     work(clock, patience, 3 * TURN, answer=0.001, gain=2.0, drafting=1.0)
     assert patience.way is Way.PLAIN
     begun = clock.now
-    while clock.now < begun + 30:
+    while clock.now < begun + 10:
         work(clock, patience, 1, answer=0.001, gain=2.0)
     assert share_of(Way.WAIT, clock, patience, 8 * TURN, answer=0.001, gain=2.0) > 0.8
+
+
+def test_what_is_done_once_is_no_measure_of_a_load():
+    """The draft's first rounds touch everything for the first time, and compete with the target's steps."""
+    clock = Clock()
+    patience = Patience(clock=clock)
+    work(clock, patience, 2, answer=0.001, gain=2.0, drafting=1.0)
+    assert share_of(Way.WAIT, clock, patience, 4 * TURN, answer=0.001, gain=2.0) > 0.7
 
 
 def test_steps_with_prompts_in_them_are_no_measure():
