@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.checkpoints.heads import eagle3, write_head
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
 from tests.invariance.engines import draft_engine, target_engine
 from tests.invariance.pair import Pair, request
@@ -43,3 +44,44 @@ def test_a_head_that_knows_is_believed(models, drafts, head, chunk, temperature)
     assert run.reopened == 0
     assert run.accepted > 0.97 * run.verified
     assert run.accepted > 0.7 * LENGTH * len(PROMPTS)
+
+
+TREE = (3, 4, 12)
+REPEATED = [cycle_text(first, 55) for first in (79, 50, 66)]  # behind them the cycle is known
+
+
+def accepted(target, draft, prompts, temperature, length=LENGTH):
+    """Tokens that hints brought; the text is as without any."""
+    todo = [request(i, prompt, temperature, length) for i, prompt in enumerate(prompts)]
+    run = Pair(target, lambda: draft, growth=8).run(todo)
+    assert run.tokens == Pair(target).run(todo).tokens
+    return run.accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ngrams_beside_a_head_bring_what_it_does_not_know(models, tmp_path, temperature):
+    folder = models[0]
+    ignorant = write_head(tmp_path / "ignorant", *eagle3(folder))
+    target = target_engine(folder)
+
+    def brought(algorithm, head=None, **options):
+        return accepted(target, draft_engine(algorithm, head, folder, **options), REPEATED, temperature)
+
+    alone, ngrams = brought("EAGLE3", ignorant, tree=TREE), brought("NGRAM")
+    assert ngrams > 0.5 * LENGTH * len(REPEATED) > 5 * alone
+    assert brought("EAGLE3", ignorant, beside=True, tree=TREE) > 0.85 * ngrams
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_head_beside_ngrams_brings_what_they_do_not_know(models, temperature):
+    folder, heads = models
+    target = target_engine(folder)
+
+    length = len(CYCLE) - 4  # nothing is said twice
+
+    def brought(algorithm, head=None, **options):
+        return accepted(target, draft_engine(algorithm, head, folder, **options), [[45]], temperature, length)
+
+    alone, ngrams = brought(*heads["eagle 3"], tree=TREE), brought("NGRAM")
+    assert alone > 0.6 * length > 5 * ngrams
+    assert brought(*heads["eagle 3"], beside=True, tree=TREE) >= alone
