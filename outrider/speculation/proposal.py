@@ -128,7 +128,8 @@ class Commit:
     """What one verification step committed in one session.
 
     base_length: committed length before the step
-    tokens:      [n] uint32, n >= 1: the accepted path, then the bonus token (cut short where the session finished)
+    tokens:      [n] uint32: the accepted path, then the bonus token (cut short where the session finished); none where
+                 the commit only tells, before the first tokens, that no hints are wanted
     root_hash:   path hash after the commit
     verified, accepted: draft nodes in the step, and those of them on the accepted path
     cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone

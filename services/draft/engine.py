@@ -145,6 +145,8 @@ class DraftEngine(Engine):
             self._fail(session, f"commits of {-known} tokens are missing")
         elif known < len(commit.tokens):
             self._apply(session, commit, known)
+        elif known == 0:  # no tokens yet: a word of whether hints are wanted
+            session.wanted = commit.wanted
 
     def _apply(self, session: DraftSession, commit: Commit, known: int) -> None:
         tokens = commit.tokens[known:]

@@ -128,6 +128,7 @@ class TargetEngine(Engine):
         entry = self._entries.pop(session_id, None)
         self.grammars.forget(session_id)
         self._patience.forget(session_id)
+        self.planner.forget(session_id)
         if entry is not None:
             self._record.ended(session_id, entry.tree)
             if self.tracing is not None and entry.session.traceparent:
@@ -304,6 +305,7 @@ class TargetEngine(Engine):
 
     def _settle(self, works: Sequence[Work], draws: Draws, output: StepOutput) -> None:
         moves = Moves()
+        hushed: list[Commit] = []
         first = 0
         urgent = False
         for work in works:
@@ -312,6 +314,8 @@ class TargetEngine(Engine):
                 session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
+                if self._plain and self.features.asked and self.planner.hush(session.id):
+                    hushed.append(self._hush(session))
                 continue
             behind = first + len(draft.tokens) + 1
             sampled, first = draws.tokens[first:behind], behind
@@ -338,6 +342,7 @@ class TargetEngine(Engine):
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
         self._patience.end(waited_for, len(output.commits), committed, prompts=prompts)
+        output.commits += hushed
         output.features = self.features.flush(late=self._plain)
         output.urgent = urgent or bool(output.failures or (output.features and not self._plain))
 
@@ -361,12 +366,18 @@ class TargetEngine(Engine):
         accepted = len(verdict.path)
         entry.calibration.observe(promised(draft), accepted)
         goes_on = verdict.reason == FinishReason.RUNNING
-        wanted = self.planner.wanted(entry) if goes_on and not self._plain else 0
+        unread = self.features.asked and not self._patience.drafted(session.id)
+        wanted = self.planner.tell(entry, unwanted=self._plain, unread=unread) if goes_on else 0
         commit = Commit(
             session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
             wanted=wanted, logprobs=told,
         )  # fmt: skip
         return commit if base > session.opened_length else replace(commit, **self._first(entry))
+
+    def _hush(self, session: Session) -> Commit:
+        """A word to drafters before the first commit, so that they leave a long prompt unread."""
+        none = np.empty(0, np.uint32)
+        return Commit(session.id, session.length, none, self._entries[session.id].tree.root_hash, wanted=0)
 
     @staticmethod
     def _first(entry: Entry) -> dict[str, Any]:

@@ -33,6 +33,20 @@ def test_a_session_that_wants_no_hints_costs_nothing_until_it_does(tmp_path):
     assert engine.drafter.trunks[1].settled == len(PROMPT) + 2
 
 
+def test_a_commit_without_tokens_tells_that_hints_are_not_wanted(tmp_path):
+    engine = standalone(write_model(tmp_path / "model"))
+    engine.open(request(1, PROMPT))
+    assert not engine.idle
+    engine.receive([], [replace(commit_of(PROMPT, []), wanted=0)])
+    assert engine.idle
+    engine.receive([], [replace(commit_of(PROMPT, [9]), wanted=0)])
+    assert engine.idle
+    assert engine.drafter.trunks[1].settled == 0
+    engine.receive([], [commit_of([*PROMPT, 9], [10])])
+    assert any(output.proposals for output in settle(engine))
+    assert engine.drafter.trunks[1].settled == len(PROMPT) + 2
+
+
 # --- n-grams ---
 
 CYCLE = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
+from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target import features
 from services.target.patience import Patience, Way
@@ -394,6 +395,45 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
             states = truth(tokens)
             expected = np.concatenate([states[2], states[4]], -1)[first : first + len(rows)] @ fc.numpy().T
             np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
+    engine = engine_of(model, chunked_prefill_size=8)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    prompt = 4 * list(range(30, 75))
+    for i in (1, 2, 3):
+        engine._patience = Moody(np.random.default_rng(0), share)
+        if not share:
+            engine._patience._mood = Way.GO
+        engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
+        commits = []
+        while not engine.idle:
+            commits += engine.step().commits
+        empty = [commit for commit in commits if not len(commit.tokens)]
+        assert commits[: len(empty)] == empty
+        assert len(empty) == (share == 1.0 and i == 1), "the second one's prompt is known, the third one's nobody reads"
+        for commit in empty:
+            assert (commit.base_length, commit.wanted, commit.finish_reason) == (len(prompt), 0, FinishReason.RUNNING)
+        assert sum(len(commit.tokens) for commit in commits) == 4
+
+
+@pytest.mark.parametrize("left", [3, 30])
+def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
+    """Of a session that nobody wanted hints for before; one whose first commit wanted some keeps being drafted for."""
+    engine = engine_of(model)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    for rested in (True, False):
+        engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
+        engine._patience._mood = Way.PLAIN if rested else Way.GO
+        engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
+        commits = []
+        while not engine.idle:
+            commits += engine.step().commits
+        told = [commit.wanted > 0 for commit in commits[:-1]]
+        asked = any(told[1:]) if rested else all(told)
+        assert asked == (left == 30 or not rested)
+        assert told[0] != rested
 
 
 def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
