@@ -129,7 +129,7 @@ class Commit:
 
     base_length: committed length before the step
     tokens:      [n] uint32: the accepted path, then the bonus token (cut short where the session finished); none where
-                 the commit only tells, before the first tokens, that no hints are wanted
+                 the commit only tells, while a prompt is read, that no hints are wanted
     root_hash:   path hash after the commit
     verified, accepted: draft nodes in the step, and those of them on the accepted path
     cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone

@@ -128,7 +128,6 @@ class TargetEngine(Engine):
         entry = self._entries.pop(session_id, None)
         self.grammars.forget(session_id)
         self._patience.forget(session_id)
-        self.planner.forget(session_id)
         if entry is not None:
             self._record.ended(session_id, entry.tree)
             if self.tracing is not None and entry.session.traceparent:
@@ -314,7 +313,7 @@ class TargetEngine(Engine):
                 session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
-                if self._plain and self.features.asked and self.planner.hush(session.id):
+                if self._plain and self.features.asked and not session.hushed:
                     hushed.append(self._hush(session))
                 continue
             behind = first + len(draft.tokens) + 1
@@ -375,7 +374,8 @@ class TargetEngine(Engine):
         return commit if base > session.opened_length else replace(commit, **self._first(entry))
 
     def _hush(self, session: Session) -> Commit:
-        """A word to drafters before the first commit, so that they leave a long prompt unread."""
+        """A word to drafters before the next commit, so that they leave a long prompt unread."""
+        session.hushed = True
         none = np.empty(0, np.uint32)
         return Commit(session.id, session.length, none, self._entries[session.id].tree.root_hash, wanted=0)
 

@@ -43,7 +43,6 @@ class Planner:
         self._longest = longest
         self._entries = entries
         self._least = 0.0  # probability below which no node paid in the last step
-        self._told: dict[int, bool] = {}  # by session: whether hints are wanted, as its drafters heard last
 
     def plan(self, record: HintRecord, *, hints: bool, unwanted: bool) -> list[Work]:
         """Work for one step; none if there is nothing to do. record: is told who goes without hints.
@@ -82,20 +81,9 @@ class Planner:
         that it need not, a few last tokens are not worth its reading now.
         """
         session = entry.session
-        late = unread and not self._told.get(session.id, True)
-        unwanted = unwanted or (late and session.length > _ROWS_A_TOKEN * self.room(session))
-        self._told[session.id] = not unwanted
-        return 0 if unwanted else self.wanted(entry)
-
-    def hush(self, session_id: int) -> bool:
-        """No hints are wanted. True if a session's drafters have not heard it yet; they do now."""
-        news = self._told.get(session_id, True)
-        self._told[session_id] = False
-        return news
-
-    def forget(self, session_id: int) -> None:
-        """A session has ended."""
-        self._told.pop(session_id, None)
+        late = unread and session.hushed and session.length > _ROWS_A_TOKEN * self.room(session)
+        session.hushed = unwanted or late
+        return 0 if session.hushed else self.wanted(entry)
 
     def _drafts(self, chunks: Sequence[Chunk], rows: int, keys: int) -> dict[int, TreeSlice]:
         """The nodes to verify, by session: those that pay in this step, as far as there is room."""
