@@ -9,7 +9,7 @@ import grpc
 
 from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
-from gateway.streams.link import CALL_TIMEOUT, Link
+from gateway.streams.link import CALL_TIMEOUT, Link, Metadata
 from outrider.errors import ConfigError
 from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
@@ -24,6 +24,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
     """Opens, commits and closes go out; proposals come in."""
 
     service = "draft"
+    frame = draft_pb2.ProposeResponse
 
     def __init__(self, address: str, target_model: common_pb2.ModelInfo, tls: ClientTls | None = None) -> None:
         """target_model: what the draft's model must fit."""
@@ -113,9 +114,9 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
             await self.before_up()
         return info
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
-        return stub.Propose()
+        return stub.Propose(metadata=metadata)
 
 
 def check_vocabularies(draft: common_pb2.ModelInfo, target: common_pb2.ModelInfo) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -21,6 +21,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
+from outrider.serving.pipe import PipedCall, connect_beside
 from outrider.serving.rpc import CHANNEL_OPTIONS
 from outrider.tls import ClientTls, open_channel, tls_trouble
 from outrider.wire.v1 import common_pb2
@@ -34,12 +35,14 @@ CALL_TIMEOUT = 10.0  # seconds for the calls of a handshake
 
 Info = TypeVar("Info")
 Frame = TypeVar("Frame")  # what comes in
+Metadata = Sequence[tuple[str, str]]
 
 
 class Link(ABC, Generic[Info, Frame]):
     """A stream to one replica. `up` is true between handshake and loss."""
 
     service: str
+    frame: type[Any]  # message that comes in
 
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         self.address = address
@@ -71,7 +74,7 @@ class Link(ABC, Generic[Info, Frame]):
         """Ask for facts and check them. Raises ConfigError for a replica that does not fit."""
 
     @abstractmethod
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         """The stream call."""
 
     @abstractmethod
@@ -177,7 +180,7 @@ class Link(ABC, Generic[Info, Frame]):
             self.on_down()
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
-        call = self._open_stream(channel)
+        call = await self._call(channel)
         self._clear()
         self.up = True
         log.info("connected to the %s at %s", self.service, self.address)
@@ -192,6 +195,13 @@ class Link(ABC, Generic[Info, Frame]):
             call.cancel()
             # What ended the writer is not told; what ends this task meanwhile must be, or it would go on for ever.
             await asyncio.gather(writer, return_exceptions=True)
+
+    async def _call(self, channel: grpc.aio.Channel) -> Any:
+        """The stream call, with frames past it where the service is on this machine."""
+        key = await connect_beside(self.address)
+        if key is None:
+            return self._open_stream(channel, ())
+        return PipedCall(self._open_stream(channel, key.metadata), key.pipe, self.frame)
 
     async def _write(self, call: Any) -> None:
         while True:

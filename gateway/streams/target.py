@@ -10,7 +10,7 @@ import grpc
 
 from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Features
-from gateway.streams.link import CALL_TIMEOUT, Link, collect_files
+from gateway.streams.link import CALL_TIMEOUT, Link, Metadata, collect_files
 from outrider.errors import ConfigError
 from outrider.tls import ClientTls
 from outrider.wire.arrays import U64, pack
@@ -23,6 +23,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     """Opens, proposals and closes go out; commits come in. Replicas of a pool must serve the same checkpoint."""
 
     service = "target"
+    frame = target_pb2.VerifyResponse
 
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         super().__init__(address, tls)
@@ -140,6 +141,6 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
         self.features.add(features.spec.spec_id)
 
-    def _open_stream(self, channel: grpc.aio.Channel) -> Any:
+    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-        return stub.Verify()
+        return stub.Verify(metadata=metadata)

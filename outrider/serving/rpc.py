@@ -23,13 +23,13 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.serving.loop import Engine, EngineLoop
+from outrider.serving.pipe import MAX_MESSAGE_BYTES
 from outrider.serving.place import compute_on, speak_from
 from outrider.serving.stream import Decode, Encode, StreamHub
 from outrider.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -187,9 +187,11 @@ async def serve_engine(
     hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
     server = GrpcServer()
     await server.start(address, register(server, hub, loop), tls)
+    await hub.pipes.open(address)
     try:
         engine = await asyncio.to_thread(build_there)
     except BaseException:
+        await hub.pipes.close()
         await server.stop(grace=0.0)
         raise
     with uncollected():
@@ -201,6 +203,7 @@ async def serve_engine(
         log.info("stopping")
         await server.set_serving(False)
         hub.close()
+        await hub.pipes.close()
         await server.stop()
         await asyncio.to_thread(loop.stop)
     return 1 if loop.fault else 0

@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import grpc
 
 from outrider.errors import InvalidRequest
 from outrider.serving.features import BACKLOG_BYTES, FeatureBlock, cut
 from outrider.serving.messages import Message, SessionFailure, StepOutput
+from outrider.serving.pipe import PipeDoor
 from outrider.speculation.proposal import FinishReason
 
 log = logging.getLogger(__name__)
@@ -88,6 +92,7 @@ class StreamHub(Generic[Request, Response]):
         self._loop = asyncio.get_running_loop()
         self._owners: dict[int, _Outbox] = {}
         self._outboxes: set[_Outbox] = set()
+        self.pipes = PipeDoor()
 
     def publish(self, output: StepOutput) -> None:
         """Route a step's output; called in the engine thread, once a step."""
@@ -98,7 +103,28 @@ class StreamHub(Generic[Request, Response]):
         for outbox in self._outboxes:
             outbox.close()
 
-    async def serve(self, requests: AsyncIterator[Request]) -> AsyncIterator[Response]:
+    async def answer(
+        self, requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Any, Any], kind: Any
+    ) -> AsyncIterator[Response]:
+        """A stream call, from its beginning to its end. Yields nothing where frames go past it.
+
+        kind: of the messages that come
+        """
+        pipe = await self.pipes.pipe_of(context)
+        if pipe is None:
+            async for response in self.serve(requests):
+                yield response
+            return
+        try:
+            async with aclosing(self.serve(pipe.messages(kind))) as responses:
+                async for response in responses:
+                    await pipe.write(response)
+        except ConnectionError:
+            log.debug("a peer has ended its stream")
+        finally:
+            pipe.close()
+
+    async def serve(self, requests: AsyncIterator[Request]) -> AsyncGenerator[Response, None]:
         """One stream: reads its frames, yields the answers, closes its sessions at the end."""
         outbox = _Outbox()
         self._outboxes.add(outbox)

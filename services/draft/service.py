@@ -80,5 +80,5 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """One gateway's stream of sessions."""
         async with statuses(context):
             self._built()
-            async for frame in self._hub.serve(request_iterator):
+            async for frame in self._hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
                 yield frame

@@ -247,5 +247,5 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """One gateway's stream of sessions."""
         async with statuses(context):
             self._loaded()
-            async for frame in self._hub.serve(request_iterator):
+            async for frame in self._hub.answer(request_iterator, context, target_pb2.VerifyRequest):
                 yield frame

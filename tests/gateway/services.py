@@ -71,7 +71,7 @@ class Target(target_pb2_grpc.TargetServiceServicer):
 
     async def Verify(self, request_iterator, context):
         async with statuses(context):
-            async for frame in self.hub.serve(request_iterator):
+            async for frame in self.hub.answer(request_iterator, context, target_pb2.VerifyRequest):
                 yield frame
 
 
@@ -94,7 +94,7 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 
     async def Propose(self, request_iterator, context):
         async with statuses(context):
-            async for frame in self.hub.serve(request_iterator):
+            async for frame in self.hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
                 yield frame
 
 
@@ -127,10 +127,12 @@ class Service:
         server = GrpcServer()
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)
+        await hub.pipes.open(self.address)
         loop.start(self.engine, hub.publish)
         await server.set_serving(True)
         ready.set()
         await self._end.wait()
+        await hub.pipes.close()
         await server.stop(0)
         await asyncio.to_thread(loop.stop)
 

@@ -8,6 +8,9 @@ import pytest
 
 from gateway.streams import link as links
 from gateway.streams.target import TargetLink
+from outrider.serving.pipe import PipedCall
+from outrider.wire.v1 import target_pb2
+from tests.gateway.services import Service, Target, free_port
 
 
 class Call:
@@ -38,7 +41,7 @@ class Near(TargetLink):
     async def _handshake(self, channel):
         return None
 
-    def _open_stream(self, channel):
+    def _open_stream(self, channel, metadata):
         self.calls.append(Call())
         return self.calls[-1]
 
@@ -75,3 +78,17 @@ async def test_a_lost_stream_comes_back(monkeypatch):
         while len(link.calls) < 2 or not link.up:
             await asyncio.sleep(0.01)
     await link.stop()
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+async def test_frames_go_past_grpc_to_a_service_on_this_machine(tmp_path, one_machine):
+    address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
+    service = await asyncio.to_thread(Service(Target, address).start)
+    link = TargetLink(address)
+    async with link.open_channel() as channel:
+        call = await link._call(channel)
+        assert isinstance(call, PipedCall) is one_machine
+        await call.write(target_pb2.VerifyRequest(closes=b"123"))
+        with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
+            await call.read()
+    await asyncio.to_thread(service.stop)

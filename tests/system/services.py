@@ -55,6 +55,7 @@ class Service:
         hub = StreamHub(engine_loop.submit, *coders)
         server = GrpcServer()
         await server.start(self.address, register(server, hub, engine_loop, self.engine))
+        await hub.pipes.open(self.address)
 
         def publish(output):
             hub.publish(output)
@@ -65,6 +66,7 @@ class Service:
         self.ready.set()
         await self.end.wait()
         hub.close()
+        await hub.pipes.close()
         await server.stop(0)
         await asyncio.to_thread(engine_loop.stop)
         assert engine_loop.fault is None

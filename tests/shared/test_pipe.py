@@ -1,0 +1,273 @@
+"""Frames past gRPC: they belong to their call, whichever of the two comes or ends first."""
+
+import asyncio
+import os
+import socket
+from types import SimpleNamespace
+
+import grpc
+import numpy as np
+import pytest
+
+from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving import pipe as pipes
+from outrider.serving.loop import EngineLoop
+from outrider.serving.messages import Message
+from outrider.serving.pipe import PipedCall, PipeDoor, connect_beside, socket_beside
+from outrider.serving.rpc import GrpcServer, statuses
+from outrider.serving.stream import StreamHub
+from outrider.speculation.proposal import FinishReason
+from outrider.wire import codec
+from outrider.wire.v1 import target_pb2, target_pb2_grpc
+from tests.shared.counting import CountingEngine
+from tests.shared.test_serving import request, until
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/service.sock"
+
+
+class Bytes:
+    """A message that is its bytes."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def SerializeToString(self):
+        return self.content
+
+
+def exists(path):
+    return os.path.exists(path)
+
+
+def call_of(key):
+    return SimpleNamespace(invocation_metadata=lambda: key.metadata)
+
+
+async def both_ends(door, address):
+    key = await connect_beside(address)
+    return key.pipe, await door.pipe_of(call_of(key))
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("unix:/run/a.sock", "/run/a.sock.frames"),
+        ("unix:///run/a.sock", "/run/a.sock.frames"),
+        ("unix:a.sock", "a.sock.frames"),
+        ("127.0.0.1:80", None),
+        ("dns:///host:80", None),
+    ],
+)
+async def test_only_unix_domain_sockets_have_one_beside_them(address, path):
+    assert socket_beside(address) == path
+    if path is None:
+        door = PipeDoor()
+        await door.open(address)
+        assert await connect_beside(address) is None
+        await door.close()
+
+
+async def test_frames_of_any_size_come_whole_and_in_order(address):
+    rng = np.random.default_rng(0)
+    frames = [rng.bytes(int(size)) for size in [0, 1, 4, 70_000, 5 << 20, *rng.integers(0, 3000, 40), 0]]
+    door = PipeDoor()
+    await door.open(address)
+    ends = await both_ends(door, address)
+
+    async def write(end):
+        for frame in frames:
+            await end.write(Bytes(frame))
+
+    async def read(end):
+        return [await end.read() for _ in frames]
+
+    async with asyncio.timeout(20):
+        *_, here, there = await asyncio.gather(*map(write, ends), *map(read, ends))
+    assert here == there == frames
+    ends[0].close()
+    assert await ends[1].read() is None
+    ends[1].close()
+    await door.close()
+
+
+async def test_connections_find_their_calls_in_any_order(address):
+    door = PipeDoor()
+    await door.open(address)
+    keys = [await connect_beside(address) for _ in range(3)]
+    first = [asyncio.create_task(door.pipe_of(call_of(key))) for key in keys[::-1]]
+    there = [await task for task in first][::-1]
+    for i, key in enumerate(keys):
+        await key.pipe.write(Bytes(bytes([i])))
+    assert [await pipe.read() for pipe in there] == [b"\0", b"\1", b"\2"]
+    assert not door._met
+    for pipe in [key.pipe for key in keys] + there:
+        pipe.close()
+    await door.close()
+
+
+async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
+    monkeypatch.setattr(pipes, "_PATIENCE", 0.05)
+    door = PipeDoor()
+    await door.open(address)
+    with pytest.raises(Unavailable):
+        await door.pipe_of(SimpleNamespace(invocation_metadata=lambda: (("outrider-pipe", "0" * 32),)))
+    key = await connect_beside(address)
+    assert await key.pipe.read() is None  # closed, for no call came
+    key.pipe.close()
+    reader, writer = await asyncio.open_unix_connection(socket_beside(address))
+    assert await reader.read() == b""  # closed, for no token came
+    writer.close()
+    assert not door._met
+    await door.close()
+
+
+async def test_a_call_that_says_nothing_of_a_pipe_has_none():
+    assert await PipeDoor().pipe_of(SimpleNamespace(invocation_metadata=lambda: None)) is None
+
+
+async def test_too_long_a_frame_is_refused(address, monkeypatch):
+    monkeypatch.setattr(pipes, "MAX_MESSAGE_BYTES", 10)
+    door = PipeDoor()
+    await door.open(address)
+    here, there = await both_ends(door, address)
+    await here.write(Bytes(bytes(11)))
+    with pytest.raises(InvalidRequest, match="11 bytes"):
+        await there.read()
+    here.close()
+    there.close()
+    await door.close()
+
+
+async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_without(address, tmp_path):
+    path = socket_beside(address)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    assert await connect_beside(address) is None  # nobody listens there
+    door = PipeDoor()
+    await door.open(address)
+    here, there = await both_ends(door, address)
+    here.close()
+    there.close()
+    await door.close()
+    assert not exists(path)
+    far = PipeDoor()
+    await far.open(f"unix:{tmp_path}/{'x' * 200}")
+    assert await connect_beside(f"unix:{tmp_path}/{'x' * 200}") is None
+    await far.close()
+
+
+# --- with a service ---
+
+
+class Servicer(target_pb2_grpc.TargetServiceServicer):
+    def __init__(self, hub):
+        self.hub, self.through_grpc = hub, 0
+
+    async def Verify(self, request_iterator, context):
+        async with statuses(context):
+            async for frame in self.hub.answer(request_iterator, context, target_pb2.VerifyRequest):
+                self.through_grpc += 1
+                yield frame
+
+
+class Service:
+    def __init__(self, address):
+        self.address, self.engine = address, CountingEngine()
+
+    async def __aenter__(self):
+        self.loop = EngineLoop(lambda _: None)
+        self.hub = StreamHub(self.loop.submit, codec.verify_request_from_pb, codec.verify_response_to_pb)
+        self.servicer, self.server = Servicer(self.hub), GrpcServer()
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, self.server.server)
+        await self.server.start(self.address, ())
+        await self.hub.pipes.open(self.address)
+        self.loop.start(self.engine, self.hub.publish)
+        return self
+
+    async def __aexit__(self, *_):
+        self.hub.close()
+        await self.hub.pipes.close()
+        await self.server.stop(0)
+        await asyncio.to_thread(self.loop.stop)
+
+
+@pytest.fixture
+async def service(address):
+    async with Service(address) as running:
+        yield running
+
+
+async def piped(channel, address):
+    key = await connect_beside(address)
+    call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
+    return PipedCall(call, key.pipe, target_pb2.VerifyResponse), call
+
+
+async def test_a_stream_runs_past_its_call(service, address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stream, _ = await piped(channel, address)
+        await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3)])))
+        tokens, reason = [], FinishReason.RUNNING
+        while reason == FinishReason.RUNNING:
+            for commit in codec.verify_response_from_pb(await stream.read()).commits:
+                tokens += commit.tokens.tolist()
+                reason = commit.finish_reason
+        stream.cancel()
+    assert tokens == [3, 4, 5]
+    assert service.servicer.through_grpc == 0
+
+
+async def test_a_frame_that_is_none_ends_the_call_with_its_status(service, address):
+    for bad in (Bytes(b"\xff\xff"), target_pb2.VerifyRequest(closes=b"123")):
+        async with grpc.aio.insecure_channel(address) as channel:
+            stream, _ = await piped(channel, address)
+            await stream.write(bad)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await stream.read()
+            assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(asyncio.InvalidStateError):
+                await write_on(stream)
+
+
+@pytest.mark.parametrize("cut", ["call", "connection"])
+async def test_sessions_end_with_either(service, address, cut):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stream, call = await piped(channel, address)
+        await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
+        await stream.read()
+        assert service.engine.sessions
+        if cut == "call":
+            call.cancel()
+        else:
+            stream._pipe.close()
+        await until(lambda: not service.engine.sessions)
+        await until(call.done)
+
+
+async def test_a_service_that_stops_ends_the_stream(address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        async with Service(address):
+            stream, call = await piped(channel, address)
+            await stream.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
+            await stream.read()
+            reading = asyncio.create_task(drained(stream))
+        await asyncio.wait_for(reading, 10)
+        assert call.done()
+
+
+async def write_on(stream):
+    while True:
+        await stream.write(target_pb2.VerifyRequest())
+        await asyncio.sleep(0)
+
+
+async def drained(stream):
+    """Read until the end, however it is said."""
+    try:
+        while await stream.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError:
+        pass
