@@ -212,6 +212,20 @@ class Capture:
 
 
 @dataclass(frozen=True)
+class DrawPlan:
+    """How tokens are drawn after a batch's drawn rows, from the model's logits as they are.
+
+    sessions:  what each asked for, packed as compiled kernels read it, one after the other
+    counts:    [S] int64, rows of each
+    positions: [R] int64, absolute positions of the drawn tokens
+    """
+
+    sessions: bytes
+    counts: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of a batch on the host. ids, positions: [T] int64; sampled: [R] int64."""
 
@@ -256,6 +270,7 @@ class Batch:
     sampled:               [R] int64, the rows whose logits are wanted. First the `drawn` ones after which a token is
                            drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
+    draws:                 what is to be drawn along with the logits, by runners that can; None for none
     roots:                 ids that are not known on the host
     """
 
@@ -264,6 +279,7 @@ class Batch:
     device: torch.device
     drawn: int
     capture: Capture | None = None
+    draws: DrawPlan | None = None
     roots: Roots | None = None
     placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
 

@@ -23,7 +23,7 @@ from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.proposal import Logprobs
 from outrider.speculation.tree import SpeculationTree
 from services.target import compaction, logprobs, penalties, sampler
-from services.target.batch import Batch, Work
+from services.target.batch import Batch, DrawPlan, Work
 from services.target.budget import Calibration
 from services.target.compaction import Trees
 from services.target.download import Download
@@ -208,14 +208,19 @@ class Drawing:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        logits = self._forward(batch)
+        plain = self._compiled and len(drawing) > 0 and all(map(_IS_PLAIN, drawn))
+        if plain:
+            batch = replace(batch, draws=_plan(batch, drawing, drawn))
+        logits, tokens = self._forward(batch)
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
         if not drawing:
             return Launched(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
-        if self._compiled and all(map(_IS_PLAIN, drawn)):
-            return Launched(_draw_compiled(batch, logits[: batch.drawn].float(), drawing, drawn), None, prompts)
+        if batch.draws is not None:
+            if tokens is None:
+                tokens = compiled.draw(logits[: batch.drawn].float(), batch.draws)
+            return Launched(tokens, None, prompts)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
@@ -229,18 +234,18 @@ class Drawing:
         banned = (rows.banned_rows, rows.banned_tokens)
         adjusted = sampler.adjusted(logits[: batch.drawn], banned, laid_adjustments(), mask)
         hurry = self._hurried and self._thresholds.exact and all(entry.top is None for entry in drawn)
-        tokens = sampler.pick(adjusted, rows, hurry=hurry)
+        picked = sampler.pick(adjusted, rows, hurry=hurry)
         if not self._thresholds.exact:
-            tokens = relax(self._thresholds, adjusted, rows, tokens, drawing, requests)
-        scored = self._score(logits, tokens, drawing, drawn)
+            picked = relax(self._thresholds, adjusted, rows, picked, drawing, requests)
+        scored = self._score(logits, picked, drawing, drawn)
         redraw = None
         if hurry and rows.may_be_unsure:
             # Logits of captured steps last until the next one is launched, which may be before the draws are read.
             kept = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
             redraw = partial(sampler.pick, kept, rows)
-        launched = Launched(tokens, scored, prompts, redraw)
+        launched = Launched(picked, scored, prompts, redraw)
         if laid_trees is not None and redraw is None:
-            self._cache.move_paths(laid_trees().moves(tokens))
+            self._cache.move_paths(laid_trees().moves(picked))
             launched.moved = True
         return launched
 
@@ -264,7 +269,7 @@ class Drawing:
         parcel.send(logits.device)
         mask = self._mask(works, drawn)
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
-        tokens = _draw_compiled(batch, adjusted, works, drawn, mask)
+        tokens = compiled.draw(adjusted, _plan(batch, works, drawn), mask)
         return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
     def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:
@@ -305,11 +310,11 @@ class Drawing:
 
         return logprobs.score(logits, rows, tokens, top), keep
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """The logits of the sampled rows, [R, V]; features set out for the host before the tokens do."""
+    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None]:
+        """The logits of the sampled rows, [R, V], and tokens as of Outputs; features set out for the host before."""
         outputs = self._model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
-        return outputs.logits
+        return outputs.logits, outputs.tokens
 
     def _mask(self, works: Sequence[Work], drawn: Sequence[Entry]) -> Mask | None:
         """What grammars allow; computed while the device is busy with the forward pass."""
@@ -340,15 +345,13 @@ class Drawing:
         return penalties.lay_out(tallies, parcel)
 
 
-def _draw_compiled(
-    batch: Batch, logits: Tensor, works: Sequence[Work], drawn: Sequence[Entry], mask: Mask | None = None
-) -> NDArray[np.int64]:
-    """The kernel's draws. logits: [R, V], adjusted; works, drawn: the sessions, row after row."""
+def _plan(batch: Batch, works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
+    """What the kernel is to draw. works, drawn: the sessions, row after row."""
     counts = np.array([len(work.draft.tokens) + 1 for work in works])
     positions = batch.rows.positions
     if batch.drawn < len(batch):
         positions = positions[batch.rows.sampled[: batch.drawn]]
-    return compiled.draw(logits, list(map(_SAMPLING, drawn)), counts, positions + 1, mask)
+    return DrawPlan(b"".join(map(_SAMPLING, drawn)), counts, positions + 1)
 
 
 def _request(work: Work, entry: Entry) -> sampler.RowRequest:

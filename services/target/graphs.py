@@ -97,7 +97,7 @@ class _Step:
         """As `Runner.forward`; None for a batch that does not fit. The result lasts until the next step."""
         if not self._fill(pad(batch, self.size)):
             return None
-        logits, features = self._replay()
+        logits, features, _ = self._replay()
         if batch.capture is not None:
             assert features is not None, "captured steps hand back what they are asked for"
             if batch.capture.rows is not None:

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target import drawing
+from services.target.batch import DrawPlan
 from services.target.kernels.cpu import draw as compiled
 from services.target.kernels.cpu import library
 from services.target.masks import Mask
@@ -34,9 +36,9 @@ COMMON = [
 
 def kernel(logits, params, positions, mask=None):
     """One session a row."""
-    packed = [compiled.pack(one) for one in params]
-    ones = np.ones(len(packed), np.int64)
-    return compiled.draw(torch.from_numpy(logits), packed, ones, np.array(positions), mask).tolist()
+    packed = b"".join(map(compiled.pack, params))
+    plan = DrawPlan(packed, np.ones(len(params), np.int64), np.array(positions))
+    return compiled.draw(torch.from_numpy(logits), plan, mask).tolist()
 
 
 def oracle(logits, params, positions):
@@ -176,8 +178,9 @@ def test_a_row_does_not_see_its_company():
 
 def test_sessions_have_several_rows():
     logits = np.random.default_rng(1).standard_normal((6, 400)).astype(np.float32)
-    packed = [compiled.pack(one) for one in COMMON[:3]]
-    tokens = compiled.draw(torch.from_numpy(logits), packed, np.array([3, 1, 2]), np.array([5, 6, 6, 9, 2, 3]))
+    packed = b"".join(map(compiled.pack, COMMON[:3]))
+    plan = DrawPlan(packed, np.array([3, 1, 2]), np.array([5, 6, 6, 9, 2, 3]))
+    tokens = compiled.draw(torch.from_numpy(logits), plan)
     params = [COMMON[i] for i in (0, 0, 0, 1, 2, 2)]
     assert tokens.tolist() == oracle(logits, params, [5, 6, 6, 9, 2, 3])
 
@@ -231,3 +234,27 @@ def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monke
             np.testing.assert_array_equal(mine.logprobs.values, other.logprobs.values)
             np.testing.assert_array_equal(mine.logprobs.top_tokens, other.logprobs.top_tokens)
     assert len(ours.new[10]) >= 16
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_program_draws_what_the_kernel_draws_from_its_logits(model, capture, monkeypatch):
+    seen = []
+    forward = model.runner.forward
+
+    def kept(batch, cache):
+        outputs = forward(batch, cache)
+        if batch.draws is not None:
+            seen.append((batch.draws, outputs.logits.clone(), outputs.tokens.tolist()))
+        return outputs
+
+    monkeypatch.setattr(model.runner, "forward", kept)
+    engine = engine_of(model)
+    prompts = [list(range(3 + i, 40 + 3 * i)) for i in range(len(COMMON))]
+    asked = [opening(i, prompts[i], params) for i, params in enumerate(COMMON)]
+    if capture:
+        engine.features.configure(3, FeatureSpec((1,)), b"")
+        asked = [dataclasses.replace(one, feature_spec=3) for one in asked]
+    run(engine, asked, hints())
+    assert max(len(tokens) for _, _, tokens in seen) > len(COMMON)  # with nodes
+    for plan, logits, tokens in seen:
+        assert tokens == compiled.draw(logits, plan).tolist()

@@ -65,7 +65,7 @@ def history(works):
 
 @torch.inference_mode()
 def outcome(runner, batch, cache):
-    logits, features = runner.forward(batch, cache)
+    logits, features, _ = runner.forward(batch, cache)
     return logits.clone(), features, [pool[1:].clone() for pool in (*cache.keys, *cache.values)]
 
 

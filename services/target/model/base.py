@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from services.target.batch import Batch
@@ -19,10 +21,12 @@ class Outputs(NamedTuple):
 
     logits:   [R, V], of the batch's sampled rows
     features: [F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None without
+    tokens:   [drawn] int64, drawn by `batch.draws`; None if the runner cannot
     """
 
     logits: Tensor
     features: Tensor | None = None
+    tokens: NDArray[np.int64] | None = None
 
 
 class Runner(Protocol):

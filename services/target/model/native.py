@@ -90,9 +90,9 @@ class ProgramRunner:
         _Builder(self, module, probe, number_format or own, positions).build()
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
-        """Write the batch's keys and values; return logits in float32 and features in the model's dtype."""
-        logits, features = self._program.run(batch, cache)
-        return Outputs(logits, features if features is None else features.to(self._dtype))
+        """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
+        logits, features, tokens = self._program.run(batch, cache)
+        return Outputs(logits, features if features is None else features.to(self._dtype), tokens)
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the weights, as checkpoints have them."""

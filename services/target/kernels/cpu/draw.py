@@ -1,12 +1,13 @@
 """Drawing tokens with the compiled kernel: those of services.target.sampler, its plain twin, at the price of a read.
 
-A session is packed once; a step hands over the packed sessions and the positions of its rows.
+A session is packed once; a step hands over the packed sessions and the positions of its rows. Programs draw along with
+the logits, which spares a step the waking of threads.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.speculation.sampling import SamplingParams
+from services.target.batch import DrawPlan
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.pool import shared_pool
 from services.target.masks import Mask
@@ -28,31 +30,35 @@ def pack(params: SamplingParams) -> bytes:
     return _SAMPLING.pack(temperature, params.top_p, params.min_p, top_k, params.seed)
 
 
-def draw(
-    logits: Tensor,
-    sessions: Sequence[bytes],
-    counts: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    mask: Mask | None = None,
-) -> NDArray[np.int64]:
+class Draws:
+    """A call of the kernel. `pointer` is what it takes, `tokens` [R] int64 where it puts them."""
+
+    def __init__(self, logits: Tensor, plan: DrawPlan, mask: Mask | None = None) -> None:
+        """logits: [R or more, V] float32; mask: what grammars allow."""
+        assert logits.is_contiguous(), "the kernel walks through memory in order"
+        assert logits.dtype == torch.float32, "the kernel reads these"
+        assert plan.positions.dtype == plan.counts.dtype == np.int64, "the kernel reads these"
+        rows = len(plan.positions)
+        assert len(logits) >= rows, "one position a row"
+        self.tokens = np.empty(rows, np.int64)
+        lines = None
+        if mask is not None:
+            lines = np.full(rows, -1)
+            lines[mask.rows.numpy()] = np.arange(len(mask.rows))
+        self._arrays = logits, plan, lines, mask
+        self._call = library.DrawCall(
+            logits.data_ptr(), rows, logits.shape[1], plan.sessions, plan.counts.ctypes.data,
+            plan.positions.ctypes.data, None if lines is None else lines.ctypes.data,
+            None if mask is None else mask.words.data_ptr(), self.tokens.ctypes.data,
+        )  # fmt: skip
+        self.pointer = ctypes.byref(self._call)
+
+
+def draw(logits: Tensor, plan: DrawPlan, mask: Mask | None = None) -> NDArray[np.int64]:
     """The token after each row. Returns [R]; -1 where logits are not finite.
 
-    logits: [R, V] float32, with penalties and bias; sessions: packed; counts: [S], rows of each, one session after the
-    other; positions: [R], absolute positions of the drawn tokens; mask: what grammars allow
+    logits: [R, V] float32, with penalties and bias; mask: what grammars allow
     """
-    rows, vocab = logits.shape
-    assert logits.is_contiguous(), "the kernel walks through memory in order"
-    assert logits.dtype == torch.float32, "the kernel reads these"
-    assert positions.dtype == counts.dtype == np.int64, "the kernel reads these"
-    assert len(positions) == rows, "one position a row"
-    tokens = np.empty(rows, np.int64)
-    lines = None
-    if mask is not None:
-        lines = np.full(rows, -1)
-        lines[mask.rows.numpy()] = np.arange(len(mask.rows))
-    library.load().outrider_draw(
-        shared_pool().handle, logits.data_ptr(), rows, vocab, b"".join(sessions), counts.ctypes.data,
-        positions.ctypes.data, None if lines is None else lines.ctypes.data,
-        None if mask is None else mask.words.data_ptr(), tokens.ctypes.data,
-    )  # fmt: skip
-    return tokens
+    draws = Draws(logits, plan, mask)
+    library.load().outrider_draw(shared_pool().handle, draws.pointer)
+    return draws.tokens

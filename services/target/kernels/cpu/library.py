@@ -48,6 +48,22 @@ class Product(ctypes.Structure):
     )
 
 
+class DrawCall(ctypes.Structure):
+    """Rows after each of which a token is drawn; see csrc/draw.h."""
+
+    _fields_ = (
+        ("logits", c_void_p),
+        ("rows", c_int64),
+        ("vocab", c_int64),
+        ("sessions", c_char_p),
+        ("counts", c_void_p),
+        ("positions", c_void_p),
+        ("masks", c_void_p),
+        ("words", c_void_p),
+        ("tokens", c_void_p),
+    )
+
+
 class BatchView(ctypes.Structure):
     """A step's rows; see csrc/batch.h."""
 
@@ -83,7 +99,7 @@ _SIGNATURES: native.Signatures = {
     "apply": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int32)),
     "attention": (None, (c_void_p, _BATCH, _SHAPE, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
     "move_rows": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
-    "draw": (None, (*(c_void_p,) * 2, *(c_int64,) * 2, *(c_void_p,) * 6)),
+    "draw": (None, (c_void_p, POINTER(DrawCall))),
     "program_new": (c_void_p, (c_int32, c_int32, c_int32)),
     "program_free": (None, (c_void_p,)),
     "program_width": (None, (c_void_p, c_int32, c_int64)),
@@ -100,7 +116,10 @@ _SIGNATURES: native.Signatures = {
     "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
     "program_run": (
         None,
-        (c_void_p, _BATCH, *(c_void_p,) * 5, c_int64, c_void_p, c_int64, *(c_void_p,) * 3),
+        (
+            c_void_p, _BATCH, *(c_void_p,) * 3, POINTER(DrawCall), *(c_void_p,) * 2, c_int64, c_void_p, c_int64,
+            *(c_void_p,) * 3,
+        ),
     ),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from torch import Tensor
 from services.target.batch import Batch
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
+from services.target.kernels.cpu.draw import Draws
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import PackedWeight
@@ -165,19 +166,22 @@ class Program:
         )  # fmt: skip
         self._marks += 1
 
-    def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None]:
+    def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None, NDArray[np.int64] | None]:
         """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
 
-        The features are fused if the capture says by what.
+        The features are fused if the capture says by what. The tokens that the batch's plan draws come last.
         """
         view = View(batch)
         keys, values = self._pools(cache)
         logits = torch.empty(len(batch.rows.sampled), self._vocab)
-        capture = batch.capture
+        capture, draws = batch.capture, None if batch.draws is None else Draws(logits, batch.draws)
+        pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
         if capture is None:
             nothing = (None, None, 0, None, 0, None, None, None)
-            self._functions.outrider_program_run(self._handle, view.pointer, keys, values, logits.data_ptr(), *nothing)
-            return logits, None
+            self._functions.outrider_program_run(
+                self._handle, view.pointer, keys, values, logits.data_ptr(), pointer, *nothing
+            )
+            return logits, None, tokens
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
         if marks not in self._columns:
             self._columns[marks] = self._columns_of(marks)
@@ -189,10 +193,10 @@ class Program:
             fused = torch.empty(len(rows), weight.outputs, dtype=self._captured)
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         self._functions.outrider_program_run(
-            self._handle, view.pointer, keys, values, logits.data_ptr(), self._columns[marks].ctypes.data,
+            self._handle, view.pointer, keys, values, logits.data_ptr(), pointer, self._columns[marks].ctypes.data,
             rows.ctypes.data, len(rows), features.data_ptr(), features.shape[1], *fusion,
         )  # fmt: skip
-        return logits, fused
+        return logits, fused, tokens
 
     def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
         """Where in a row of features each mark's state begins; -1 for those that are not among these."""

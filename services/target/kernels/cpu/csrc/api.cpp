@@ -136,27 +136,15 @@ void outrider_apply(Pool* pool, int32_t function, const void* x, void* y, int64_
 
 // --- draws ---
 
-// The token after each of `rows` rows. logits: [rows, vocab]; sessions: how each one's rows are drawn, counts: how many
-// those are; positions: [rows], of the tokens. masks: [rows], which line of `words` says what a row allows, or -1, and
-// words: [lines, ceil(vocab / 32)] 32-bit; masks may be null. Few rows are drawn by the caller alone.
-void outrider_draw(Pool* pool, const float* logits, int64_t rows, int64_t vocab, const Sampling* sessions,
-                   const int64_t* counts, const int64_t* positions, const int64_t* masks, const uint32_t* words,
-                   int64_t* tokens) {
-  std::vector<const Sampling*> how(rows);
-  for (int64_t row = 0; row < rows; ++sessions, ++counts) {
-    for (const int64_t end = row + *counts; row < end; ++row) how[row] = sessions;
-  }
+// Few rows are drawn by the caller alone.
+void outrider_draw(Pool* pool, const DrawCall* call) {
+  const Draws draws(*call);
   std::atomic<int64_t> next{0};
   auto work = [&](int) {
-    static thread_local Drawer drawer;
-    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) {
-      const uint32_t* allowed = masks && masks[row] >= 0 ? words + masks[row] * ((vocab + 31) / 32) : nullptr;
-      const LogitRow numbers{logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab};
-      tokens[row] = drawer.draw(numbers, *how[row], positions[row]);
-    }
+    for (int64_t row; (row = next.fetch_add(1, std::memory_order_relaxed)) < draws.rows();) draws.draw(row);
   };
   constexpr int64_t kAlone = 1 << 17;  // logits; below, waking the others takes longer
-  if (rows * vocab < kAlone) work(0);
+  if (call->rows * call->vocab < kAlone) work(0);
   else pool->run(work);
 }
 
@@ -196,11 +184,12 @@ void outrider_program_attend(Program* program, int32_t layer, const AttentionSha
 void outrider_program_capture(Program* program, int32_t mark, int64_t width, const float* norm, float epsilon) {
   program->add(Capture{mark, width, Norm{norm, epsilon}});
 }
-// columns: [marks], where each captured state goes in a row of features, or -1; null if none is wanted
+// draws: of the first rows of `logits`; null for none. columns: [marks], where each captured state goes in a row of
+// features, or -1; null if none is wanted
 void outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
-                          float* logits, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
+                          float* logits, const DrawCall* draws, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
                           int64_t width, const Weight* fusion, const float* fusion_bias, void* fused) {
-  program->run(Call{Batch(*batch), keys, values, logits, columns, rows, count, features, width, fusion, fusion_bias,
+  program->run(Call{Batch(*batch), keys, values, logits, draws, columns, rows, count, features, width, fusion, fusion_bias,
                     fused});
 }
 

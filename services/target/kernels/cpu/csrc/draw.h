@@ -306,4 +306,43 @@ class Drawer {
   int64_t count_ = 0;
 };
 
+// Rows after each of which a token is drawn.
+struct DrawCall {
+  const float* logits;  // [rows, vocab]
+  int64_t rows, vocab;
+  const Sampling* sessions;  // how each one's rows are drawn
+  const int64_t* counts;     // how many those are
+  const int64_t* positions;  // [rows], of the tokens
+  const int64_t* masks;      // [rows], which line of `words` says what a row allows, or -1; null if all do all
+  const uint32_t* words;     // [lines, ceil(vocab / 32)]
+  int64_t* tokens;           // [rows]
+};
+
+// The draws of a call; threads may take any rows, each for itself.
+class Draws {
+ public:
+  explicit Draws(const DrawCall& call) : call_(call), how_(call.rows) {
+    const Sampling* session = call.sessions;
+    const int64_t* count = call.counts;
+    for (int64_t row = 0; row < call.rows; ++session, ++count) {
+      for (const int64_t end = row + *count; row < end; ++row) how_[row] = session;
+    }
+  }
+
+  int64_t rows() const { return call_.rows; }
+
+  void draw(int64_t row) const {
+    static thread_local Drawer drawer;
+    const int64_t vocab = call_.vocab;
+    const uint32_t* allowed =
+        call_.masks && call_.masks[row] >= 0 ? call_.words + call_.masks[row] * ((vocab + 31) / 32) : nullptr;
+    const LogitRow numbers{call_.logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab};
+    call_.tokens[row] = drawer.draw(numbers, *how_[row], call_.positions[row]);
+  }
+
+ private:
+  const DrawCall call_;
+  std::vector<const Sampling*> how_;  // [rows]
+};
+
 }  // namespace outrider

@@ -104,7 +104,9 @@ void Program::prepare(const Call& call) {
     bytes = std::max<size_t>(bytes, plans_.back().partials * (2 + shape.value_dim) * sizeof(float));
   }
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
-  const size_t counters = 2 * (operations_.size() + 1);  // the fusion has the last two
+  draws_.reset();
+  if (call.draws) draws_.emplace(*call.draws);
+  const size_t counters = 2 * operations_.size() + 3;
   if (counters_.size() != counters) counters_ = std::vector<Counter>(counters);
   for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
 }
@@ -122,6 +124,7 @@ void Program::work(int thread, const Call& call) {
     fetch_ahead(thread, i + 1);
     pool_.barrier().wait();
   }
+  if (draws_) draw(thread);
   if (call.fusion) bfloat16_ ? fuse<BF16>(thread, call) : fuse<float>(thread, call);
 }
 
@@ -248,6 +251,10 @@ void Program::capture(const Capture& op, const Call& call, int64_t index, T* to)
     from = scratch;
   }
   copy_as(to, from, op.width);
+}
+
+void Program::draw(int thread) {
+  portions(counters_.back(), thread, draws_->rows(), [&](int64_t row) { draws_->draw(row); });
 }
 
 // The product of captured rows with the fusion.

@@ -7,10 +7,12 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <variant>
 #include <vector>
 
 #include "attention.h"
+#include "draw.h"
 #include "linear.h"
 #include "pool.h"
 
@@ -83,6 +85,7 @@ struct Call {
   const void* const* keys;  // [layers], pools
   const void* const* values;
   float* logits;  // [sampled_rows, vocab]
+  const DrawCall* draws;  // of the first of them; null for none
   const int64_t* columns;  // [marks], first column of each captured state, or -1; null if none is wanted
   const int64_t* captured;  // [captured_rows]
   int64_t captured_rows;
@@ -122,6 +125,7 @@ class Program {
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
   template <class T>
   void capture(const Capture& op, const Call& call, int64_t index, T* to);
+  void draw(int thread);
   template <class T>
   void fuse(int thread, const Call& call);
   template <class P>
@@ -143,7 +147,8 @@ class Program {
   std::vector<Operation> operations_;
   std::vector<AttentionShape> shapes_;
   std::vector<AttentionPlan> plans_;
-  std::vector<Counter> counters_;  // two an operation
+  std::optional<Draws> draws_;
+  std::vector<Counter> counters_;  // two an operation, two for the fusion, one for the draws
   std::vector<int64_t> slots_;     // of the batch's rows
   std::vector<int32_t> spans_;     // of the batch's rows
   int64_t widths_[kBuffers] = {};
