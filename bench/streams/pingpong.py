@@ -1,6 +1,6 @@
-"""The floor: a bare grpc.aio stream between two processes, bytes there and back, nothing else.
+"""The floor: bare frames between two processes over a Unix domain socket, there and back, nothing else.
 
-As a module it is the echoing process: `python -m bench.streams.pingpong ADDRESS`.
+As a module it is the echoing process: `python -m bench.streams.pingpong PATH`.
 """
 
 from __future__ import annotations
@@ -10,53 +10,58 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from typing import Any
 
-import grpc
 import uvloop
+from google.protobuf.wrappers_pb2 import BytesValue
 
-METHOD = "/bench.Echo/Stream"
+from outrider.serving.pipe import Pipe
 
-
-async def _echo(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:  # noqa: ARG001
-    async for request in requests:
-        yield request
+_PATIENCE = 20.0  # seconds that the other process gets to start
 
 
-async def serve(address: str) -> None:
+async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    pipe = Pipe(reader, writer)
+    async for message in pipe.messages(BytesValue):
+        await pipe.write(message)
+    pipe.close()
+
+
+async def serve(path: str) -> None:
     """Echo until the process is killed."""
-    server = grpc.aio.server()
-    handler = grpc.stream_stream_rpc_method_handler(_echo)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Echo", {"Stream": handler})])
-    server.add_insecure_port(address)
-    await server.start()
-    await server.wait_for_termination()
+    server = await asyncio.start_unix_server(_echo, path)
+    await server.serve_forever()
 
 
-async def _measure(address: str, sizes: list[int], rounds: int) -> list[float]:
+async def _connect(path: str) -> Pipe:
+    async with asyncio.timeout(_PATIENCE):
+        while True:
+            try:
+                return Pipe(*await asyncio.open_unix_connection(path))
+            except OSError:
+                await asyncio.sleep(0.05)
+
+
+async def _measure(path: str, sizes: list[int], rounds: int) -> list[float]:
     medians = []
-    async with grpc.aio.insecure_channel(address) as channel:
-        await asyncio.wait_for(channel.channel_ready(), 20)
-        for size in sizes:
-            call = channel.stream_stream(METHOD)()
-            payload = b"x" * size
-            times = []
-            for _ in range(rounds):
-                start = time.perf_counter()
-                await call.write(payload)
-                await call.read()
-                times.append(time.perf_counter() - start)
-            medians.append(1e6 * statistics.median(times[rounds // 10 :]))
-            await call.done_writing()
+    pipe = await _connect(path)
+    for size in sizes:
+        payload = BytesValue(value=b"x" * size)
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            await pipe.write(payload)
+            await pipe.read()
+            times.append(time.perf_counter() - start)
+        medians.append(1e6 * statistics.median(times[rounds // 10 :]))
+    pipe.close()
     return medians
 
 
-def round_trips(address: str, sizes: list[int], rounds: int = 1000) -> list[float]:
+def round_trips(path: str, sizes: list[int], rounds: int = 1000) -> list[float]:
     """Median round trip in microseconds for frames of given sizes in bytes."""
-    process = subprocess.Popen([sys.executable, "-m", "bench.streams.pingpong", address])
+    process = subprocess.Popen([sys.executable, "-m", "bench.streams.pingpong", path])
     try:
-        return uvloop.run(_measure(address, sizes, rounds))
+        return uvloop.run(_measure(path, sizes, rounds))
     finally:
         process.kill()
         process.wait()

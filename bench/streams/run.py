@@ -110,7 +110,7 @@ def main(argv: list[str]) -> None:
     report = Report("streams", "What the gateway adds to a step, with engines that only take time", columns=COLUMNS)
     report.notes = [
         f"engines: that the engines of target ({_SHARE:.0%}) and draft sleep for a step; they wait for one another",
-        "floor: the engines' time and two round trips of a bare grpc.aio stream, frames of the same size, same run",
+        "floor: the engines' time and two round trips of bare frames of the same size over a socket, same run",
         "relay: a step with nothing between the services but a process that passes frames on",
         "grpc, sse: a step with the gateway and so many clients; adds: what is more than the relay's, over engines",
         "cpu: processor time a step, all threads of a process; clients run on the same cores",
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         sizes = {n: 40 * n + 40 for n in args.sessions}
-        floors = dict(zip(args.sessions, round_trips(f"unix:{folder}/echo", list(sizes.values())), strict=True))
+        floors = dict(zip(args.sessions, round_trips(f"{folder}/echo", list(sizes.values())), strict=True))
         for engines in args.engines_ms:
             with system(folder, engines) as running:
                 uvloop.run(over_grpc(running.grpc_port, 2, 200))
