@@ -1,9 +1,9 @@
 """Frames of a stream past gRPC, between two processes of one machine.
 
-A stream is a gRPC call: its beginning, its end and status, and the keep-alive that finds a dead peer are gRPC's. But a
-message through it costs each end several tenths of a millisecond of processor time and changes threads twice, which on
-one machine is most of a frame's way. So a service that listens on a Unix domain socket has a second socket beside it,
-over which frames go as they are, each behind its length in 4 bytes, little-endian:
+A stream is a gRPC call: its beginning, its end and its status are gRPC's. But a message through it costs each end
+several tenths of a millisecond of processor time and changes threads twice, which on one machine is most of a frame's
+way. So a service that listens on a Unix domain socket has a second socket beside it, over which frames go as they are,
+each behind its length in 4 bytes, little-endian:
 
     client   connects to it and writes a token ──► service keeps the connection
     client   opens the stream, the same token in its metadata ──► service finds the connection; frames go over it
@@ -20,7 +20,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -120,11 +120,15 @@ class PipeDoor:
 
     async def pipe_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> Pipe | None:
         """The connection for a call's frames; None if they come through the call. Raises Unavailable without it."""
-        metadata = dict(context.invocation_metadata() or ())
-        token = metadata.get(_METADATA)
+        token = dict(context.invocation_metadata() or ()).get(_METADATA)
         if token is None:
             return None
-        return await self._meet(str(token))
+        try:
+            return await asyncio.wait_for(self._place(str(token)), _PATIENCE)
+        except TimeoutError:
+            raise Unavailable("the connection for the stream's frames has not come") from None
+        finally:
+            self._met.pop(str(token), None)
 
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         pipe, place = Pipe(reader, writer), None
@@ -139,14 +143,6 @@ class PipeDoor:
                 pipe.close()
             else:
                 place.set_result(pipe)
-
-    async def _meet(self, token: str) -> Pipe:
-        try:
-            return await asyncio.wait_for(self._place(token), _PATIENCE)
-        except TimeoutError:
-            raise Unavailable("the connection for the stream's frames has not come") from None
-        finally:
-            self._met.pop(token, None)
 
     def _place(self, token: str) -> asyncio.Future[Pipe]:
         return self._met.setdefault(token, asyncio.get_running_loop().create_future())
@@ -190,12 +186,11 @@ class PipedCall:
         self._call.cancel()
 
 
-class PipeKey:
+class PipeKey(NamedTuple):
     """A connection that was made, and the metadata of the call that shall have it."""
 
-    def __init__(self, pipe: Pipe, token: str) -> None:
-        self.pipe = pipe
-        self.metadata = ((_METADATA, token),)
+    pipe: Pipe
+    metadata: tuple[tuple[str, str], ...]
 
 
 async def connect_beside(address: str) -> PipeKey | None:
@@ -209,4 +204,4 @@ async def connect_beside(address: str) -> PipeKey | None:
         return None
     token = secrets.token_hex(_TOKEN_BYTES)
     writer.write(token.encode())
-    return PipeKey(Pipe(reader, writer), token)
+    return PipeKey(Pipe(reader, writer), ((_METADATA, token),))

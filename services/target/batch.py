@@ -213,7 +213,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class DrawPlan:
-    """How tokens are drawn after a batch's drawn rows, from the model's logits as they are.
+    """How tokens are drawn after a batch's drawn rows.
 
     sessions:  what each asked for, packed as compiled kernels read it, one after the other
     counts:    [S] int64, rows of each
@@ -270,7 +270,7 @@ class Batch:
     sampled:               [R] int64, the rows whose logits are wanted. First the `drawn` ones after which a token is
                            drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
-    draws:                 what is to be drawn along with the logits, by runners that can; None for none
+    draws:                 what is to be drawn from the logits as they are, by runners that can; None for none
     roots:                 ids that are not known on the host
     """
 
