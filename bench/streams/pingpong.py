@@ -5,52 +5,71 @@ As a module it is the echoing process: `python -m bench.streams.pingpong PATH`.
 
 from __future__ import annotations
 
-import asyncio
+import select
+import socket
 import statistics
 import subprocess
 import sys
 import time
-
-import uvloop
-from google.protobuf.wrappers_pb2 import BytesValue
 
 from outrider.serving.pipe import Pipe
 
 _PATIENCE = 20.0  # seconds that the other process gets to start
 
 
-async def _echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    pipe = Pipe(reader, writer)
-    async for message in pipe.messages(BytesValue):
-        await pipe.write(message)
-    pipe.close()
+def _read(pipe: Pipe) -> bytes:
+    """The next frame; the other side sends one at a time. Raises EOFError at the end."""
+    come = select.poll()
+    come.register(pipe.file, select.POLLIN)
+    while True:
+        come.poll()
+        for frame in pipe.receive():
+            return frame
 
 
-async def serve(path: str) -> None:
-    """Echo until the process is killed."""
-    server = await asyncio.start_unix_server(_echo, path)
-    await server.serve_forever()
+def _write(pipe: Pipe, frame: bytes) -> None:
+    pipe.send(frame)
+    room = select.poll()
+    room.register(pipe.file, select.POLLOUT)
+    while pipe.unsent:
+        room.poll()
+        pipe.flush()
 
 
-async def _connect(path: str) -> Pipe:
-    async with asyncio.timeout(_PATIENCE):
-        while True:
-            try:
-                return Pipe(*await asyncio.open_unix_connection(path))
-            except OSError:
-                await asyncio.sleep(0.05)
+def serve(path: str) -> None:
+    """Echo the frames of one connection."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        pipe = Pipe(listening.accept()[0])
+    while True:
+        _write(pipe, _read(pipe))
 
 
-async def _measure(path: str, sizes: list[int], rounds: int) -> list[float]:
+def _connect(path: str) -> Pipe:
+    until = time.monotonic() + _PATIENCE
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+        except OSError:
+            connection.close()
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+        else:
+            return Pipe(connection)
+
+
+def _measure(path: str, sizes: list[int], rounds: int) -> list[float]:
     medians = []
-    pipe = await _connect(path)
+    pipe = _connect(path)
     for size in sizes:
-        payload = BytesValue(value=b"x" * size)
-        times = []
+        frame, times = b"x" * size, []
         for _ in range(rounds):
             start = time.perf_counter()
-            await pipe.write(payload)
-            await pipe.read()
+            _write(pipe, frame)
+            _read(pipe)
             times.append(time.perf_counter() - start)
         medians.append(1e6 * statistics.median(times[rounds // 10 :]))
     pipe.close()
@@ -61,11 +80,11 @@ def round_trips(path: str, sizes: list[int], rounds: int = 1000) -> list[float]:
     """Median round trip in microseconds for frames of given sizes in bytes."""
     process = subprocess.Popen([sys.executable, "-m", "bench.streams.pingpong", path])
     try:
-        return uvloop.run(_measure(path, sizes, rounds))
+        return _measure(path, sizes, rounds)
     finally:
         process.kill()
         process.wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(sys.argv[1]))
+    serve(sys.argv[1])

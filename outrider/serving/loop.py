@@ -5,8 +5,9 @@
     3. let the engine take a step
     4. publish what it says: at once if somebody waits for it, else together with the steps that follow
 
-The network lives in another thread and is reached through two calls: `submit` and the `publish` callback. What is not
-about sessions, such as new weights, is done by `call`, between two steps.
+The network lives in another thread and is reached through two calls: `submit` and the `publish` callback; connections
+that this thread reads and writes itself are watched by its `inbox`. What is not about sessions, such as new weights, is
+done by `call`, between two steps.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 
 from outrider.errors import EngineFault, OutriderError, Unavailable
 from outrider.serving.features import FeatureBlock
+from outrider.serving.inbox import Inbox
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.serving.place import compute_on
 from outrider.speculation.proposal import Commit, Proposal
@@ -122,7 +124,7 @@ class EngineLoop:
         self._held: StepOutput | None = None  # what is not urgent, until it is told
         self._told = EngineLoad()  # the last load that was published
         self._told_at = -math.inf  # when, by the clock of time.perf_counter
-        self._inbox: queue.SimpleQueue[Message | _Call | None] = queue.SimpleQueue()
+        self.inbox: Inbox[Message | _Call | None] = Inbox()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, engine: Engine, publish: Callable[[StepOutput], None]) -> None:
@@ -136,7 +138,7 @@ class EngineLoop:
 
     def submit(self, message: Message) -> None:
         """Hand a message to the engine; any thread may call."""
-        self._inbox.put(message)
+        self.inbox.put(message)
 
     def call(self, work: Callable[[], Result]) -> Future[Result]:
         """Let the engine thread do some work between two steps; any thread may call.
@@ -144,20 +146,21 @@ class EngineLoop:
         The future fails with what the work raises. EngineFault, and whatever is no OutriderError, ends the engine.
         """
         call = _Call(work)
-        self._inbox.put(call)
+        self.inbox.put(call)
         if self._ended:  # perhaps too late to be read
             self._refuse_calls()
         return call.future
 
     def stop(self, timeout: float = 10.0) -> None:
         """End the thread after its present step. timeout: seconds."""
-        self._inbox.put(None)
+        self.inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout)
 
     def _run(self) -> None:
         if self._cores is not None:
             compute_on(self._cores)
+        self.inbox.open()
         try:
             while self._take_messages():
                 if not self.engine.idle:
@@ -168,12 +171,13 @@ class EngineLoop:
             self._on_fault(error)
         finally:
             self._ended = True
+            self.inbox.close()
             self._refuse_calls()
 
     def _refuse_calls(self) -> None:
         while True:
             try:
-                message = self._inbox.get_nowait()
+                message = self.inbox.get()
             except queue.Empty:
                 return
             if isinstance(message, _Call):
@@ -243,8 +247,8 @@ class EngineLoop:
         """Raises queue.Empty if there is none now, or none for as long as is worth waiting."""
         if not idle:
             patience = self.engine.patience
-            return self._inbox.get(patience > 0, patience)
-        return self._inbox.get(timeout=None if self._audited else _QUIET)
+            return self.inbox.get(patience)
+        return self.inbox.get(None if self._audited else _QUIET)
 
     def _handle(self, message: Message) -> None:
         failures: list[SessionFailure] = []

@@ -5,7 +5,7 @@ several tenths of a millisecond of processor time and changes threads twice, whi
 way. So a service that listens on a Unix domain socket has a second socket beside it, over which frames go as they are,
 each behind its length in 4 bytes, little-endian:
 
-    client   connects to it and writes a token ──► service keeps the connection
+    client   connects to it and writes a token ──► service keeps the connection (door.py)
     client   opens the stream, the same token in its metadata ──► service finds the connection; frames go over it
     either   closes the connection when its call has ended, and ends the call when the connection has
 
@@ -16,27 +16,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
 import secrets
-from collections.abc import AsyncIterator
+import socket
+from collections import deque
 from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from outrider.errors import InvalidRequest, Unavailable
-
-log = logging.getLogger(__name__)
+from outrider.errors import InvalidRequest
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Longest frame."""
 
-_METADATA = "outrider-pipe"
-_TOKEN_BYTES = 16  # two digits each
+METADATA = "outrider-pipe"
+"""Key of the token in a call's metadata."""
+
+TOKEN_BYTES = 32
+"""Bytes of a token: hexadecimal digits."""
+
+PATIENCE = 5.0
+"""Seconds in which what belongs together must come together."""
+
 _LENGTH_BYTES = 4
-_BUFFERED = 1 << 20  # bytes that are read ahead
-_PATIENCE = 5.0  # seconds in which what belongs together must come together
+_READ_BYTES = 1 << 18  # at once
 
 
 def socket_beside(address: str) -> str | None:
@@ -47,111 +50,86 @@ def socket_beside(address: str) -> str | None:
     return (path[2:] if path.startswith("//") else path) + ".frames"
 
 
-class Pipe:
-    """A connection over which whole frames go."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def read(self) -> bytes | None:
-        """The next frame; None once the connection has ended. Raises InvalidRequest for one that is too long."""
-        try:
-            size = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
-            if size > MAX_MESSAGE_BYTES:
-                raise InvalidRequest(f"a frame of {size} bytes is longer than {MAX_MESSAGE_BYTES}")
-            return await self._reader.readexactly(size)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
-    async def write(self, message: Any) -> None:
-        """Send a message; waits while the other side is slow to read. Raises ConnectionError if it has gone."""
-        frame: bytes = message.SerializeToString()
-        self._writer.writelines((len(frame).to_bytes(_LENGTH_BYTES, "little"), frame))
-        await self._writer.drain()
-
-    async def messages(self, kind: Any) -> AsyncIterator[Any]:
-        """Frames as messages of a kind, until the end. Raises InvalidRequest for one that is none."""
-        while (frame := await self.read()) is not None:
-            yield _message(kind, frame)
-
-    def close(self) -> None:
-        """End the connection."""
-        self._writer.close()
-
-
-def _message(kind: Any, frame: bytes) -> Any:
+def message_of(kind: Any, frame: bytes) -> Any:
+    """A frame as a message of a kind. Raises InvalidRequest for one that is none."""
     try:
         return kind.FromString(frame)
     except DecodeError:
         raise InvalidRequest(f"a frame is no {kind.DESCRIPTOR.name}") from None
 
 
-class PipeDoor:
-    """The service's side: takes connections, and finds the one that belongs to a call."""
+class Pipe:
+    """A connection over which whole frames go. Nothing here waits: who wants to must watch its `file`."""
 
-    def __init__(self) -> None:
-        self._met: dict[str, asyncio.Future[Pipe]] = {}  # by token; either side may come first
-        self._server: asyncio.Server | None = None
-        self._path = ""
-        self._closed = False
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._space = bytearray(_READ_BYTES)
+        self._came = bytearray()  # of a frame that has not come whole
+        self._left: memoryview | None = None  # of one that has not gone whole
+        self.file = connection.fileno()
 
-    async def open(self, address: str) -> None:
-        """Listen beside a gRPC address, if that is a Unix domain socket. Without it, frames go through gRPC."""
-        path = socket_beside(address)
-        if path is None:
+    @property
+    def unsent(self) -> bool:
+        """Part of a frame has yet to go: `flush` once there is room."""
+        return self._left is not None
+
+    def receive(self) -> list[bytes]:
+        """Frames that have come. Raises EOFError at the connection's end, InvalidRequest for too long a frame."""
+        try:
+            count = self._socket.recv_into(self._space)
+        except BlockingIOError:
+            return []
+        except OSError:
+            raise EOFError from None
+        if not count:
+            raise EOFError
+        if not self._came and count == _LENGTH_BYTES + self._size(self._space, 0):
+            return [bytes(self._space[_LENGTH_BYTES:count])]  # one frame, as mostly
+        self._came += memoryview(self._space)[:count]
+        return self._whole_frames()
+
+    def _whole_frames(self) -> list[bytes]:
+        frames, start, come = [], 0, self._came
+        while len(come) - start >= _LENGTH_BYTES:
+            stop = start + _LENGTH_BYTES + self._size(come, start)
+            if stop > len(come):
+                break
+            frames.append(bytes(memoryview(come)[start + _LENGTH_BYTES : stop]))
+            start = stop
+        if start:
+            del come[:start]
+        return frames
+
+    @staticmethod
+    def _size(content: bytearray, start: int) -> int:
+        size = int.from_bytes(content[start : start + _LENGTH_BYTES], "little")
+        if size > MAX_MESSAGE_BYTES:
+            raise InvalidRequest(f"a frame of {size} bytes is longer than {MAX_MESSAGE_BYTES}")
+        return size
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, or as much of it as there is room for. Raises ConnectionError if the other side has gone."""
+        assert self._left is None, "frames go one after the other"
+        head = len(frame).to_bytes(_LENGTH_BYTES, "little")
+        try:
+            sent = self._socket.sendmsg((head, frame))
+        except BlockingIOError:
+            sent = 0
+        if sent < _LENGTH_BYTES + len(frame):
+            self._left = memoryview(head + frame)[sent:]
+
+    def flush(self) -> None:
+        """Send more of what is left. Raises ConnectionError if the other side has gone."""
+        if self._left is None:
             return
-        try:
-            self._server = await asyncio.start_unix_server(self._take, path, limit=_BUFFERED)
-        except OSError as error:  # such as a path that is too long
-            log.info("frames go through gRPC, for %s cannot be had: %s", path, error)
-        else:
-            self._path = path
+        with contextlib.suppress(BlockingIOError):
+            sent = self._socket.send(self._left)
+            self._left = self._left[sent:] if sent < len(self._left) else None
 
-    async def close(self) -> None:
-        """Take no more, and end the connections that no call has claimed."""
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
-        for token in list(self._met):
-            self._forget(token)
-
-    async def pipe_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> Pipe | None:
-        """The connection for a call's frames; None if they come through the call. Raises Unavailable without it."""
-        token = dict(context.invocation_metadata() or ()).get(_METADATA)
-        if token is None:
-            return None
-        try:
-            return await asyncio.wait_for(self._place(str(token)), _PATIENCE)
-        except TimeoutError:
-            raise Unavailable("the connection for the stream's frames has not come") from None
-        finally:
-            self._met.pop(str(token), None)
-
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        pipe, place = Pipe(reader, writer), None
-        try:
-            token = (await asyncio.wait_for(reader.readexactly(2 * _TOKEN_BYTES), _PATIENCE)).decode("ascii")
-            place = self._place(token)
-            asyncio.get_running_loop().call_later(_PATIENCE, self._forget, token)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, UnicodeDecodeError):
-            log.debug("a connection for frames ended before it said whose they are")
-        finally:
-            if place is None or place.done() or self._closed:
-                pipe.close()
-            else:
-                place.set_result(pipe)
-
-    def _place(self, token: str) -> asyncio.Future[Pipe]:
-        return self._met.setdefault(token, asyncio.get_running_loop().create_future())
-
-    def _forget(self, token: str) -> None:
-        """No call has come for a connection."""
-        future = self._met.pop(token, None)
-        if future is not None and future.done() and not future.cancelled():
-            future.result().close()
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
 
 
 class PipedCall:
@@ -162,28 +140,84 @@ class PipedCall:
         self._call = call
         self._pipe = pipe
         self._kind = kind
-        call.add_done_callback(lambda _: pipe.close())
+        self._loop = asyncio.get_running_loop()
+        self._frames: deque[bytes] = deque()
+        self._ended: EOFError | InvalidRequest | None = None
+        self._reader: asyncio.Future[None] | None = None  # who waits for a frame
+        self._room: asyncio.Future[None] | None = None  # who waits for the last frame to go
+        self._loop.add_reader(pipe.file, self._come)
+        call.add_done_callback(lambda _: self._end(EOFError()))
+
+    def _come(self) -> None:
+        try:
+            self._frames += self._pipe.receive()
+        except (EOFError, InvalidRequest) as error:
+            self._end(error)
+        else:
+            _wake(self._reader)
+
+    def _end(self, why: EOFError | InvalidRequest) -> None:
+        if self._ended is None:
+            self._ended = why
+            self._loop.remove_reader(self._pipe.file)
+            self._loop.remove_writer(self._pipe.file)
+            self._pipe.close()
+            _wake(self._reader)
+            _wake(self._room)
 
     async def read(self) -> Any:
-        """The next message, or grpc.aio.EOF. Raises AioRpcError if the call ended with an error."""
-        frame = await self._pipe.read()
-        if frame is not None:
-            return _message(self._kind, frame)
-        with contextlib.suppress(TimeoutError):
-            return await asyncio.wait_for(self._call.read(), _PATIENCE)  # it says why
-        return grpc.aio.EOF
+        """The next message, or grpc.aio.EOF. Raises AioRpcError if the call ended with an error, InvalidRequest for a
+        frame that is none.
+        """
+        while not self._frames:
+            if isinstance(self._ended, InvalidRequest):
+                raise self._ended
+            if self._ended is not None:
+                with contextlib.suppress(TimeoutError):
+                    return await asyncio.wait_for(self._call.read(), PATIENCE)  # it says why
+                return grpc.aio.EOF
+            self._reader = self._loop.create_future()
+            await self._reader
+        return message_of(self._kind, self._frames.popleft())
 
     async def write(self, message: Any) -> None:
-        """Send a message. Raises asyncio.InvalidStateError once the stream has ended."""
+        """Send a message; waits while the other side is slow to read. Raises asyncio.InvalidStateError once the stream
+        has ended.
+        """
+        if self._ended is None:
+            self._send(message.SerializeToString())
+        while self._ended is None and self._pipe.unsent:
+            self._room = self._loop.create_future()
+            self._loop.add_writer(self._pipe.file, self._flush)
+            await self._room
+        if self._ended is not None:
+            raise asyncio.InvalidStateError("the stream has ended")
+
+    def _send(self, frame: bytes) -> None:
         try:
-            await self._pipe.write(message)
-        except ConnectionError:
-            raise asyncio.InvalidStateError("the stream has ended") from None
+            self._pipe.send(frame)
+        except OSError:
+            self._end(EOFError())
+
+    def _flush(self) -> None:
+        try:
+            self._pipe.flush()
+        except OSError:
+            self._end(EOFError())
+            return
+        if not self._pipe.unsent:
+            self._loop.remove_writer(self._pipe.file)
+            _wake(self._room)
 
     def cancel(self) -> None:
         """End the stream."""
-        self._pipe.close()
+        self._end(EOFError())
         self._call.cancel()
+
+
+def _wake(waiting: asyncio.Future[None] | None) -> None:
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)
 
 
 class PipeKey(NamedTuple):
@@ -198,10 +232,13 @@ async def connect_beside(address: str) -> PipeKey | None:
     path = socket_beside(address)
     if path is None:
         return None
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    token = secrets.token_hex(TOKEN_BYTES // 2)
     try:
-        reader, writer = await asyncio.open_unix_connection(path, limit=_BUFFERED)
+        await asyncio.get_running_loop().sock_connect(connection, path)
+        connection.send(token.encode())
     except OSError:
+        connection.close()
         return None
-    token = secrets.token_hex(_TOKEN_BYTES)
-    writer.write(token.encode())
-    return PipeKey(Pipe(reader, writer), ((_METADATA, token),))
+    return PipeKey(Pipe(connection), ((METADATA, token),))

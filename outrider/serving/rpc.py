@@ -184,7 +184,7 @@ async def serve_engine(
         return build()
 
     loop = EngineLoop(on_fault=end, cores=own)
-    hub: StreamHub[Any, Any] = StreamHub(loop.submit, decode, encode)
+    hub: StreamHub[Any, Any] = StreamHub(loop, decode, encode)
     server = GrpcServer()
     await server.start(address, register(server, hub, loop), tls)
     await hub.pipes.open(address)

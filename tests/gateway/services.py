@@ -123,7 +123,7 @@ class Service:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self.engine = self.kind.engine_class(self.delay)
         loop = EngineLoop(lambda _: None)
-        hub = StreamHub(loop.submit, *self.kind.coders)
+        hub = StreamHub(loop, *self.kind.coders)
         server = GrpcServer()
         self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
         await server.start(self.address, (self.kind.name,), self.tls)

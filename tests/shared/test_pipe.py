@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving import door as doors
 from outrider.serving import pipe as pipes
+from outrider.serving.door import PipeDoor
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.serving.pipe import PipedCall, PipeDoor, connect_beside, socket_beside
+from outrider.serving.pipe import Pipe, PipedCall, connect_beside, socket_beside
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason
@@ -44,6 +46,26 @@ def exists(path):
 
 def call_of(key):
     return SimpleNamespace(invocation_metadata=lambda: key.metadata)
+
+
+async def write(pipe, frame):
+    pipe.send(frame)
+    while pipe.unsent:
+        await asyncio.sleep(0.001)
+        pipe.flush()
+
+
+async def read(pipe):
+    """The next frame, of one that sends no more than one at a time; None at the end."""
+    while True:
+        try:
+            frames = pipe.receive()
+        except EOFError:
+            return None
+        if frames:
+            [frame] = frames
+            return frame
+        await asyncio.sleep(0.001)
 
 
 async def both_ends(door, address):
@@ -77,20 +99,45 @@ async def test_frames_of_any_size_come_whole_and_in_order(address):
     await door.open(address)
     ends = await both_ends(door, address)
 
-    async def write(end):
+    async def write_all(end):
         for frame in frames:
-            await end.write(Bytes(frame))
+            await write(end, frame)
 
-    async def read(end):
-        return [await end.read() for _ in frames]
+    async def read_all(end):
+        come = []
+        while len(come) < len(frames):
+            come += end.receive()
+            await asyncio.sleep(0)
+        return come
 
     async with asyncio.timeout(20):
-        *_, here, there = await asyncio.gather(*map(write, ends), *map(read, ends))
+        *_, here, there = await asyncio.gather(*map(write_all, ends), *map(read_all, ends))
     assert here == there == frames
     ends[0].close()
-    assert await ends[1].read() is None
+    assert await read(ends[1]) is None
     ends[1].close()
     await door.close()
+
+
+def test_frames_come_whole_however_the_bytes_are_cut():
+    rng = np.random.default_rng(1)
+    frames = [rng.bytes(int(size)) for size in rng.integers(0, 40, 50)]
+    content = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
+    here, there = socket.socketpair()
+    pipe, come = Pipe(there), []
+    while content:
+        cut = int(rng.integers(1, 30))
+        here.send(content[:cut])
+        content = content[cut:]
+        come += pipe.receive()
+    assert come == frames
+    assert pipe.receive() == []
+    here.close()
+    with pytest.raises(EOFError):
+        pipe.receive()
+    with pytest.raises(ConnectionError):
+        pipe.send(b"x")
+    pipe.close()
 
 
 async def test_connections_find_their_calls_in_any_order(address):
@@ -100,8 +147,8 @@ async def test_connections_find_their_calls_in_any_order(address):
     first = [asyncio.create_task(door.pipe_of(call_of(key))) for key in keys[::-1]]
     there = [await task for task in first][::-1]
     for i, key in enumerate(keys):
-        await key.pipe.write(Bytes(bytes([i])))
-    assert [await pipe.read() for pipe in there] == [b"\0", b"\1", b"\2"]
+        await write(key.pipe, bytes([i]))
+    assert [await read(pipe) for pipe in there] == [b"\0", b"\1", b"\2"]
     assert not door._met
     for pipe in [key.pipe for key in keys] + there:
         pipe.close()
@@ -109,13 +156,13 @@ async def test_connections_find_their_calls_in_any_order(address):
 
 
 async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
-    monkeypatch.setattr(pipes, "_PATIENCE", 0.05)
+    monkeypatch.setattr(doors, "PATIENCE", 0.05)
     door = PipeDoor()
     await door.open(address)
     with pytest.raises(Unavailable):
         await door.pipe_of(SimpleNamespace(invocation_metadata=lambda: (("outrider-pipe", "0" * 32),)))
     key = await connect_beside(address)
-    assert await key.pipe.read() is None  # closed, for no call came
+    assert await read(key.pipe) is None  # closed, for no call came
     key.pipe.close()
     reader, writer = await asyncio.open_unix_connection(socket_beside(address))
     assert await reader.read() == b""  # closed, for no token came
@@ -133,9 +180,9 @@ async def test_too_long_a_frame_is_refused(address, monkeypatch):
     door = PipeDoor()
     await door.open(address)
     here, there = await both_ends(door, address)
-    await here.write(Bytes(bytes(11)))
+    await write(here, bytes(11))
     with pytest.raises(InvalidRequest, match="11 bytes"):
-        await there.read()
+        await read(there)
     here.close()
     there.close()
     await door.close()
@@ -179,7 +226,7 @@ class Service:
 
     async def __aenter__(self):
         self.loop = EngineLoop(lambda _: None)
-        self.hub = StreamHub(self.loop.submit, codec.verify_request_from_pb, codec.verify_response_to_pb)
+        self.hub = StreamHub(self.loop, codec.verify_request_from_pb, codec.verify_response_to_pb)
         self.servicer, self.server = Servicer(self.hub), GrpcServer()
         target_pb2_grpc.add_TargetServiceServicer_to_server(self.servicer, self.server.server)
         await self.server.start(self.address, ())
@@ -271,3 +318,41 @@ async def drained(stream):
             pass
     except grpc.aio.AioRpcError:
         pass
+
+
+async def test_a_peer_that_does_not_read_holds_up_nobody(service, address):
+    """What it is told gathers, and comes once it reads; others go on meanwhile."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        other, _ = await piped(channel, address)
+        key = await connect_beside(address)
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
+        opening = codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=3000)]))
+        await write(key.pipe, opening.SerializeToString())
+        await until(lambda: service.engine.sessions)
+        await until(lambda: not service.engine.sessions)  # it has come to its end, and has not been heard
+        await other.write(codec.verify_request_to_pb(Message(opens=[request(2, max_tokens=1)])))
+        assert len(codec.verify_response_from_pb(await other.read()).commits) == 1
+        tokens, reason = [], FinishReason.RUNNING
+        async with asyncio.timeout(20):
+            while reason == FinishReason.RUNNING:
+                for frame in key.pipe.receive():
+                    for commit in codec.verify_response_from_pb(target_pb2.VerifyResponse.FromString(frame)).commits:
+                        tokens += commit.tokens.tolist()
+                        reason = commit.finish_reason
+                await asyncio.sleep(0)
+        assert tokens == list(range(3, 3003))
+        other.cancel()
+        call.cancel()
+        key.pipe.close()
+
+
+async def test_a_frame_longer_than_what_a_socket_holds_comes_through(service, address):
+    async with grpc.aio.insecure_channel(address) as channel:
+        stream, _ = await piped(channel, address)
+        many = [request(name, prompt=range(1, 2000), max_tokens=1) for name in range(200)]  # 1.6 MB there
+        await stream.write(codec.verify_request_to_pb(Message(opens=many)))
+        heard = set()
+        async with asyncio.timeout(20):
+            while len(heard) < 200:
+                heard |= {commit.session_id for commit in codec.verify_response_from_pb(await stream.read()).commits}
+        stream.cancel()

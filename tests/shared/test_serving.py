@@ -13,8 +13,9 @@ from outrider.errors import EngineFault, InvalidRequest, Unavailable
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import EngineLoad, Message, OpenSession, StepOutput
+from outrider.serving.outbox import Outbox, Routes
 from outrider.serving.rpc import uncollected
-from outrider.serving.stream import StreamHub, _Outbox
+from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from tests.shared.counting import CountingEngine
@@ -243,16 +244,18 @@ def block(session_id, first, rows, size=1000):
     return FeatureBlock(session_id, first, np.zeros((rows, size), np.uint8))
 
 
-async def test_features_go_in_frames_of_bounded_size_behind_the_commits():
-    published = []
-    hub = StreamHub(lambda message: None, lambda frame: (frame, []), lambda output: output)
-    hub._owners = dict.fromkeys((1, 2), outbox := _Outbox())
+def test_features_go_in_frames_of_bounded_size_behind_the_commits():
+    calls, published = [], []
+    routes, outbox = Routes(), Outbox(lambda: calls.append(1))
+    routes.enter(outbox)
+    routes.note(Message(opens=[request(1), request(2)]), outbox)
     commit = Commit(2, 3, np.array([7], np.uint32), 5)
-    hub._route(StepOutput(features=[block(1, 0, 6000), block(9, 0, 5)], load=EngineLoad(weight_version="a")))
-    hub._route(StepOutput(commits=[commit], features=[block(2, 2, 1)], load=EngineLoad(weight_version="a")))
-    hub._route(StepOutput(commits=[commit], load=EngineLoad(weight_version="b")))
-    while outbox._ready.is_set():
-        published.append(await outbox.take())
+    routes.route(StepOutput(features=[block(1, 0, 6000), block(9, 0, 5)], load=EngineLoad(weight_version="a")))
+    routes.route(StepOutput(commits=[commit], features=[block(2, 2, 1)], load=EngineLoad(weight_version="a")))
+    routes.route(StepOutput(commits=[commit], load=EngineLoad(weight_version="b")))
+    assert len(calls) == 3
+    while outbox.full:
+        published.append(outbox.take())
     # A frame has the commits of one version of the weights; features follow the last of them.
     assert [(len(f.commits), f.load.weight_version) for f in published] == [(1, "a"), (1, "b"), (0, "b")]
     assert [sum(b.rows.nbytes for b in f.features) <= FRAME_BYTES for f in published] == [True] * 3
@@ -260,12 +263,12 @@ async def test_features_go_in_frames_of_bounded_size_behind_the_commits():
     assert rows == [(1, 0, 4194), (1, 4194, 1806), (2, 2, 1)]
 
 
-async def test_features_that_nobody_reads_are_dropped():
-    outbox = _Outbox()
+def test_features_that_nobody_reads_are_dropped():
+    outbox = Outbox(lambda: None)
     big = np.zeros((1, BACKLOG_BYTES // 2), np.uint8)
     outbox.add(StepOutput(features=[FeatureBlock(1, i, big) for i in range(3)]))
     assert len(outbox._features) == 2
-    frame = await outbox.take()
+    frame = outbox.take()
     assert [b.first for b in frame.features] == [0]
     outbox.add(StepOutput(features=[FeatureBlock(1, 3, big)]))
     assert [b.first for b in outbox._features] == [1, 3]
@@ -282,7 +285,7 @@ async def frames(queue):
 async def hub():
     engine = CountingEngine()
     loop = EngineLoop(lambda _: None)
-    hub = StreamHub(loop.submit, lambda frame: (frame, []), lambda output: output)
+    hub = StreamHub(loop, lambda frame: (frame, []), lambda output: output)
     loop.start(engine, hub.publish)
     yield hub, engine
     await asyncio.to_thread(loop.stop)

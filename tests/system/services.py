@@ -52,7 +52,7 @@ class Service:
         self.loop, self.end = asyncio.get_running_loop(), asyncio.Event()
         engine_loop = EngineLoop(lambda _: None)
         self.engine, coders, register = self.build()
-        hub = StreamHub(engine_loop.submit, *coders)
+        hub = StreamHub(engine_loop, *coders)
         server = GrpcServer()
         await server.start(self.address, register(server, hub, engine_loop, self.engine))
         await hub.pipes.open(self.address)

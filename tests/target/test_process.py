@@ -136,7 +136,7 @@ async def test_a_frame_that_cannot_be_read_ends_its_stream_alone(address):
 
 
 async def test_before_the_model_is_loaded_callers_are_told_to_wait():
-    hub = StreamHub(lambda message: None, codec.verify_request_from_pb, codec.verify_response_to_pb)
+    hub = StreamHub(EngineLoop(lambda _: None), codec.verify_request_from_pb, codec.verify_response_to_pb)
     servicer = TargetServicer(hub, EngineLoop(lambda _: None))
     server = grpc.aio.server()
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
