@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-
-import numpy as np
+from operator import add
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import DrafterLoad, EngineLoad, HintLoad, Message, OnlineLoad, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
-from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, pack, split, unpack
+from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, numbers_of, pack, split, unpack
 from outrider.wire.opens import open_to_pb, opens_from_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -40,22 +39,21 @@ def proposals_to_pb(proposals: Sequence[Proposal]) -> common_pb2.ProposalBatch:
 
 def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
     """The proposals of a message. Raises InvalidRequest if a node stands before its parent."""
-    ids = unpack(message.session_ids, U64)
+    ids = numbers_of(message.session_ids, U64)
     count = len(ids)
     tokens = unpack(message.tokens, U32)
     parents = unpack(message.parents, I32, len(tokens))
     log_scores = unpack(message.log_scores, F32, len(tokens))
-    counts = unpack(message.node_counts, U32, count)
-    spans = split(counts, len(tokens))
-    places = np.arange(len(tokens)) - np.repeat(np.array([span.start for span in spans], np.int64), counts)
-    if np.any(parents >= places) or np.any(parents < -1):
+    spans = split(numbers_of(message.node_counts, U32, count), len(tokens))
+    above = numbers_of(message.parents, I32)
+    if not all(-1 <= parent < place for span in spans for place, parent in enumerate(above[span])):
         raise InvalidRequest("a proposed node does not stand behind its parent")
     columns = (
-        ids.tolist(),
-        unpack(message.anchor_lengths, U32, count).tolist(),
-        unpack(message.anchor_hashes, U64, count).tolist(),
+        ids,
+        numbers_of(message.anchor_lengths, U32, count),
+        numbers_of(message.anchor_hashes, U64, count),
         spans,
-        unpack(message.committed_lengths, U32, count).tolist(),
+        numbers_of(message.committed_lengths, U32, count),
     )
     return [
         Proposal(session_id, length, path, tokens[span], parents[span], log_scores[span], committed_length=committed)
@@ -81,19 +79,19 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
 
 def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
     """The commits of a message."""
-    ids = unpack(message.session_ids, U64)
+    ids = numbers_of(message.session_ids, U64)
     count = len(ids)
     tokens = unpack(message.tokens, U32)
     columns = (
-        ids.tolist(),
-        unpack(message.base_lengths, U32, count).tolist(),
-        split(unpack(message.token_counts, U32, count), len(tokens)),
-        unpack(message.root_hashes, U64, count).tolist(),
-        unpack(message.verified_counts, U32, count).tolist(),
-        unpack(message.accepted_counts, U32, count).tolist(),
-        unpack(message.finish_reasons, U8, count).tolist(),
-        unpack(message.cached_counts, U32, count).tolist(),
-        unpack(message.wanted_counts, U32, count).tolist(),
+        ids,
+        numbers_of(message.base_lengths, U32, count),
+        split(numbers_of(message.token_counts, U32, count), len(tokens)),
+        numbers_of(message.root_hashes, U64, count),
+        numbers_of(message.verified_counts, U32, count),
+        numbers_of(message.accepted_counts, U32, count),
+        numbers_of(message.finish_reasons, U8, count),
+        numbers_of(message.cached_counts, U32, count),
+        numbers_of(message.wanted_counts, U32, count),
     )
     return [
         Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason), cached, wanted=wanted)
@@ -105,17 +103,17 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
     """Each commit as (session id, base length, tokens, verified, accepted, finish reason, cached tokens): for the
     gateway, which reads every frame and needs no objects. Raises InvalidRequest.
     """
-    ids = unpack(batch.session_ids, U64)
+    ids = numbers_of(batch.session_ids, U64)
     size = len(ids)
-    tokens: list[int] = unpack(batch.tokens, U32).tolist()
+    tokens: list[int] = numbers_of(batch.tokens, U32)
     columns = zip(
-        ids.tolist(),
-        unpack(batch.base_lengths, U32, size).tolist(),
-        [tokens[span] for span in split(unpack(batch.token_counts, U32, size), len(tokens))],
-        unpack(batch.verified_counts, U32, size).tolist(),
-        unpack(batch.accepted_counts, U32, size).tolist(),
-        unpack(batch.finish_reasons, U8, size).tolist(),
-        unpack(batch.cached_counts, U32, size).tolist(),
+        ids,
+        numbers_of(batch.base_lengths, U32, size),
+        [tokens[span] for span in split(numbers_of(batch.token_counts, U32, size), len(tokens))],
+        numbers_of(batch.verified_counts, U32, size),
+        numbers_of(batch.accepted_counts, U32, size),
+        numbers_of(batch.finish_reasons, U8, size),
+        numbers_of(batch.cached_counts, U32, size),
         strict=True,
     )
     return iter(columns)
@@ -144,17 +142,17 @@ def logprobs_to_pb(commits: Sequence[Commit]) -> target_pb2.LogprobBatch | None:
 
 def logprobs_from_pb(message: target_pb2.LogprobBatch) -> list[tuple[int, Logprobs]]:
     """The groups of a message, each with the place of its commit in the frame. Raises InvalidRequest."""
-    places = unpack(message.commits, U32)
+    places = numbers_of(message.commits, U32)
     size = len(places)
-    counts, tops = unpack(message.token_counts, U32, size), unpack(message.top_counts, U32, size)
+    counts, tops = numbers_of(message.token_counts, U32, size), numbers_of(message.top_counts, U32, size)
     values, top_tokens = unpack(message.logprobs, F32), unpack(message.top_tokens, U32)
     top_values = unpack(message.top_logprobs, F32, len(top_tokens))
     columns = zip(
-        places.tolist(),
-        unpack(message.positions, U32, size).tolist(),
-        tops.tolist(),
+        places,
+        numbers_of(message.positions, U32, size),
+        tops,
         split(counts, len(values)),
-        split(counts.astype(np.int64) * tops, len(top_tokens)),
+        split([count * top for count, top in zip(counts, tops, strict=True)], len(top_tokens)),
         strict=True,
     )
     groups = []
@@ -201,13 +199,13 @@ def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
 
 def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
     """The blocks of a message, as views of its bytes."""
-    ids = unpack(message.session_ids, U64)
+    ids = numbers_of(message.session_ids, U64)
     rows = unpack(message.rows, U8)
     columns = (
-        ids.tolist(),
-        unpack(message.first_positions, U32, len(ids)).tolist(),
-        unpack(message.row_counts, U32, len(ids)).tolist(),
-        split(unpack(message.block_bytes, U32, len(ids)), len(rows)),
+        ids,
+        numbers_of(message.first_positions, U32, len(ids)),
+        numbers_of(message.row_counts, U32, len(ids)),
+        split(numbers_of(message.block_bytes, U32, len(ids)), len(rows)),
     )
     blocks = []
     for session_id, first, count, span in zip(*columns, strict=True):
@@ -222,10 +220,10 @@ def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, in
     """Each block as (session id, first position, position behind its last row): for the gateway, which does not look
     at rows. Raises InvalidRequest.
     """
-    ids = unpack(batch.session_ids, U64)
-    first = unpack(batch.first_positions, U32, len(ids))
-    ends = first + unpack(batch.row_counts, U32, len(ids))
-    return zip(ids.tolist(), first.tolist(), ends.tolist(), strict=True)
+    ids = numbers_of(batch.session_ids, U64)
+    first = numbers_of(batch.first_positions, U32, len(ids))
+    counts = numbers_of(batch.row_counts, U32, len(ids))
+    return zip(ids, first, map(add, first, counts), strict=True)
 
 
 # --- frames ---
@@ -330,7 +328,7 @@ def verify_request_to_pb(message: Message) -> target_pb2.VerifyRequest:
 def verify_request_from_pb(frame: target_pb2.VerifyRequest) -> tuple[Message, list[SessionFailure]]:
     """What a frame for the target says. Hints that cannot be read are dropped: they must not end the stream."""
     opens, failures = opens_from_pb(frame.opens)
-    closes = unpack(frame.closes, U64).tolist()
+    closes = numbers_of(frame.closes, U64)
     try:
         proposals = proposals_from_pb(frame.proposals)
     except InvalidRequest as error:
@@ -380,7 +378,7 @@ def propose_request_to_pb(message: Message) -> draft_pb2.ProposeRequest:
 def propose_request_from_pb(frame: draft_pb2.ProposeRequest) -> tuple[Message, list[SessionFailure]]:
     """What a frame for the draft service says."""
     opens, failures = opens_from_pb(frame.opens)
-    closes = unpack(frame.closes, U64).tolist()
+    closes = numbers_of(frame.closes, U64)
     commits = commits_from_pb(frame.commits)
     features = features_from_pb(frame.features) if frame.HasField("features") else []
     return Message(opens=opens, commits=commits, closes=closes, features=features), failures

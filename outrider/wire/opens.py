@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind, OpenSession, SessionFailure
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.wire.arrays import F64, U32, pack, unpack
+from outrider.wire.arrays import F64, U32, numbers_of, pack, unpack
 from outrider.wire.v1 import common_pb2
 
 
@@ -89,7 +89,7 @@ def _sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def _sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
-    biased = unpack(message.bias_tokens, U32)
+    biased = numbers_of(message.bias_tokens, U32)
     return SamplingParams(
         message.temperature,
         message.top_k,
@@ -99,7 +99,7 @@ def _sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         message.presence_penalty,
         message.frequency_penalty,
         message.repetition_penalty or 1.0,
-        tuple(zip(biased.tolist(), unpack(message.bias_values, F64, len(biased)).tolist(), strict=True)),
+        tuple(zip(biased, numbers_of(message.bias_values, F64, len(biased)), strict=True)),
     )
 
 
