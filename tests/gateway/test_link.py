@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import signal
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -92,3 +95,36 @@ async def test_frames_go_past_grpc_to_a_service_on_this_machine(tmp_path, one_ma
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
             await call.read()
     await asyncio.to_thread(service.stop)
+
+
+_SERVICE = """
+import sys, threading
+from tests.gateway.services import Service, Target
+Service(Target, sys.argv[1]).start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+async def test_a_service_that_stands_still_is_noticed(tmp_path, monkeypatch, one_machine):
+    """With the times of the options shortened to a tenth."""
+    assert dict(links.CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 10_000
+    shorter = {"grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
+    options = [(name, shorter.get(name, value)) for name, value in links.CHANNEL_OPTIONS]
+    monkeypatch.setattr(links, "CHANNEL_OPTIONS", options)
+    address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVICE, address, stdout=subprocess.PIPE)
+    try:
+        await process.stdout.readline()
+        link, lost = TargetLink(address), asyncio.Event()
+        link.on_down = lost.set
+        link.start()
+        await link.wait_up(20)
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.wait_for(lost.wait(), 20)
+        assert not link.up
+        await link.stop()
+    finally:
+        process.kill()
+        await process.wait()
