@@ -161,9 +161,29 @@ def empty_inputs(layout: Layout) -> StepInputs:
     return inputs
 
 
-def build_inputs(layout: Layout, jobs: list[Job], moves: list[tuple[int, int]]) -> StepInputs:
+class Blank:
+    """Inputs of a layout that are filled anew for every step: to lay them out takes longer than to fill them.
+
+    A step must be over before the next one of the same layout is described.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._inputs = empty_inputs(layout)
+        self._words: NDArray[np.int32] = self._inputs.tokens.base  # of which all inputs are views
+        self._padding = self._words.copy()
+
+    def fresh(self) -> StepInputs:
+        """The inputs, all padding."""
+        self._words[:] = self._padding
+        if self._inputs.features is not None:
+            self._inputs.features.rows[:] = 0
+        return self._inputs
+
+
+def build_inputs(blank: Blank, jobs: list[Job], moves: list[tuple[int, int]]) -> StepInputs:
     """Inputs of a step. Nodes that it expands get their scratch slots here."""
-    inputs = empty_inputs(layout)
+    inputs, stacked = blank.fresh(), blank.layout.stacked
     if moves:
         inputs.moves[:, : len(moves)] = np.array(moves, dtype=np.int32).T
     for row, job in enumerate(jobs):
@@ -172,10 +192,10 @@ def build_inputs(layout: Layout, jobs: list[Job], moves: list[tuple[int, int]]) 
             _feed_trunk(inputs, row, job)
         else:
             _expand_nodes(inputs, row, job)
-            if inputs.features is not None and not layout.stacked:
+            if inputs.features is not None and not stacked:
                 inputs.features.sources[row, : len(job.nodes)] = _parents(inputs, row, job, moves)
-        if layout.stacked:
-            _point_at_features(inputs, row, job, layout.stacked)
+        if stacked:
+            _point_at_features(inputs, row, job, stacked)
     return inputs
 
 

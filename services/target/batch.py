@@ -13,6 +13,7 @@ its depth. Siblings share a logical position.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -216,13 +217,13 @@ class DrawPlan:
     """How tokens are drawn after a batch's drawn rows.
 
     sessions:  what each asked for, packed as compiled kernels read it, one after the other
-    counts:    [S] int64, rows of each
-    positions: [R] int64, absolute positions of the drawn tokens
+    counts:    [S] int64 ("q"), rows of each
+    positions: [R] int64 ("q"), absolute positions of the drawn tokens
     """
 
     sessions: bytes
-    counts: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    counts: array[int]
+    positions: array[int]
 
 
 @dataclass(frozen=True)
@@ -335,63 +336,68 @@ def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
     return mask
 
 
-def build(works: Sequence[Work], device: torch.device) -> Batch:
-    """Lay out a step's work. The page tables must hold start + rows tokens of every session."""
+def build(
+    works: Sequence[Work], device: torch.device, capture: Capture | None = None, draws: DrawPlan | None = None
+) -> Batch:
+    """Lay out a step's work. The page tables must hold start + rows tokens of every session.
+
+    Numbers gather in lists and become arrays at the end: a step is laid out on caches that the model's weights have
+    swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.
+    """
     page_size = works[0].chunk.session.table.page_size
-    columns: list[tuple[int, int, int, int]] = []  # of each span: start, committed, nodes, table
-    firsts = [0]
-    ids: list[NDArray[np.uint32]] = []
-    tables: list[NDArray[np.int32]] = []
-    drafts: list[TreeSlice] = []
+    starts, committed, nodes, tables, firsts = [], [], [], [], [0]  # of each span
+    ids: list[int] = []
+    positions: list[int] = []
+    sampled: list[int] = []
+    pages: list[NDArray[np.int32]] = []
+    parents: list[NDArray[np.int32]] = []
     row = page = 0
     for work in works:
         chunk, draft = work.chunk, work.draft
-        session, start, stop, nodes = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
-        pages = -(-(stop + nodes) // page_size)
-        columns.append((start, stop - start, nodes, page))
-        ids.append(session.tokens[start:stop])
-        tables.append(session.table.pages[:pages])
-        if nodes:
+        session, start, stop, hints = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
+        own = stop - start
+        needed = -(-(stop + hints) // page_size)
+        starts.append(start)
+        committed.append(own)
+        nodes.append(hints)
+        tables.append(page)
+        ids += session.tokens[start:stop].tolist()
+        positions += range(start, stop)
+        pages.append(session.table.pages[:needed])
+        if hints:
             assert chunk.last, "only the last committed token has draft nodes below it"
-            ids.append(draft.tokens)
-            drafts.append(draft)
-        row += stop - start + nodes
-        page += pages
+            ids += draft.tokens.tolist()
+            positions += [stop - 1 + depth for depth in draft.depths.tolist()]
+            parents.append(draft.parents)
+        if chunk.last:
+            sampled += range(row + own - 1, row + own + hints)
+        row += own + hints
+        page += needed
         firsts.append(row)
-    parents = np.concatenate([draft.parents for draft in drafts]) if drafts else EMPTY_SLICE.parents
-    layout = Layout(np.array(firsts), *np.array(columns).T.copy(), np.concatenate(tables), parents, page_size)
-    assert len(layout.pages) == page, "the rows of a step have places in the cache"
-    sampled, drawn = _sampled(works, layout)
-    return Batch(layout, Rows(np.concatenate(ids).astype(np.int64), _positions(layout, drafts), sampled), device, drawn)
-
-
-def _positions(layout: Layout, drafts: Sequence[TreeSlice]) -> NDArray[np.int64]:
-    """Logical positions of all rows. [T]. drafts: those that are not empty."""
-    if not drafts:
-        return layout.keys
-    positions = layout.keys.copy()
-    depths = np.concatenate([draft.depths for draft in drafts])
-    roots = layout.start + layout.committed - 1
-    positions[layout.places >= layout.committed[layout.span]] = np.repeat(roots, layout.nodes) + depths
-    return positions
-
-
-def _sampled(works: Sequence[Work], layout: Layout) -> tuple[NDArray[np.int64], int]:
-    """Rows whose logits are wanted, and after how many of them a token is drawn."""
-    last = [work.chunk.last for work in works]
-    if layout.single and all(last):
-        sampled = layout.span
-    else:
-        sampled = np.flatnonzero((layout.places >= layout.committed[layout.span] - 1) & np.array(last)[layout.span])
-    drawn = len(sampled)
+    count, drawn = len(works), len(sampled)
     if any(work.chunk.session.to_score for work in works):
-        sampled = np.concatenate([sampled, *map(_scored, works, layout.first.tolist())])
-    return sampled, drawn
+        for work, first in zip(works, firsts, strict=False):
+            sampled += _scored(work, first)
+    words = np.array([*firsts, *starts, *committed, *nodes, *tables, *ids, *positions, *sampled], np.int64)
+    columns = words[count + 1 : 5 * count + 1].reshape(4, count)
+    layout = Layout(
+        words[: count + 1], columns[0], columns[1], columns[2], columns[3], _joined(pages),
+        _joined(parents) if parents else EMPTY_SLICE.parents, page_size,
+    )  # fmt: skip
+    assert len(layout.pages) == page, "the rows of a step have places in the cache"
+    behind = 5 * count + 1
+    rows = Rows(words[behind : behind + row], words[behind + row : behind + 2 * row], words[behind + 2 * row :])
+    return Batch(layout, rows, device, drawn, capture, draws)
 
 
-def _scored(work: Work, first: int) -> NDArray[np.int64]:
+def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _scored(work: Work, first: int) -> Sequence[int]:
     """Rows of a chunk that are only scored. first: that of its span."""
-    return first - work.chunk.start + np.array(work.scored if work.chunk.session.to_score else (), np.int64)
+    away = first - work.chunk.start
+    return range(away + work.scored.start, away + work.scored.stop) if work.chunk.session.to_score else ()
 
 
 def pad(batch: Batch, size: int) -> Batch:

@@ -5,6 +5,7 @@ Between the engine, which knows sessions, and the device, which knows rows.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -198,6 +199,14 @@ class Drawing:
             compiled.pack(params),
         )
 
+    def plan(self, works: Sequence[Work], entries: Mapping[int, Entry]) -> DrawPlan | None:
+        """What a step's runner may draw along with the logits; None if there is more to do than that, or nothing."""
+        if not self._compiled:
+            return None
+        drawing = [work for work in works if work.chunk.last]
+        drawn = [entries[work.chunk.session.id] for work in drawing]
+        return _plan(drawing, drawn) if drawing and all(map(_IS_PLAIN, drawn)) else None
+
     @torch.inference_mode()
     def launch(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> Launched:
         """Have a batch computed, and tokens drawn after its roots and nodes, without waiting for the device.
@@ -208,9 +217,6 @@ class Drawing:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        plain = self._compiled and len(drawing) > 0 and all(map(_IS_PLAIN, drawn))
-        if plain:
-            batch = replace(batch, draws=_plan(batch, drawing, drawn))
         logits, tokens = self._forward(batch)
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
@@ -269,7 +275,7 @@ class Drawing:
         parcel.send(logits.device)
         mask = self._mask(works, drawn)
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
-        tokens = compiled.draw(adjusted, _plan(batch, works, drawn), mask)
+        tokens = compiled.draw(adjusted, _plan(works, drawn), mask)
         return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
     def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:
@@ -345,13 +351,15 @@ class Drawing:
         return penalties.lay_out(tallies, parcel)
 
 
-def _plan(batch: Batch, works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
+def _plan(works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
     """What the kernel is to draw. works, drawn: the sessions, row after row."""
-    counts = np.array([len(work.draft.tokens) + 1 for work in works])
-    positions = batch.rows.positions
-    if batch.drawn < len(batch):
-        positions = positions[batch.rows.sampled[: batch.drawn]]
-    return DrawPlan(b"".join(map(_SAMPLING, drawn)), counts, positions + 1)
+    counts, positions = array("q"), array("q")
+    for work in works:
+        stop, depths = work.chunk.stop, work.draft.depths.tolist()
+        counts.append(len(depths) + 1)
+        positions.append(stop)
+        positions.extend([stop + depth for depth in depths])
+    return DrawPlan(b"".join(map(_SAMPLING, drawn)), counts, positions)
 
 
 def _request(work: Work, entry: Entry) -> sampler.RowRequest:

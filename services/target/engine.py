@@ -268,7 +268,8 @@ class TargetEngine(Engine):
         if not works:
             return None
         started = time.perf_counter()
-        batch = self.features.mark(build(works, self.model.device), works, late=self._plain)
+        capture = self.features.capture(works, late=self._plain)
+        batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries))
         if behind is not None:
             batch = behind.roots(batch, works, drawn)
         self._step_tokens = len(batch)

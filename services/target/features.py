@@ -1,6 +1,6 @@
 """Hidden states for drafters that feed on them: which rows of a step, what is made of them, to whom they go.
 
-    mark     before the forward pass: ask it for the rows of sessions that want features, and for no others
+    capture  before the forward pass: ask it for the rows of sessions that want features, and for no others
     take     after it: fuse them, unless a compiled program has, and start the way to the host, which ends when the
              step's tokens have come
     settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
@@ -31,6 +31,7 @@ from outrider.serving.scheduler import Chunk
 from services.target.batch import Batch, Capture, Work
 from services.target.feature_store import FeatureStore
 from services.target.fusion import Fusion
+from services.target.kernels.cpu.weights import PackedWeight
 from services.target.model.base import Model
 
 log = logging.getLogger(__name__)
@@ -161,40 +162,38 @@ class Features:
 
     # --- a step ---
 
-    def mark(self, batch: Batch, works: Sequence[Work], *, late: bool = False) -> Batch:
-        """The batch, with a wish for the states of the rows that somebody wants.
+    def capture(self, works: Sequence[Work], *, late: bool = False) -> Capture | None:
+        """The states of a step's rows that somebody wants; None if nobody does.
 
         late: no hints are wanted, and none are verified
         """
         self._shares = {}
         if not self._wanted:
-            return batch
+            return None
         self._late = [work.chunk for work in works] if late else None
-        if not late:
-            self._catch_up()
         if late:
-            return replace(batch, capture=_capture({w.fusion for w in self._wanted.values()}, np.arange(len(batch))))
-        rows: dict[Fusion, list[NDArray[np.int64]]] = {}
-        self._counts = {}
-        for work, span in zip(works, batch.spans, strict=True):
-            wanted = self._wanted.get(work.chunk.session.id)
+            rows = sum(len(work.chunk) for work in works)
+            return _capture({wanted.fusion for wanted in self._wanted.values()}, range(rows))
+        self._catch_up()
+        chosen: dict[Fusion, list[int]] = {}
+        behind = 0  # rows of works so far
+        for work in works:
+            chunk, first = work.chunk, behind
+            behind += len(chunk) + len(work.draft.tokens)
+            wanted = self._wanted.get(chunk.session.id)
             if wanted is None:
                 continue
-            known = max(0, wanted.fresh - span.start)  # rows that are computed again
-            if known >= span.committed:
+            known = max(0, wanted.fresh - chunk.start)  # rows that are computed again
+            if known >= len(chunk):
                 continue
-            offset = self._counts.get(wanted.fusion, 0)
-            share = _Share(wanted.fusion, span.start + known, offset, span.committed - known)
-            self._shares[work.chunk.session.id] = share
-            self._counts[wanted.fusion] = offset + span.rows - known
-            rows.setdefault(wanted.fusion, []).append(np.arange(span.first + known, span.first + span.rows))
-        if not rows:
-            return batch
-        capture = _capture(rows, np.concatenate([part for parts in rows.values() for part in parts]))
-        if len(rows) == 1:  # as in most steps
-            (fusion,) = rows
-            capture = replace(capture, fusion=fusion.layer)
-        return replace(batch, capture=capture)
+            own = chosen.setdefault(wanted.fusion, [])
+            self._shares[chunk.session.id] = _Share(wanted.fusion, chunk.start + known, len(own), len(chunk) - known)
+            own += range(first + known, behind)
+        if not chosen:
+            return None
+        self._counts = {fusion: len(rows) for fusion, rows in chosen.items()}
+        fusion = next(iter(chosen)).layer if len(chosen) == 1 else None  # as in most steps
+        return _capture(chosen, [row for rows in chosen.values() for row in rows], fusion)
 
     def take(self, batch: Batch, states: Tensor | None) -> None:
         """What the forward pass captured. states: [F, W], None if nothing was wanted."""
@@ -227,8 +226,9 @@ class Features:
         if self._arrived is not None:  # it came before the step's tokens did, if there were any
             self._arrived.synchronize()
             self._arrived = None
-        chosen = np.concatenate([np.arange(share.committed), share.committed + np.array(path, np.int64)])
-        self._keep(session_id, share.position, self._host[share.fusion].numpy()[share.offset + chosen])
+        behind = share.offset + share.committed
+        rows = [*range(share.offset, behind), *(behind + node for node in path)]
+        self._keep(session_id, share.position, self._host[share.fusion].numpy()[rows])
 
     def flush(self, *, late: bool = False) -> list[FeatureBlock]:
         """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
@@ -276,10 +276,12 @@ class Features:
             wanted.next = end
 
 
-def _capture(fusions: Collection[Fusion], rows: NDArray[np.int64]) -> Capture:
-    """What fusions need of rows. rows: [F], of the batch."""
+def _capture(
+    fusions: Collection[Fusion], rows: Sequence[int], layer: tuple[PackedWeight, Tensor | None] | None = None
+) -> Capture:
+    """What fusions need of rows of the batch. layer: what is made of the states at once."""
     layers = tuple(sorted({layer for fusion in fusions for layer in fusion.layers}))
-    return Capture(layers, any(fusion.final for fusion in fusions), rows)
+    return Capture(layers, any(fusion.final for fusion in fusions), np.array(rows, np.int64), layer)
 
 
 def _runs(parts: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
-from services.draft.batch import Job, Layout, Shape, build_inputs
+from services.draft.batch import Blank, Job, Layout, Shape, build_inputs
 from services.draft.frontier import TreeLimits
 from services.draft.kernels.base import Paging
 from services.draft.kv_cache import make_pools
@@ -35,7 +35,7 @@ class Stepper:
         width = self.config.hidden_size if self.config.head.fed else 0
         stacked = len(self.config.layers) if self.config.stacked else 0
         job = Job(self.session, self.trunk, **job)
-        inputs = build_inputs(Layout(Shape(1, rows, rows), 40, width, stacked), [job], self.moves)
+        inputs = build_inputs(Blank(Layout(Shape(1, rows, rows), 40, width, stacked)), [job], self.moves)
         self.moves = []
         logits, self.pools = _logits(self.config, self.paging, self.params, self.pools, inputs)
         self.trunk.feed(job.feed)

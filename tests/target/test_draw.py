@@ -1,6 +1,7 @@
 """The compiled kernel draws the oracle's tokens: whatever the logits, the parameters, the masks and the company."""
 
 import dataclasses
+from array import array
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ COMMON = [
 def kernel(logits, params, positions, mask=None):
     """One session a row."""
     packed = b"".join(map(compiled.pack, params))
-    plan = DrawPlan(packed, np.ones(len(params), np.int64), np.array(positions))
+    plan = DrawPlan(packed, array("q", [1] * len(params)), array("q", positions))
     return compiled.draw(torch.from_numpy(logits), plan, mask).tolist()
 
 
@@ -179,7 +180,7 @@ def test_a_row_does_not_see_its_company():
 def test_sessions_have_several_rows():
     logits = np.random.default_rng(1).standard_normal((6, 400)).astype(np.float32)
     packed = b"".join(map(compiled.pack, COMMON[:3]))
-    plan = DrawPlan(packed, np.array([3, 1, 2]), np.array([5, 6, 6, 9, 2, 3]))
+    plan = DrawPlan(packed, array("q", [3, 1, 2]), array("q", [5, 6, 6, 9, 2, 3]))
     tokens = compiled.draw(torch.from_numpy(logits), plan)
     params = [COMMON[i] for i in (0, 0, 0, 1, 2, 2)]
     assert tokens.tolist() == oracle(logits, params, [5, 6, 6, 9, 2, 3])

@@ -206,7 +206,7 @@ class ModelDrafter(Drafter):
         if len(moves) > shape.moves:
             self.runner.move(moves)
             moves = []
-        inputs = build_inputs(self.runner.layout(shape), jobs, moves)
+        inputs = build_inputs(self.runner.blank(shape), jobs, moves)
         self._step_tokens = sum(job.feed or len(job.nodes) for job in jobs)
         if shape.tree is not None:
             found = zip(jobs, *(part.tolist() for part in self.runner.grow(shape, inputs)), strict=False)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.telemetry import Progress, untold
-from services.draft.batch import Layout, Shape, StepInputs, empty_inputs
+from services.draft.batch import Blank, Layout, Shape, StepInputs, empty_inputs
 from services.draft.kernels.base import Paging
 from services.draft.kv_cache import make_pools
 from services.draft.model import program
@@ -71,6 +71,7 @@ class ModelRunner:
             self._pools = jax.device_put(self._pools, jax.local_devices(backend="cpu")[0])
         self._seconds: dict[Shape, float] = {}
         self._zeros: dict[Shape, jax.Array] = {}
+        self._blanks: dict[Shape, Blank] = {}
 
     @property
     def children(self) -> int:
@@ -157,6 +158,12 @@ class ModelRunner:
     def layout(self, shape: Shape) -> Layout:
         """Where the inputs of a shape stand."""
         return Layout(shape, self.table_pages, self.feature_width, self.stacked)
+
+    def blank(self, shape: Shape) -> Blank:
+        """What a step of a shape is described on."""
+        if shape not in self._blanks:
+            self._blanks[shape] = Blank(self.layout(shape))
+        return self._blanks[shape]
 
     def _no_features(self, shape: Shape) -> jax.Array:
         """Rows for steps in which none is the target's, on the device."""

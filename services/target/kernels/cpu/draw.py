@@ -33,22 +33,19 @@ def pack(params: SamplingParams) -> bytes:
 class Draws:
     """A call of the kernel. `pointer` is what it takes, `tokens` [R] int64 where it puts them."""
 
-    def __init__(self, logits: Tensor, plan: DrawPlan, mask: Mask | None = None) -> None:
-        """logits: [R or more, V] float32; mask: what grammars allow."""
-        assert logits.is_contiguous(), "the kernel walks through memory in order"
-        assert logits.dtype == torch.float32, "the kernel reads these"
-        assert plan.positions.dtype == plan.counts.dtype == np.int64, "the kernel reads these"
+    def __init__(self, logits: int, vocab: int, plan: DrawPlan, mask: Mask | None = None) -> None:
+        """logits: where [R or more, V] float32 lie, row after row; vocab: V; mask: what grammars allow."""
+        assert plan.positions.typecode == plan.counts.typecode == "q", "the kernel reads these"
         rows = len(plan.positions)
-        assert len(logits) >= rows, "one position a row"
         self.tokens = np.empty(rows, np.int64)
         lines = None
         if mask is not None:
             lines = np.full(rows, -1)
             lines[mask.rows.numpy()] = np.arange(len(mask.rows))
-        self._arrays = logits, plan, lines, mask
+        self._arrays = plan, lines, mask
         self._call = library.DrawCall(
-            logits.data_ptr(), rows, logits.shape[1], plan.sessions, plan.counts.ctypes.data,
-            plan.positions.ctypes.data, None if lines is None else lines.ctypes.data,
+            logits, rows, vocab, plan.sessions, plan.counts.buffer_info()[0],
+            plan.positions.buffer_info()[0], None if lines is None else lines.ctypes.data,
             None if mask is None else mask.words.data_ptr(), self.tokens.ctypes.data,
         )  # fmt: skip
         self.pointer = ctypes.byref(self._call)
@@ -59,6 +56,9 @@ def draw(logits: Tensor, plan: DrawPlan, mask: Mask | None = None) -> NDArray[np
 
     logits: [R, V] float32, with penalties and bias; mask: what grammars allow
     """
-    draws = Draws(logits, plan, mask)
+    assert logits.is_contiguous(), "the kernel walks through memory in order"
+    assert logits.dtype == torch.float32, "the kernel reads these"
+    assert len(logits) >= len(plan.positions), "one position a row"
+    draws = Draws(logits.data_ptr(), logits.shape[1], plan, mask)
     library.load().outrider_draw(shared_pool().handle, draws.pointer)
     return draws.tokens

@@ -27,6 +27,8 @@ from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import PackedWeight
 from services.target.kv_cache import KVCache
 
+_PASSING_ROWS = 64  # most rows of logits for which there is room all the time
+
 
 class Buffer(enum.IntEnum):
     """Rows of float32 that operations read and write, as in csrc/program.h."""
@@ -75,6 +77,8 @@ class Program:
         self._captured = torch.bfloat16 if computed == torch.bfloat16 else torch.float32
         self._columns: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._vocab = 0
+        self._passing: dict[int, Tensor] = {}  # room for logits that are drawn from at once, by rows; all lie in one
+        self._passing_address = 0
         for buffer in (Buffer.RESIDUAL, Buffer.BRANCH):
             self._functions.outrider_program_width(self._handle, buffer, width)
 
@@ -169,34 +173,46 @@ class Program:
     def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None, NDArray[np.int64] | None]:
         """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
 
-        The features are fused if the capture says by what. The tokens that the batch's plan draws come last.
+        The features are fused if the capture says by what. The tokens that the batch's plan draws come last; logits
+        from which they were drawn may be overwritten by the next run.
         """
         view = View(batch)
         keys, values = self._pools(cache)
-        logits = torch.empty(len(batch.rows.sampled), self._vocab)
-        capture, draws = batch.capture, None if batch.draws is None else Draws(logits, batch.draws)
+        capture, rows = batch.capture, len(batch.rows.sampled)
+        logits, address = self._logits(rows, passing=batch.draws is not None)
+        draws = None if batch.draws is None else Draws(address, self._vocab, batch.draws)
         pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
         if capture is None:
             nothing = (None, None, 0, None, 0, None, None, None)
-            self._functions.outrider_program_run(
-                self._handle, view.pointer, keys, values, logits.data_ptr(), pointer, *nothing
-            )
+            self._functions.outrider_program_run(self._handle, view.pointer, keys, values, address, pointer, *nothing)
             return logits, None, tokens
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
         if marks not in self._columns:
             self._columns[marks] = self._columns_of(marks)
-        rows = np.arange(len(batch)) if capture.rows is None else capture.rows
-        features = torch.empty(len(rows), len(marks) * self._width, dtype=self._captured)
+        taken = np.arange(len(batch)) if capture.rows is None else capture.rows
+        features = torch.empty(len(taken), len(marks) * self._width, dtype=self._captured)
         fusion, fused = (None, None, None), features
         if capture.fusion is not None:
             weight, bias = capture.fusion
-            fused = torch.empty(len(rows), weight.outputs, dtype=self._captured)
+            fused = torch.empty(len(taken), weight.outputs, dtype=self._captured)
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         self._functions.outrider_program_run(
-            self._handle, view.pointer, keys, values, logits.data_ptr(), pointer, self._columns[marks].ctypes.data,
-            rows.ctypes.data, len(rows), features.data_ptr(), features.shape[1], *fusion,
+            self._handle, view.pointer, keys, values, address, pointer, self._columns[marks].ctypes.data,
+            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion,
         )  # fmt: skip
         return logits, fused, tokens
+
+    def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
+        """Room for logits, and its address. passing: they are of use until the next run alone."""
+        if not passing or rows > _PASSING_ROWS:
+            logits = torch.empty(rows, self._vocab)
+            return logits, logits.data_ptr()
+        if rows not in self._passing:
+            if not self._passing:
+                self._passing[_PASSING_ROWS] = torch.empty(_PASSING_ROWS, self._vocab)
+                self._passing_address = self._passing[_PASSING_ROWS].data_ptr()
+            self._passing[rows] = self._passing[_PASSING_ROWS][:rows]
+        return self._passing[rows], self._passing_address
 
     def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
         """Where in a row of features each mark's state begins; -1 for those that are not among these."""
