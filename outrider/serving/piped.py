@@ -25,7 +25,7 @@ _WAIT = 0.01  # seconds that a frame may take to go before others have their tur
 
 Decode = Callable[[Any], tuple[Message, list[SessionFailure]]]
 Encode = Callable[[StepOutput], Any]
-Ended = Callable[[InvalidRequest | None], object]
+Ended = Callable[[Exception | None], object]
 
 
 class PipedStream:
@@ -69,7 +69,7 @@ class PipedStreams:
         """Say what a step says."""
         self._routes.route(output)
         for stream in list(self._streams.values()):
-            self._say(stream)
+            self._guard(self._write, stream)
 
     # --- one stream ---
 
@@ -79,35 +79,42 @@ class PipedStreams:
     def _attend(self, stream: PipedStream, what: int) -> None:
         """A connection has something to say, or room for more."""
         if what & select.POLLOUT:
-            self._go_on(stream)
+            self._guard(self._go_on, stream)
         if what & ~select.POLLOUT and stream.outbox in self._streams:
-            self._hear(stream)
+            self._guard(self._read, stream)
 
-    def _hear(self, stream: PipedStream) -> None:
+    def _guard(self, work: Callable[[PipedStream], None], stream: PipedStream) -> None:
+        """Whatever goes wrong ends the stream, and harms nobody else."""
         try:
-            for frame in stream.pipe.receive():
-                message, failures = self._decode(message_of(stream.kind, frame))
-                self._routes.note(message, stream.outbox)
-                self._inbox.put(message)
-                if failures:
-                    stream.outbox.fail(failures)
-        except EOFError:
+            work(stream)
+        except (EOFError, OSError):
             self._lose(stream)
         except InvalidRequest as error:
             log.warning("a stream sent a frame that cannot be read: %s", error.message)
             self._lose(stream, error)
-        else:
-            self._say(stream)
+        except Exception as error:
+            log.exception("a frame of a stream was not understood")
+            self._lose(stream, error)
 
-    def _say(self, stream: PipedStream) -> None:
+    def _lose(self, stream: PipedStream, why: Exception | None = None) -> None:
+        self.end(stream)
+        stream.ended(why)
+
+    def _read(self, stream: PipedStream) -> None:
+        for frame in stream.pipe.receive():
+            message, failures = self._decode(message_of(stream.kind, frame))
+            self._routes.note(message, stream.outbox)
+            self._inbox.put(message)
+            if failures:
+                stream.outbox.fail(failures)
+        self._write(stream)
+
+    def _write(self, stream: PipedStream) -> None:
         """Send what there is to say, unless a frame is still on its way."""
-        try:
-            while stream.outbox.full and not stream.pipe.unsent:
-                stream.pipe.send(self._encode(stream.outbox.take()).SerializeToString())
-                if stream.pipe.unsent:
-                    self._wait(stream)
-        except OSError:
-            self._lose(stream)
+        while stream.outbox.full and not stream.pipe.unsent:
+            stream.pipe.send(self._encode(stream.outbox.take()).SerializeToString())
+            if stream.pipe.unsent:
+                self._wait(stream)
 
     def _wait(self, stream: PipedStream) -> None:
         """A frame is longer than what the socket holds: let the reader take some of it, again and again."""
@@ -118,15 +125,7 @@ class PipedStreams:
         self._watch(stream)
 
     def _go_on(self, stream: PipedStream) -> None:
-        try:
-            stream.pipe.flush()
-        except OSError:
-            self._lose(stream)
-            return
+        stream.pipe.flush()
         if not stream.pipe.unsent:
             self._watch(stream)
-            self._say(stream)
-
-    def _lose(self, stream: PipedStream, why: InvalidRequest | None = None) -> None:
-        self.end(stream)
-        stream.ended(why)
+            self._write(stream)

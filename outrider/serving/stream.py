@@ -124,7 +124,7 @@ class StreamHub(Generic[Request, Response]):
             raise
 
 
-def _resolve(ended: asyncio.Future[None], error: InvalidRequest | None) -> None:
+def _resolve(ended: asyncio.Future[None], error: Exception | None) -> None:
     if ended.done():
         return
     if error is None:

@@ -378,7 +378,9 @@ def build(
     if any(work.chunk.session.to_score for work in works):
         for work, first in zip(works, firsts, strict=False):
             sampled += _scored(work, first)
-    words = np.array([*firsts, *starts, *committed, *nodes, *tables, *ids, *positions, *sampled], np.int64)
+    words = np.frombuffer(
+        array("q", [*firsts, *starts, *committed, *nodes, *tables, *ids, *positions, *sampled]), np.int64
+    )
     columns = words[count + 1 : 5 * count + 1].reshape(4, count)
     layout = Layout(
         words[: count + 1], columns[0], columns[1], columns[2], columns[3], _joined(pages),

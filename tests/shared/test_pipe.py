@@ -279,6 +279,30 @@ async def test_a_frame_that_is_none_ends_the_call_with_its_status(service, addre
                 await write_on(stream)
 
 
+async def test_a_frame_that_nobody_foresaw_ends_its_stream_alone(service, address, monkeypatch):
+    decode = service.hub._piped._decode
+
+    def surprised(frame):
+        if frame.closes:
+            raise ValueError("what is this?")
+        return decode(frame)
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        other, _ = await piped(channel, address)
+        await other.write(codec.verify_request_to_pb(Message(opens=[request(1, max_tokens=10**9)])))
+        await other.read()
+        monkeypatch.setattr(service.hub._piped, "_decode", surprised)
+        stream, _ = await piped(channel, address)
+        await stream.write(codec.verify_request_to_pb(Message(closes=[5])))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stream.read()
+        assert error.value.code() == grpc.StatusCode.UNKNOWN
+        commits = [codec.verify_response_from_pb(await other.read()).commits for _ in range(50)]  # it goes on
+        assert all(commits)
+        assert service.loop.fault is None
+        other.cancel()
+
+
 @pytest.mark.parametrize("cut", ["call", "connection"])
 async def test_sessions_end_with_either(service, address, cut):
     async with grpc.aio.insecure_channel(address) as channel:
