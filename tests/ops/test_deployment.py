@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = (ROOT / "compose.yaml").read_text()
@@ -22,6 +23,21 @@ def test_every_variable_of_compose_is_told_with_its_default():
 def test_a_variable_has_one_default():
     found = VARIABLES.findall(COMPOSE)
     assert len(dict(found)) == len(set(found))
+
+
+@pytest.mark.parametrize(("gateway", "target"), [("gateway", "target"), ("gateway-gpu", "target-gpu")])
+def test_the_gateway_finds_services_where_they_listen_and_are_asked_for_their_health(gateway, target):
+    services = yaml.safe_load(COMPOSE)["services"]
+    found = dict(re.findall(r"--(target|draft) (\S+)", services[gateway]["command"]))
+    for kind, name in (("target", target), ("draft", "draft")):
+        address = found[kind]
+        assert services[name]["entrypoint"].split() == ["outrider", kind, "--listen", address]
+        assert services[name]["healthcheck"]["test"].split() == ["outrider", "healthcheck", address]
+        folder = str(Path(address.removeprefix("unix:")).parent)
+        assert f"sockets:{folder}" in services[name]["volumes"]
+        assert f"sockets:{folder}" in services[gateway]["volumes"]
+        for image in (kind, "gateway"):  # a volume has the owner that the folder has in the image
+            assert folder in (ROOT / "docker" / f"{image}.Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("name", ["target", "draft", "gateway"])
