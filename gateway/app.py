@@ -44,6 +44,7 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.serving import process
 from outrider.serving.place import speak_from
 from outrider.serving.rpc import stop_on_signals
+from outrider.supervisor.shares import share_of_gateway
 from outrider.tracing import Tracing, tracing_to
 from outrider.wire.v1 import gateway_pb2_grpc
 
@@ -57,7 +58,7 @@ _START_UP = 60.0  # seconds in which a service that does not fit ends the proces
 
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
-    config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
+    config = share_of_gateway(tyro.cli(GatewayConfig, args=argv, prog="outrider gateway"))
     if config.gateway_workers != 1:
         return process.run_plainly("gateway", config, lambda: asyncio.run(oversee(config)))
     return process.run("gateway", config, lambda: serve(config))

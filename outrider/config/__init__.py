@@ -7,7 +7,7 @@ Flags that SGLang users know keep SGLang's names and meaning. A field's docstrin
 """
 
 from outrider.config.argv import format_cores, parse_cores, plain_argv, to_argv
-from outrider.config.common import DEFAULT_MODEL, DType, ProcessConfig, SharedOptions
+from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions
 from outrider.config.draft import (
     BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
@@ -25,6 +25,7 @@ from outrider.config.tls import ServiceTlsOptions
 from outrider.config.train import TrainConfig
 
 __all__ = [
+    "AUTO_CORES",
     "BUILT_IN_ALGORITHMS",
     "DEFAULT_MODEL",
     "FED_ALGORITHMS",

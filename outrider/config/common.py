@@ -10,6 +10,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
 DEFAULT_MODEL = "default"
+AUTO_CORES = "auto"
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class ProcessConfig:
     """What every process has."""
 
     cores: str | None = None
-    """CPU cores of this process, such as "0-3,6"; all by default. Its threads are as many."""
+    """CPU cores of this process, such as "0-3,6"; all by default. Its threads are as many. "auto" is its share of a
+    machine that target, draft and gateway have to themselves, as `outrider serve` divides it."""
     niceness: int = 0
     """How far this process gives way to others on its cores, 0 to 19."""
     log_level: LogLevel = "info"

@@ -81,7 +81,7 @@ def check_flags(config: ServeConfig) -> None:
         raise ConfigError(
             f"{draft.speculative_algorithm} drafts with a model of its own; name it with --speculative-draft-model-path"
         )
-    tree_shape(config)
+    tree_shape(config.shared, draft.speculative_algorithm)
     gateway.server_tls()
     gateway.check_workers()
     if gateway.port == gateway.grpc_port:
@@ -112,7 +112,8 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     """The three configurations. runtime: a private folder for sockets."""
     shared = asdict(config.shared)
     told = {name: getattr(config, name) for name in ("log_level", "log_format", "otlp_traces_endpoint")}
-    shape = tree_shape(config)
+    flags, algorithm = config.shared, config.draft.speculative_algorithm
+    shape = tree_shape(flags, algorithm)
     target = TargetConfig(
         **asdict(config.target), **(shared if shape is None else shared | {"speculative_num_draft_tokens": shape.rows}),
         **told, cores=format_cores(cores.target),
@@ -121,10 +122,11 @@ def configure(config: ServeConfig, cores: CorePlan, runtime: Path) -> Processes:
     draft = None
     if config.draft.speculative_algorithm != "NONE":
         own = asdict(config.draft) | {"speculative_draft_model_quantization": draft_quantization(config)}
-        if shape is None and (suited := draft_tree(config, cores)) is not None:
+        if shape is None and (suited := draft_tree(flags, algorithm, cores)) is not None:
             shared |= suited.flags()
         draft = DraftConfig(
-            **own, **shared, **told, cores=format_cores(cores.draft), niceness=draft_niceness(config, cores),
+            **own, **shared, **told, cores=format_cores(cores.draft),
+            niceness=draft_niceness(flags, algorithm, cores),
             network_cores=format_cores(cores.network) if cores.shared else None,
             model_path=config.target.model_path if _draft_reads_target(config.draft) else None,
             listen=config.listen_draft or f"unix:{runtime}/draft.sock",

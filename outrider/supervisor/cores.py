@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.config import MODEL_ALGORITHMS, Algorithm, ServeConfig, parse_cores
+from outrider.config import MODEL_ALGORITHMS, ServeConfig, parse_cores
 from outrider.errors import ConfigError
 
 _NICENESS = 15  # of a draft that shares a core with the target: a thirtieth of it while both compute
@@ -34,7 +34,7 @@ class CorePlan:
         return tuple(sorted({*self.draft, *self.shared}))
 
 
-def plan_cores(cores: Sequence[int], algorithm: Algorithm, workers: int = 1) -> CorePlan:
+def plan_cores(cores: Sequence[int], algorithm: str, workers: int = 1) -> CorePlan:
     """Divide cores among the processes.
 
     From four cores on: the gateway one for each of its workers, a quarter at most; a drafter without a model one, a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.config import MODEL_ALGORITHMS, ServeConfig
+from outrider.config import MODEL_ALGORITHMS, SharedOptions
 from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.supervisor.cores import CorePlan
 
@@ -14,31 +14,29 @@ _ON_SHARED_CORES = TreeShape(steps=3, topk=4, rows=12)
 _WAITED_FOR = 2
 
 
-def tree_shape(config: ServeConfig) -> TreeShape | None:
+def tree_shape(flags: SharedOptions, algorithm: str) -> TreeShape | None:
     """The shape that the flags give trees of a model; None if they adapt. Raises ConfigError."""
-    shared = config.shared
-    if config.draft.speculative_algorithm not in MODEL_ALGORITHMS:
+    if algorithm not in MODEL_ALGORITHMS:
         return None
-    rows = shared.speculative_num_draft_tokens
-    return explicit_shape(shared.speculative_num_steps, shared.speculative_eagle_topk, rows)
+    return explicit_shape(flags.speculative_num_steps, flags.speculative_eagle_topk, flags.speculative_num_draft_tokens)
 
 
-def draft_tree(config: ServeConfig, cores: CorePlan) -> TreeShape | None:
+def draft_tree(flags: SharedOptions, algorithm: str, cores: CorePlan) -> TreeShape | None:
     """The shape of the trees that the draft grows: that of the flags, or one that suits the cores; None if they adapt.
 
     Trees that adapt grow ahead, while the target verifies; on its own cores that costs the time that it brings. There
     a head's tree is better grown while the target waits, and one of a fixed shape comes whole. How much of it is
     verified, and whether it is waited for at all, the target decides by what it measures.
     """
-    shape = tree_shape(config)
-    if shape is None and _together(cores) and config.draft.speculative_algorithm in _HEADS:
+    shape = tree_shape(flags, algorithm)
+    if shape is None and _together(cores) and algorithm in _HEADS:
         return _ON_SHARED_CORES
     return shape
 
 
-def draft_niceness(config: ServeConfig, cores: CorePlan) -> int:
+def draft_niceness(flags: SharedOptions, algorithm: str, cores: CorePlan) -> int:
     """How far the draft gives way on the target's cores. One that drafts ahead there must not hold it up."""
-    waited_for = draft_tree(config, cores) is not None
+    waited_for = draft_tree(flags, algorithm, cores) is not None
     return min(cores.niceness, _WAITED_FOR) if waited_for else cores.niceness
 
 

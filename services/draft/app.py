@@ -22,6 +22,7 @@ from outrider.serving import process
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
+from outrider.supervisor.shares import share_of_draft
 from outrider.tracing import tracing_to
 from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
+    config = share_of_draft(tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft"))
     _collect_rarely()
     return process.run("draft", config, lambda: serve(config))
 

@@ -21,6 +21,7 @@ from outrider.serving import process
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
+from outrider.supervisor.shares import share_of_target
 from outrider.tracing import tracing_to
 from outrider.wire.codec import verify_request_from_pb, verify_response_to_pb
 from services.target.service import TargetServicer, describe
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = tyro.cli(TargetConfig, args=argv, prog="outrider target")
+    config = share_of_target(tyro.cli(TargetConfig, args=argv, prog="outrider target"))
     return process.run("target", config, lambda: serve(config))
 
 

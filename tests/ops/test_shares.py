@@ -1,0 +1,69 @@
+"""`--cores auto`: three processes that start by themselves share a machine as `outrider serve` divides it."""
+
+import os
+from pathlib import Path
+
+import pytest
+import tyro
+
+from outrider.config import DraftConfig, DraftOptions, GatewayConfig, ServeConfig, SharedOptions, TargetConfig, to_argv
+from outrider.drafts import with_drafter
+from outrider.errors import ConfigError
+from outrider.supervisor import shares
+from outrider.supervisor.app import configure
+from outrider.supervisor.cores import choose_cores
+
+TOLD = (
+    "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)  # fmt: skip
+
+
+def told(config):
+    return {name: getattr(config, name) for name in TOLD if hasattr(config, name)}
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("algorithm", ["AUTO", "EAGLE3", "NGRAM"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 6}]
+)
+def test_shares_are_those_of_serve(monkeypatch, cores, algorithm, flags):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    own = DraftOptions(speculative_algorithm=algorithm)
+    serve = ServeConfig(draft=with_drafter(own, "default"), shared=SharedOptions(**flags))
+    expected = configure(serve, choose_cores(serve), Path("/run"))
+    draft = shares.share_of_draft(
+        DraftConfig(speculative_algorithm=algorithm, model_path="default", cores="auto", **flags)
+    )
+    assert told(draft) == told(expected.draft)
+    assert shares.share_of_gateway(GatewayConfig(cores="auto")).cores == expected.gateway.cores
+    target = shares.share_of_target(TargetConfig(cores="auto")).cores.split(",")
+    assert target == expected.target.cores.split(",")[: len(target)]
+    if algorithm != "NGRAM" or cores < 16:  # it knows not what drafts, and believes that a model does
+        assert ",".join(target) == expected.target.cores
+
+
+def test_other_cores_are_left_alone():
+    for config, share in (
+        (TargetConfig(cores="0"), shares.share_of_target),
+        (DraftConfig(), shares.share_of_draft),
+        (GatewayConfig(cores="1"), shares.share_of_gateway),
+    ):
+        assert share(config) is config
+
+
+def test_what_is_said_besides_counts(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    said = DraftConfig(model_path="default", cores="auto", niceness=7, network_cores="0")
+    share = shares.share_of_draft(said)
+    assert (share.cores, share.niceness, share.network_cores) == ("1", 7, "0")
+    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+        shares.share_of_draft(DraftConfig(cores="auto", speculative_draft_model_path="x"))
+
+
+def test_the_last_cores_that_are_said_count():
+    """What users add to compose's flags takes the place of theirs."""
+    config = tyro.cli(TargetConfig, args=["--cores", "auto", "--cores", "0"])
+    assert config.cores == "0"
+    assert to_argv(config) == ["--cores", "0"]
