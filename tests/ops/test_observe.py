@@ -132,7 +132,7 @@ def test_prometheus_asks_the_gateways_of_compose():
     for name in lookup["names"]:
         gateway = service(name)
         assert any(port.endswith(f":{lookup['port']}") for port in gateway["ports"])
-        assert set(gateway["networks"]) & set(prometheus["networks"])
+        assert set(gateway.get("networks", ["default"])) & set(prometheus.get("networks", ["default"]))
 
 
 def test_images_name_no_registry():
