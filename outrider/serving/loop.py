@@ -246,8 +246,7 @@ class EngineLoop:
     def _next_message(self, idle: bool) -> Message | _Call | None:
         """Raises queue.Empty if there is none now, or none for as long as is worth waiting."""
         if not idle:
-            patience = self.engine.patience
-            return self.inbox.get(patience)
+            return self.inbox.get(self.engine.patience)
         return self.inbox.get(None if self._audited else _QUIET)
 
     def _handle(self, message: Message) -> None:

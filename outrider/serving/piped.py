@@ -11,7 +11,7 @@ import logging
 import select
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.errors import InvalidRequest
 from outrider.serving.inbox import Inbox
@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 _WAIT = 0.01  # seconds that a frame may take to go before others have their turn
 
-Decode = Callable[[Any], tuple[Message, list[SessionFailure]]]
-Encode = Callable[[StepOutput], Any]
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Decode = Callable[[Request], tuple[Message, list[SessionFailure]]]
+Encode = Callable[[StepOutput], Response]
 Ended = Callable[[Exception | None], object]
 
 
@@ -42,7 +44,7 @@ class PipedStream:
 class PipedStreams:
     """All such streams of an engine. Called in the engine thread alone."""
 
-    def __init__(self, inbox: Inbox[Any], decode: Decode, encode: Encode) -> None:
+    def __init__(self, inbox: Inbox[Any], decode: Decode[Any], encode: Encode[Any]) -> None:
         """decode, encode: between frames and domain types."""
         self._inbox = inbox
         self._decode = decode

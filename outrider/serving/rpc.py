@@ -24,8 +24,9 @@ from grpc_reflection.v1alpha import reflection
 from outrider.errors import ConfigError, OutriderError
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.serving.pipe import MAX_MESSAGE_BYTES
+from outrider.serving.piped import Decode, Encode
 from outrider.serving.place import compute_on, speak_from
-from outrider.serving.stream import Decode, Encode, StreamHub
+from outrider.serving.stream import StreamHub
 from outrider.tls import ServerTls
 
 log = logging.getLogger(__name__)

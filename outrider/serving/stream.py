@@ -14,24 +14,19 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import grpc
 
 from outrider.errors import InvalidRequest
 from outrider.serving.door import PipeDoor
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import Message, SessionFailure, StepOutput
+from outrider.serving.messages import Message, StepOutput
 from outrider.serving.outbox import Outbox, Routes
 from outrider.serving.pipe import Pipe
-from outrider.serving.piped import PipedStream, PipedStreams
+from outrider.serving.piped import Decode, Encode, PipedStream, PipedStreams, Request, Response
 
 log = logging.getLogger(__name__)
-
-Request = TypeVar("Request")
-Response = TypeVar("Response")
-Decode = Callable[[Request], tuple[Message, list[SessionFailure]]]
-Encode = Callable[[StepOutput], Response]
 
 
 class StreamHub(Generic[Request, Response]):

@@ -45,7 +45,7 @@ def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
     parents = unpack(message.parents, I32, len(tokens))
     log_scores = unpack(message.log_scores, F32, len(tokens))
     spans = split(numbers_of(message.node_counts, U32, count), len(tokens))
-    above = numbers_of(message.parents, I32)
+    above = parents.tolist()
     if not all(-1 <= parent < place for span in spans for place, parent in enumerate(above[span])):
         raise InvalidRequest("a proposed node does not stand behind its parent")
     columns = (
