@@ -14,7 +14,7 @@ from typing import Any
 from outrider.config import AUTO_CORES, DraftConfig, GatewayConfig, TargetConfig, format_cores
 from outrider.drafts import with_drafter
 from outrider.supervisor.cores import CorePlan, plan_cores
-from outrider.supervisor.trees import draft_niceness, draft_tree, tree_shape
+from outrider.supervisor.trees import draft_niceness, draft_tree
 
 
 def _plan(algorithm: str = "EAGLE3", workers: int = 1) -> CorePlan:
@@ -43,7 +43,7 @@ def share_of_draft(config: DraftConfig) -> DraftConfig:
     algorithm = with_drafter(config, config.model_path).speculative_algorithm
     plan = _plan(algorithm)
     shape = draft_tree(config, algorithm, plan)
-    own: dict[str, Any] = shape.flags() if shape is not None and tree_shape(config, algorithm) is None else {}
+    own: dict[str, Any] = {} if shape is None else shape.flags()
     return replace(
         config, cores=format_cores(plan.draft), niceness=config.niceness or draft_niceness(config, algorithm, plan),
         network_cores=config.network_cores or (format_cores(plan.network) if plan.shared else None), **own,
