@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -30,6 +31,8 @@ _MODES: dict[PauseMode, common_pb2.PauseMode] = {
     "in_place": common_pb2.PAUSE_MODE_IN_PLACE,
 }
 _CALL_TIMEOUT = 60.0  # seconds; a step may be under way
+_LAST_CLOSES = 0.2  # seconds: the end of a cancelled request goes to its target over another connection than a flush
+_POLL = 0.02  # seconds
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
 _PARTS = 4  # of a stream that a slow target may lag behind the others
 _PART_BYTES = 1 << 20
@@ -107,9 +110,12 @@ class Control:
 
     # --- cache and pauses ---
 
-    async def flush_cache(self) -> None:
-        """Drop cached prefixes, and what drafts have learned. Raises InvalidRequest while requests are under way."""
-        await self._all(lambda stub: stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=_CALL_TIMEOUT))
+    async def flush_cache(self, timeout_s: float = 0.0) -> None:
+        """Drop cached prefixes, and what drafts have learned.
+
+        timeout_s: how long to wait for requests to end. Raises InvalidRequest when some are under way even then.
+        """
+        await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
         request = draft_pb2.FlushDraftRequest()
         drafts = [draft for draft in self._orchestrator.drafts if draft.up]  # the others begin with nothing
         calls = [
@@ -117,6 +123,17 @@ class Control:
             for draft in drafts
         ]
         _check(await asyncio.gather(*calls, return_exceptions=True))
+
+    async def _flush_targets(self, deadline: float) -> None:
+        while True:
+            try:
+                await self._all(lambda stub: stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=_CALL_TIMEOUT))
+            except InvalidRequest:
+                if time.monotonic() >= deadline:
+                    raise
+                await asyncio.sleep(_POLL)
+            else:
+                return
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating."""

@@ -87,8 +87,8 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
 
     @app.get("/flush_cache", dependencies=admin, tags=["control"])
     @app.post("/flush_cache", dependencies=admin, tags=["control"])
-    async def flush_cache() -> Response:
-        await control.flush_cache()
+    async def flush_cache(timeout: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> Response:  # noqa: ASYNC109
+        await control.flush_cache(timeout)
         return _json({"success": True, "message": "Cache flushed."})
 
     @app.post("/pause_generation", dependencies=admin, tags=["control"])

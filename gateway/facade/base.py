@@ -5,7 +5,6 @@ Routers take INVALID_ARGUMENT for the caller's mistake, and most other statuses 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -24,7 +23,6 @@ from outrider.errors import InvalidRequest, Unauthenticated, Unavailable
 from outrider.serving.rpc import statuses
 from outrider.telemetry import REQUEST_ID
 
-_POLL_SECONDS = 0.02
 _STARTING = "the gateway is starting; it waits for a target service"
 
 
@@ -129,11 +127,8 @@ class Facade:
             key = backend.facts.config.admin_api_key
             if key is not None and not secrets.compare_digest(_authorization(context), b"Bearer " + key.encode()):
                 raise Unauthenticated("this call needs the key of --admin-api-key")
-            deadline = time.monotonic() + request.timeout_s
-            while backend.generator.admission.running and time.monotonic() < deadline:  # noqa: ASYNC110 - called rarely
-                await asyncio.sleep(_POLL_SECONDS)
             try:
-                await backend.control.flush_cache()
+                await backend.control.flush_cache(request.timeout_s)
             except InvalidRequest as error:
                 return common_pb2.FlushCacheResponse(success=False, message=error.message)
             return common_pb2.FlushCacheResponse(success=True, message="Cache flushed.")

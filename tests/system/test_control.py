@@ -202,6 +202,16 @@ def test_a_pause_holds_requests_and_changes_no_token(shared, mode):
         assert len(waiting.result(30)["choices"][0]["token_ids"]) == 3
 
 
+def test_a_flush_waits_for_what_runs(shared):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        future, _ = stream(shared, pool, temperature=1, seed=4)
+        assert "under way" in shared.post("/flush_cache?timeout=0.3", 400)["error"]["message"]
+        shared.pause(0)
+        assert shared.post("/flush_cache?timeout=30")["success"]
+        assert future.result(5)[1] == "length"
+    assert "timeout" in shared.post("/flush_cache?timeout=-1", 400)["error"]["message"]
+
+
 def test_a_flush_reaches_the_draft(shared):
     running = shared
     running.ask("a b a b a b a b", max_tokens=40)
