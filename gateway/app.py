@@ -58,10 +58,10 @@ _START_UP = 60.0  # seconds in which a service that does not fit ends the proces
 
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
-    config = share_of_gateway(tyro.cli(GatewayConfig, args=argv, prog="outrider gateway"))
+    config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
     if config.gateway_workers != 1:
-        return process.run_plainly("gateway", config, lambda: asyncio.run(oversee(config)))
-    return process.run("gateway", config, lambda: serve(config))
+        return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
+    return process.run("gateway", config, serve, share_of_gateway)
 
 
 async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:

@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     """Run a worker. Returns its exit code, as of the gateway."""
     index, count, folder = int(argv[0]), int(argv[1]), Path(argv[2])
     config = tyro.cli(GatewayConfig, args=argv[3:], prog="outrider gateway")
-    return process.run(f"gateway.{index}", config, lambda: serve(config, Peers(index, count, folder)))
+    return process.run(f"gateway.{index}", config, lambda whole: serve(whole, Peers(index, count, folder)))
 
 
 if __name__ == "__main__":

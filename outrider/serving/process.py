@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -15,21 +15,36 @@ from outrider.config import ProcessConfig, parse_cores
 from outrider.errors import ConfigError, OutriderError
 from outrider.telemetry import setup_logging
 
+Config = TypeVar("Config", bound=ProcessConfig)
 
-def run(role: str, config: ProcessConfig, serve: Callable[[], Coroutine[Any, Any, int]]) -> int:
+
+def _all_said(config: Config) -> Config:
+    return config
+
+
+def run(
+    role: str,
+    config: Config,
+    serve: Callable[[Config], Coroutine[Any, Any, int]],
+    share: Callable[[Config], Config] = _all_said,
+) -> int:
     """Run a process to its end. Returns its exit code: 2 for flags, files or ports that do not fit, 1 for other errors.
 
-    Numeric libraries must not have been imported yet: they read the number of their threads when they are.
+    share: puts the process's own share of the machine into its flags, where they leave that open. Numeric libraries
+    must not have been imported yet: they read the number of their threads when they are.
     """
-    return run_plainly(role, config, lambda: uvloop.run(serve()))
+    return run_plainly(role, config, lambda whole: uvloop.run(serve(whole)), share)
 
 
-def run_plainly(role: str, config: ProcessConfig, work: Callable[[], int]) -> int:
+def run_plainly(
+    role: str, config: Config, work: Callable[[Config], int], share: Callable[[Config], Config] = _all_said
+) -> int:
     """As `run`, without an event loop around the work."""
     setup_logging(role, config.log_level, config.log_format)
     try:
+        config = share(config)
         take_cores(config.cores, config.niceness)
-        return work()
+        return work(config)
     except OutriderError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

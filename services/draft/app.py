@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = share_of_draft(tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft"))
+    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
     _collect_rarely()
-    return process.run("draft", config, lambda: serve(config))
+    return process.run("draft", config, serve, share_of_draft)
 
 
 def _collect_rarely() -> None:

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = share_of_target(tyro.cli(TargetConfig, args=argv, prog="outrider target"))
-    return process.run("target", config, lambda: serve(config))
+    config = tyro.cli(TargetConfig, args=argv, prog="outrider target")
+    return process.run("target", config, serve, share_of_target)
 
 
 async def serve(config: TargetConfig) -> int:

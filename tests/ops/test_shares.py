@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 from outrider.supervisor import shares
 from outrider.supervisor.app import configure
 from outrider.supervisor.cores import choose_cores
+from services.draft import app
 
 TOLD = (
     "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",
@@ -60,6 +61,12 @@ def test_what_is_said_besides_counts(monkeypatch):
     assert (share.cores, share.niceness, share.network_cores) == ("1", 7, "0")
     with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
         shares.share_of_draft(DraftConfig(cores="auto", speculative_draft_model_path="x"))
+
+
+def test_a_process_says_what_its_share_lacks(monkeypatch, capsys):
+    monkeypatch.setattr(app.gc, "set_threshold", lambda *_: None)
+    assert app.main(["--cores", "auto", "--speculative-draft-model-path", "x"]) == 2
+    assert capsys.readouterr().err.startswith("error: --speculative-draft-model-path needs --speculative-algorithm")
 
 
 def test_the_last_cores_that_are_said_count():

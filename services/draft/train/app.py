@@ -45,7 +45,7 @@ _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for 
 def main(argv: Sequence[str]) -> int:
     """Train with flags. Returns the process's exit code; 2 for flags or files that do not fit."""
     config = tyro.cli(TrainConfig, args=argv, prog="outrider train")
-    return process.run_plainly("train", config, lambda: train(config))
+    return process.run_plainly("train", config, train)
 
 
 def train(config: TrainConfig) -> int:
