@@ -32,7 +32,7 @@ _MODES: dict[PauseMode, common_pb2.PauseMode] = {
 }
 _CALL_TIMEOUT = 60.0  # seconds; a step may be under way
 _LAST_CLOSES = 0.2  # seconds: the end of a cancelled request goes to its target over another connection than a flush
-_POLL = 0.02  # seconds
+_FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
 _PARTS = 4  # of a stream that a slow target may lag behind the others
 _PART_BYTES = 1 << 20
@@ -125,15 +125,19 @@ class Control:
         _check(await asyncio.gather(*calls, return_exceptions=True))
 
     async def _flush_targets(self, deadline: float) -> None:
+        """Flush until none of them refuses, ever more seldom: each attempt interrupts their engines."""
+        pause = _FIRST_POLL
         while True:
             try:
                 await self._all(lambda stub: stub.FlushCache(target_pb2.FlushCacheRequest(), timeout=_CALL_TIMEOUT))
             except InvalidRequest:
-                if time.monotonic() >= deadline:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     raise
-                await asyncio.sleep(_POLL)
             else:
                 return
+            await asyncio.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_POLL)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating."""
