@@ -7,8 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling is what tests spend their time on; fused loops take twice as long. XLA ends a process that names a flag it
-# does not know, so versions that nobody has tried do without.
+# Compiling is what tests spend their time on; fused loops take twice as long. Later versions of XLA crash without them.
 if metadata.version("jaxlib").startswith("0.10."):
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")

@@ -1,6 +1,5 @@
 """Padding to captured sizes, and what is replayed, at every size: on the CPU, where a capture is a plain call."""
 
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from services.target.kv_cache import KVCache, LayerShape
 from services.target.model import attention
 from services.target.model.modules import ModuleRunner
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
+from tests.target.interpreter import need_interpreter
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model
 
@@ -144,9 +144,7 @@ def test_what_cannot_be_captured_runs_as_it_comes(inner, caplog):
 @pytest.mark.parametrize(("backend", "ordered"), [("torch_native", False), ("triton", False), ("triton", True)])
 def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend, ordered):
     if backend == "triton":
-        pytest.importorskip("triton", reason="Triton is not installed")
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("there is a GPU, where tests/gpu runs captured steps themselves")
+        need_interpreter()
     plain = load_model(write_model(tmp_path, num_hidden_layers=1))
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=5) for i in range(3)]
 

@@ -24,14 +24,11 @@ from services.target.kernels.ragged import Load, Ragged, ancestor_words
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape
 from tests.target.driving import opening, random_tree, run
+from tests.target.interpreter import need_interpreter
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("Triton's interpreter before 3.7 does not work with NumPy 2.4", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("there is a GPU, where tests/gpu runs the kernels themselves", allow_module_level=True)
+need_interpreter()
 
 from services.target.kernels import triton_attention, triton_cache  # noqa: E402
 from services.target.kernels.triton_attention import Tile, TritonAttention  # noqa: E402

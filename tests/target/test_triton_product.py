@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -14,13 +12,10 @@ from services.target.kernels import choose
 from services.target.model import company, deterministic, invariant
 from tests.checkpoints.families import write_family
 from tests.target.driving import chain, load_model, opening, random_tree, run
+from tests.target.interpreter import need_interpreter
 from tests.tiny import VOCAB
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
-if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-    pytest.skip("Triton's interpreter before 3.7 does not work with NumPy 2.4", allow_module_level=True)
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("there is a GPU, where tests/gpu runs the kernels themselves", allow_module_level=True)
+need_interpreter()
 
 from services.target.kernels import triton_product  # noqa: E402
 
