@@ -92,8 +92,8 @@ def main(argv: Sequence[str]) -> None:
     prompts = read_prompts(args.prompts)
     alone = first_of_each(prompts, args.limit)
     texts = [prompt.turns[0] for prompt in alone]
-    others = [prompt for prompt in prompts if prompt not in alone]
-    chosen = sample(others or alone, args.together * args.rounds, seed=0)
+    fresh = [prompt for prompt in prompts if prompt not in alone]
+    chosen = sample(fresh or alone, args.together * args.rounds, seed=0)
     groups = [[prompt.turns[0] for prompt in chosen[i :: args.rounds]] for i in range(args.rounds)]
     report = Report("peers", "Our system beside others: greedy, one request at a time, and several at once")
     table = Report("peers-ratios", "Our tokens per second over others', prompt by prompt")
@@ -116,19 +116,27 @@ def main(argv: Sequence[str]) -> None:
             "floor, tokens/s": bandwidth / one.size, "of floor": rate * one.size / bandwidth,
             f"{args.together} at once, tokens/s": median(together[one.name]), "same text": same.get(one.name, "-"),
         })  # fmt: skip
+    others = [one for one in facts if one.family != "outrider" or not one.speculation]
     for ours in (one for one in facts if one.family == "outrider"):
         row: dict[str, object] = {"ours": ours.name}
-        for other in facts:
-            if other.family != "outrider":
-                middle, low, high = median_and_quartiles(ratios(replies[ours.name], replies[other.name]))
-                row[other.name] = f"{middle:.2f} ({low:.2f}-{high:.2f})"
-                row[f"{other.name}, {args.together}"] = median(together[ours.name]) / median(together[other.name])
+        for other in others:
+            row[other.name] = _spread(ratios(replies[ours.name], replies[other.name]))
+            over = [a / b for a, b in zip(together[ours.name], together[other.name], strict=True)]
+            row[f"{other.name}, {args.together}"] = _spread(over)
         table.add(**row)
-    report.notes = _notes(args, len(texts), bandwidth, fresh=len(others) >= len(chosen))
-    table.notes = ["median and quartiles over prompts; with a number: so many requests at once", *report.notes[:1]]
+    report.notes = _notes(args, len(texts), bandwidth, fresh=len(fresh) >= len(chosen))
+    table.notes = [
+        "median and quartiles over prompts; with a number: so many requests at once, over groups of them",
+        *report.notes[:1],
+    ]
     _plot(report, f"{args.together} at once, tokens/s")
     report.write()
     table.write()
+
+
+def _spread(values: Sequence[float]) -> str:
+    middle, low, high = median_and_quartiles(values)
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
 def ask_in_turns(
@@ -194,7 +202,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="prompts of a category; by default all")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--together", type=int, default=8, help="requests at once, behind those that come alone")
-    parser.add_argument("--rounds", type=int, default=3, help="of requests at once")
+    parser.add_argument("--rounds", type=int, default=5, help="of requests at once")
     parser.add_argument("--outrider", nargs="*", choices=list(_OURS), default=list(_OURS))
     parser.add_argument("--transformers", nargs="*", default=["plain", "lookup"], metavar="MODE",
                         help="plain, lookup, or assisted:FOLDER of a draft model")  # fmt: skip

@@ -1,6 +1,7 @@
 """The comparison with others: figures from replies, and a whole run against `transformers` on a tiny model."""
 
 import json
+import re
 
 import pytest
 
@@ -58,4 +59,7 @@ def test_a_run_beside_transformers(tmp_path):
     assert rows["transformers lookup"]["same text"] in ("0/2", "1/2", "2/2")
     (ratio,) = json.loads((tmp_path / "out" / "peers-ratios.json").read_text())["rows"]
     assert ratio["ours"] == "outrider bf16"
-    assert ratio["transformers plain, 2"] > 0
+    assert ratio["outrider bf16"] == ratio["outrider bf16, 2"] == "1.00 (1.00-1.00)"
+    for name in ("transformers plain", "transformers plain, 2"):
+        middle, low, high = map(float, re.findall(r"\d+\.\d+", ratio[name]))
+        assert 0 < low <= middle <= high
