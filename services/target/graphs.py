@@ -19,10 +19,11 @@ from torch import Tensor
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import Batch, Capture, Layout, Rows, pad
+from services.target.batch import Batch, Capture, Rows, pad
 from services.target.kernels import Attention, Planner
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache
+from services.target.layout import Layout
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
 from services.target.upload import Slab, upload

@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import TargetConfig, to_argv
-from services.target.batch import Batch, Layout, Rows
+from services.target.batch import Batch, Rows
 from services.target.kv_cache import KVCache
+from services.target.layout import Layout
 from services.target.model.base import Model, Outputs, Runner
 from services.target.model.load import load
 from services.target.model.shards import check_devices

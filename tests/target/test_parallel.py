@@ -15,8 +15,9 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import Batch, Layout, Rows
+from services.target.batch import Batch, Rows
 from services.target.engine import TargetEngine
+from services.target.layout import Layout
 from services.target.model import shards
 from services.target.model.support import read_settings
 from services.target.parallel import load_split, pack, unpack

@@ -15,7 +15,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target.batch import Work, build, pad, tree_mask
+from services.target.batch import Work, build, pad
 from services.target.engine import TargetEngine
 from services.target.kernels import choose
 from services.target.kernels.cpu.attention import NativeAttention
@@ -23,6 +23,7 @@ from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.ragged import Load, Ragged, ancestor_words
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape
+from services.target.layout import tree_mask
 from tests.target.driving import opening, random_tree, run
 from tests.target.interpreter import need_interpreter
 from tests.target.test_kernels import random_works

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.paging.allocator import NULL_PAGE
-from services.target.batch import Batch, Span
+from services.target.batch import Batch
 from services.target.kernels import reference
 from services.target.kv_cache import gather
+from services.target.layout import Span
 
 # Up to this many rows, query heads are packed below their key head, with a mask row for each.
 _PACKED_ROWS = 64

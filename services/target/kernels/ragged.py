@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.tree import ROOT
-from services.target.batch import Span
+from services.target.layout import Span
 
 Ints = NDArray[np.int32]
 
