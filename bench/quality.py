@@ -77,8 +77,8 @@ def main(argv: Sequence[str]) -> None:
     ]
     if (levels := levels_of(folder)) <= NARROW_LEVELS:
         report.notes.append(
-            f"the checkpoint's own weights take at most {levels} values in a block of {BLOCK}: they were 4 bits "
-            "once. int8 and int4 round them a second time, so these figures do not rank formats for other models"
+            f"the checkpoint's own weights take at most {levels} values in a block of {BLOCK}: they were 4 bits once, "
+            "which int4 finds again and int8 rounds a second time: these figures do not rank formats for other models"
         )
     report.write()
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.weights import GROUP, Format, quantize_int4, quantize_int8
+from services.target.kernels.cpu.weights import BLOCK, GROUP, Format, quantize_int4, quantize_int8
 from services.target.model.linear import NativeLinear, PackedLinear, pack
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
@@ -39,11 +39,20 @@ def test_packed_linear_is_linear(make, dtype, bias):
 
 
 def _dequantized(weight, number_format):
+    """Weights as they are stored, and apart from them what int4 adds to all of a block."""
     if number_format == Format.INT8:
         values, scales = quantize_int8(weight)
-        return values.float() * scales[:, None]
-    values, scales = quantize_int4(weight)
-    return values.float() * scales.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+        return values.float() * scales[:, None], torch.zeros_like(weight)
+    values, *facts = quantize_int4(weight)
+    scales, centres = (fact.repeat_interleave(BLOCK, 1)[:, : weight.shape[1]] for fact in facts)
+    return values.float() * scales, centres
+
+
+def _multiplied(x, weight, number_format):
+    """x W^T with W as it is stored. Centres meet the sum of their block's activations, rounded to bfloat16."""
+    values, centres = _dequantized(weight, number_format)
+    blocks = nn.functional.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK)).sum(2).bfloat16().float()
+    return x @ values.T + blocks @ centres[:, ::BLOCK].T
 
 
 @needs_kernels
@@ -56,15 +65,14 @@ def test_narrow_weights_multiply_as_their_twins(number_format, outputs, inputs):
     with torch.inference_mode():
         linear.weight.copy_(weight)
         narrow = NativeLinear(linear, number_format)
-        twin = _dequantized(weight, number_format)
         # Activations that 8 bits hold exactly: whole numbers, with the largest that there is in each group of 64.
         x = torch.randint(-127, 128, (40, inputs)).float()
         x[:, ::GROUP] = 127.0
-        torch.testing.assert_close(narrow(x), x @ twin.T, rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(narrow(x), _multiplied(x, weight, number_format), rtol=1e-4, atol=1e-2)
         # Any others: within what rounding to 8 bits costs.
         x = torch.randn(40, inputs)
-        error = (narrow(x) - x @ twin.T).square().mean().sqrt() / (x @ twin.T).square().mean().sqrt()
-        assert error < 0.02
+        right = x @ sum(_dequantized(weight, number_format)).T
+        assert (narrow(x) - right).square().mean().sqrt() < 0.02 * right.square().mean().sqrt()
         together = narrow(x)
         for count in (1, 2, 5, 8, 13, 29):
             assert torch.equal(narrow(x[:count]), together[:count])
@@ -73,9 +81,24 @@ def test_narrow_weights_multiply_as_their_twins(number_format, outputs, inputs):
 def test_narrow_weights_err_little():
     torch.manual_seed(2)
     weight = torch.randn(64, 256)
-    for number_format, limit in ((Format.INT8, 0.012), (Format.INT4, 0.13)):
-        twin = _dequantized(weight, number_format)
+    for number_format, limit in ((Format.INT8, 0.012), (Format.INT4, 0.09)):
+        twin = sum(_dequantized(weight, number_format))
         assert (twin - weight).square().mean().sqrt() < limit
+
+
+@pytest.mark.parametrize(("length", "lowest", "highest"), [(32, 0, 15), (32, -8, 7), (128, 0, 15)])
+def test_weights_that_had_four_bits_keep_them(length, lowest, highest):
+    """What GGUF (32, with a least number or symmetric) and AWQ (128) hold, once read as bfloat16."""
+    torch.manual_seed(3)
+    shape = 64, 512 // length
+    drawn = (torch.randn(*shape, length) * 2.5 + (lowest + highest) / 2).round().clamp(lowest, highest)
+    drawn[..., 0], drawn[..., length // 2] = lowest, highest  # their ends are what they took their steps from
+    scale = (torch.rand(*shape, 1) * 0.01 + 0.002).half().float()
+    shift = (torch.randn(*shape, 1) * 2).round() * scale
+    weight = (drawn * scale + shift).bfloat16().float().view(64, -1)
+    error = (sum(_dequantized(weight, Format.INT4)) - weight).abs()
+    steps = scale.expand(*shape, length).reshape(64, -1)
+    assert (error / steps).square().mean().sqrt() < 0.05  # rounding again at random would be 0.29
 
 
 def test_pack_replaces_linear_layers_and_no_others():

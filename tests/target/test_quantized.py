@@ -9,6 +9,7 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
+from services.target.kernels.cpu import library
 from services.target.model import narrow as narrow_module
 from services.target.model import quantized
 from services.target.model.load import load
@@ -18,6 +19,7 @@ from tests.checkpoints.quantizers import GROUP, write_quantized
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.target.test_families import NEW, PROMPT, greedy
 
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
        "modules_to_not_convert": None}  # fmt: skip
@@ -177,6 +179,18 @@ def narrow(monkeypatch, choice, installed=(), capability=(9, 0), stored=None, de
 def test_narrower_weights_that_cannot_be(choice, circumstances, said, monkeypatch):
     with pytest.raises(ConfigError, match=said):
         narrow(monkeypatch, choice, **circumstances)
+
+
+@needs_kernels
+def test_published_weights_are_packed_again_on_a_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(quantizers, "GROUP", 32)
+    folder, plain = write_family(tmp_path / "quantized", "qwen2.5", hidden_size=64), tmp_path / "plain"
+    write_quantized(folder, plain, quantizers.awq, AWQ | {"group_size": 32})
+    config = TargetConfig(device="cpu", dtype="float32", quantization="int4")
+    published, unpacked = (load(path, config) for path in (folder, plain))
+    assert published.runner.weight_bytes == unpacked.runner.weight_bytes < load_model(folder).runner.weight_bytes / 3
+    texts = [run(engine_of(model), [opening(1, PROMPT, max_tokens=NEW)]).new[1] for model in (published, unpacked)]
+    assert texts[0] == texts[1]
 
 
 def test_weights_are_left_alone_without_the_flag(monkeypatch):

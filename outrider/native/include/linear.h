@@ -93,25 +93,27 @@ void tile_plain(const Pass& pass, int64_t steps) {
   }
 }
 
+// The sums of a group begin with these, [rows].
 template <int M>
-void begin_group(const Pass& pass, int64_t group, __m512i sum[M][2]) {
-  const int32_t* offsets = pass.x.offsets + group * pass.x.rows + pass.row;
+[[gnu::always_inline]] inline void begin_group(const int32_t* offsets, __m512i sum[M][2]) {
 #pragma GCC unroll 12
-  for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_set1_epi32(offsets[m]);
+  for (int m = 0; m < M; ++m) {
+    for (int z = 0; z < 2; ++z) {
+      sum[m][z] = _mm512_set1_epi32(offsets[m]);
+      asm("" : "+v"(sum[m][z]));  // a register each from the beginning, or compilers move them about in every step
+    }
+  }
 }
 
-// The sums of a group of 64 k, as integers in registers, are added to the tile as float32. columns: scales of the weights
+// They, integers in registers, are added to the tile as float32. scales: of the rows
 template <int M>
-void add_group(const Pass& pass, int64_t group, const __m512i sum[M][2], const __m512* columns) {
-  const float* scales = pass.x.scales + group * pass.x.rows + pass.row;
-  float* to = pass.tile;
+[[gnu::always_inline]] inline void add_group(float* tile, const __m512i sum[M][2], const float* scales) {
 #pragma GCC unroll 12
   for (int m = 0; m < M; ++m) {
     const __m512 scale = _mm512_set1_ps(scales[m]);
 #pragma GCC unroll 2
-    for (int z = 0; z < 2; ++z, to += kLanes) {
-      const __m512 factor = columns ? _mm512_mul_ps(scale, columns[z]) : scale;
-      store(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][z]), factor, load(to)));
+    for (int z = 0; z < 2; ++z, tile += kLanes) {
+      store(tile, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][z]), scale, load(tile)));
     }
   }
 }
@@ -122,14 +124,14 @@ void tile_int8(const Pass& pass, int64_t groups) {
   const char* weight = pass.begin();
   for (int64_t group = 0; group < groups; ++group) {
     __m512i sum[M][2];
-    begin_group<M>(pass, group, sum);
+    begin_group<M>(pass.x.offsets + group * pass.x.rows + pass.row, sum);
     const char* x = pass.chunk(group);
     for (int64_t i = 0; i < kGroup / 4; ++i, x += 4, weight += 128) {
       const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
       pass.fetch(group * kGroup / 4 + i);
       step<Fours, M>(sum, w0, w1, x);
     }
-    add_group<M>(pass, group, sum, nullptr);
+    add_group<M>(pass.tile, sum, pass.x.scales + group * pass.x.rows + pass.row);
   }
   const float* scales = pass.weight.scales + pass.panel * kPanel;
   const __m512 columns[2] = {load(scales), load(scales + kLanes)};
@@ -138,28 +140,65 @@ void tile_int8(const Pass& pass, int64_t groups) {
   }
 }
 
+// int4 weights have scales of their own for each half of a group, and centres, which meet the sums of the rows' numbers.
+// first: [M][32] for what the first half comes to before the row's scale, taken up by the second
+template <int M, bool HIGH>
+[[gnu::always_inline]] inline void add_half(const Pass& pass, int64_t group, const __m512i sum[M][2], const char* facts,
+                                            float* first) {
+  const __m256i* halves = reinterpret_cast<const __m256i*>(facts) + HIGH * 2;
+  const float* scales = pass.x.scales + group * pass.x.rows + pass.row;
+  const uint32_t* sums = pass.x.sums + group * pass.x.rows + pass.row;
+  float* tile = pass.tile;
+#pragma GCC unroll 2
+  for (int z = 0; z < 2; ++z, tile += kLanes, first += kLanes) {  // one after the other, for want of registers
+    const __m512 column = _mm512_cvtph_ps(_mm256_loadu_si256(halves + z));
+    const __m512i centres = _mm512_loadu_si512(facts + 2 * kPanel * 2 + z * 64);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const __m512 real = _mm512_cvtepi32_ps(sum[m][z]);
+      float *before = first + m * kPanel, *to = tile + m * kPanel;
+      if (!HIGH) {
+        store(before, _mm512_mul_ps(real, column));
+        continue;
+      }
+      const __m512 both = _mm512_fmadd_ps(real, column, load(before));
+      __m512 all = _mm512_fmadd_ps(both, _mm512_set1_ps(scales[m]), load(to));
+      Pairs::add(all, centres, _mm512_set1_epi32(int32_t(sums[m])));
+      store(to, all);
+    }
+  }
+}
+
+// 32 k of a group, the low or the high halves of its bytes. A loop with both would keep them beside all sums, and those of
+// 12 rows leave no registers for that.
+template <int M, bool HIGH>
+[[gnu::always_inline]] inline void multiply_half(const Pass& pass, int64_t group, const char* weight, float* first) {
+  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4Facts / 128;  // of 128 bytes, in a group
+  const __m512i nibble = _mm512_set1_epi8(15);
+  auto unpacked = [&](const char* from) {
+    const __m512i both = _mm512_loadu_si512(from);
+    return _mm512_and_si512(HIGH ? _mm512_srli_epi16(both, 4) : both, nibble);
+  };
+  __m512i sum[M][2];
+  begin_group<M>(pass.x.offsets + (2 * group + HIGH) * pass.x.rows + pass.row, sum);
+  const char* x = pass.chunk(group) + HIGH * kChunk / 2;
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < kLines; ++i, x += 4) {
+    if (!HIGH) pass.fetch(group * kFetches + i);
+    step<Fours, M>(sum, unpacked(weight + i * 128), unpacked(weight + i * 128 + 64), x);
+  }
+  for (int64_t i = kLines; HIGH && i < kFetches; ++i) pass.fetch(group * kFetches + i);
+  add_half<M, HIGH>(pass, group, sum, weight + kLines * 128, first);
+}
+
 template <int M>
 void tile_int4(const Pass& pass, int64_t groups) {
   std::memset(pass.tile, 0, M * kPanel * sizeof(float));
-  const __m512i nibble = _mm512_set1_epi8(15);
+  alignas(64) float first[M * kPanel];
   const char* weight = pass.begin();
-  for (int64_t group = 0; group < groups; ++group) {
-    __m512i sum[M][2];
-    begin_group<M>(pass, group, sum);
-    const char* x = pass.chunk(group);
-    for (int64_t i = 0; i < kGroup / 8; ++i, x += 8, weight += 128) {
-      const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
-      pass.fetch(group * (kGroup / 8 + 1) + i);
-      step<Fours, M>(sum, _mm512_and_si512(w0, nibble), _mm512_and_si512(w1, nibble), x);
-      const __m512i h0 = _mm512_srli_epi16(w0, 4), h1 = _mm512_srli_epi16(w1, 4);
-      step<Fours, M>(sum, _mm512_and_si512(h0, nibble), _mm512_and_si512(h1, nibble), x + 4);
-    }
-    pass.fetch(group * (kGroup / 8 + 1) + kGroup / 8);
-    const __m256i* scales = reinterpret_cast<const __m256i*>(weight);
-    const __m512 columns[2] = {_mm512_cvtph_ps(_mm256_loadu_si256(scales)),
-                               _mm512_cvtph_ps(_mm256_loadu_si256(scales + 1))};
-    add_group<M>(pass, group, sum, columns);
-    weight += 64;
+  for (int64_t group = 0; group < groups; ++group, weight += kGroup * kPanel / 2 + kInt4Facts) {
+    multiply_half<M, false>(pass, group, weight, first);
+    multiply_half<M, true>(pass, group, weight, first);
   }
 }
 

@@ -17,7 +17,9 @@ constexpr int64_t kChunk = 64;  // bytes
 struct Operand {
   char* data = nullptr;        // [chunks, rows, 64]
   float* scales = nullptr;     // int8, int4: [chunks, rows]
-  int32_t* offsets = nullptr;  // int8, int4: [chunks, rows], what the weights' unsigned values count too much, negated
+  // What the weights' unsigned values count too much, negated: int8 [chunks, rows]; int4 [chunks, 2, rows], by 32 numbers
+  int32_t* offsets = nullptr;
+  uint32_t* sums = nullptr;    // int4: [chunks, rows], of the first and the last 32 numbers, as bfloat16
   int64_t rows = 0;
 };
 
@@ -30,36 +32,49 @@ inline int64_t chunks_of(const Weight& weight) {
 }
 
 // Bytes of an operand with so many rows, everything included.
-inline size_t operand_bytes(const Weight& weight, int64_t rows) { return chunks_of(weight) * rows * (kChunk + 8); }
+inline size_t operand_bytes(const Weight& weight, int64_t rows) { return chunks_of(weight) * rows * (kChunk + 16); }
 
 inline Operand operand_in(char* memory, const Weight& weight, int64_t rows) {
   const int64_t count = chunks_of(weight) * rows;
   float* scales = reinterpret_cast<float*>(memory + count * kChunk);
-  return Operand{memory, scales, reinterpret_cast<int32_t*>(scales + count), rows};
+  int32_t* offsets = reinterpret_cast<int32_t*>(scales + count);
+  return Operand{memory, scales, offsets, reinterpret_cast<uint32_t*>(offsets + 2 * count), rows};
 }
 
-// 64 numbers as 8 bits. Returns their sum; the scale is what a unit is worth.
-inline int32_t fill_chunk(char* to, const __m512* part, float* scale) {
+// 64 numbers as 8 bits. sums: of the first and of the last 32, in units of the scale.
+inline void fill_chunk(char* to, const __m512* part, float* scale, int32_t sums[2]) {
   const __m512 largest = _mm512_max_ps(_mm512_max_ps(_mm512_abs_ps(part[0]), _mm512_abs_ps(part[1])),
                                        _mm512_max_ps(_mm512_abs_ps(part[2]), _mm512_abs_ps(part[3])));
   *scale = _mm512_reduce_max_ps(largest) / 127.0f;
   const __m512 inverse = _mm512_set1_ps(*scale > 0.0f ? 1.0f / *scale : 0.0f);
-  __m512i sum = _mm512_setzero_si512();
+  __m512i value[4];
   for (int i = 0; i < 4; ++i) {
-    const __m512i value = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], inverse));
-    sum = _mm512_add_epi32(sum, value);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * kLanes), _mm512_cvtepi32_epi8(value));
+    value[i] = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * kLanes), _mm512_cvtepi32_epi8(value[i]));
   }
-  return _mm512_reduce_add_epi32(sum);
+  for (int i = 0; i < 2; ++i) sums[i] = _mm512_reduce_add_epi32(_mm512_add_epi32(value[2 * i], value[2 * i + 1]));
+}
+
+// What products with a chunk need besides its numbers.
+inline void fill_facts(const Operand& operand, Format format, int64_t chunk, int64_t row, const int32_t sums[2]) {
+  const int64_t index = chunk * operand.rows + row;
+  if (format == Format::kInt8) {
+    operand.offsets[index] = -128 * (sums[0] + sums[1]);
+    return;
+  }
+  const float scale = operand.scales[index];
+  const __m128 real = _mm_setr_ps(scale * float(sums[0]), scale * float(sums[1]), 0.0f, 0.0f);
+  operand.sums[index] = uint32_t(_mm_cvtsi128_si32(__m128i(_mm_cvtneps_pbh(real))));
+  for (int i = 0; i < 2; ++i) operand.offsets[(2 * chunk + i) * operand.rows + row] = -8 * sums[i];
 }
 
 // One row of float32 or bfloat16 into the operand. from: [weight.inputs].
 template <class T>
 void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from) {
   const int64_t inputs = weight.inputs, numbers = kChunk / width_of_operand(weight.format);
-  const int bias = weight.format == Format::kInt8 ? 128 : 8;
-  int64_t index = row;
-  for (int64_t first = 0; first < inputs; first += numbers, index += operand.rows) {
+  int64_t chunk = 0;
+  for (int64_t first = 0; first < inputs; first += numbers, ++chunk) {
+    const int64_t index = chunk * operand.rows + row;
     char* to = operand.data + index * kChunk;
     const int64_t count = std::min(numbers, inputs - first);
     if (weight.format == Format::kFloat32) {
@@ -75,7 +90,9 @@ void fill_operand(const Operand& operand, const Weight& weight, int64_t row, con
         const int64_t start = i * kLanes;
         part[i] = count == numbers ? load(from + first + start) : load(from + first + start, lanes(count - start));
       }
-      operand.offsets[index] = -bias * fill_chunk(to, part, operand.scales + index);
+      int32_t sums[2];
+      fill_chunk(to, part, operand.scales + index, sums);
+      fill_facts(operand, weight.format, chunk, row, sums);
     }
   }
 }

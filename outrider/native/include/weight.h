@@ -4,8 +4,9 @@
 //   float32   [K][32] float
 //   bfloat16  [K/2][32][2] bf16                  one dot-product instruction takes two k of 16 outputs
 //   int8      [K/4][32][4] uint8 (value + 128)   one takes four; 64 k form a group of the activations' scales
-//   int4      [K/64] groups: [8][2][16][4] bytes, and then 32 half-precision scales; a byte holds the four-k steps 2i
-//             (low half) and 2i + 1 (high half), as value + 8
+//   int4      [K/64] groups: [8][2][16][4] bytes; a byte of line i holds the four-k steps i (low half) and 8 + i (high
+//             half) as value + 8. Behind them, for weights of value * scale + centre, [2][32] half-precision scales, of
+//             the first and the last 32 k, and [2][16][2] bf16 centres, both of an output side by side
 // K is padded with zeros to the format's step, and the outputs to whole panels.
 #pragma once
 
@@ -23,6 +24,7 @@ enum class Format : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 64;
+constexpr int kInt4Facts = 2 * kPanel * (2 + 2);  // bytes of scales and centres of a group
 
 // As it lies in somebody's memory.
 struct Weight {
@@ -57,7 +59,7 @@ inline int64_t bytes_of_panel(Format format, int64_t k) {
     case Format::kFloat32: return k * kPanel * 4;
     case Format::kBFloat16: return k * kPanel * 2;
     case Format::kInt8: return k * kPanel;
-    default: return k * kPanel / 2 + k / kGroup * kPanel * 2;
+    default: return k / kGroup * (kGroup * kPanel / 2 + kInt4Facts);
   }
 }
 
@@ -103,17 +105,22 @@ inline void pack_int8(OwnWeight& weight, int64_t n, const int8_t* values, float 
   weight.scale_memory.as<float>()[n] = scale;
 }
 
-// Lay out one output of int4 values (-8..7). values: [inputs]; scales: [groups of 64]
-inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const float* scales) {
+// Lay out one output of int4 values (-8..7). values: [inputs]; scales, centres: [K/32]
+inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const float* scales, const float* centres) {
   auto value = [&](int64_t k) { return k < weight.inputs ? values[k] + 8 : 8; };
   char* to = place(weight, n, 4);
   for (int64_t group = 0; group < weight.k / kGroup; ++group) {
-    for (int64_t k = group * kGroup; k < (group + 1) * kGroup; k += 8, to += 128) {
-      for (int64_t i = 0; i < 4; ++i) to[i] = char(value(k + i) | value(k + 4 + i) << 4);
+    const int64_t half = kGroup / 2, begin = group * kGroup;
+    for (int64_t k = begin; k < begin + half; k += 4, to += 128) {
+      for (int64_t i = 0; i < 4; ++i) to[i] = char(value(k + i) | value(k + half + i) << 4);
     }
-    const uint16_t scale = _cvtss_sh(scales[group], _MM_FROUND_TO_NEAREST_INT);
-    std::memcpy(to - n % kPanel * 2, &scale, sizeof scale);  // scales are 2 bytes an output, not 4
-    to += 64;
+    for (int64_t i = 0; i < 2; ++i) {
+      const uint16_t scale = _cvtss_sh(scales[2 * group + i], _MM_FROUND_TO_NEAREST_INT);
+      std::memcpy(to + i * kPanel * 2 - n % kPanel * 2, &scale, sizeof scale);  // 2 bytes an output, not 4
+      const auto centre = _mm_cvtness_sbh(centres[2 * group + i]);
+      std::memcpy(to + 2 * kPanel * 2 + i * 2, &centre, sizeof centre);
+    }
+    to += kInt4Facts;
   }
 }
 

@@ -1,7 +1,8 @@
 """--quantization: weights made narrower as they load; the computation keeps its number format.
 
 On CUDA by `torchao`: each row of a weight gets a scale, each group of 128 numbers in int4; linear layers alone, not the
-head. On the CPU by our own kernels, see kernels/cpu/weights.py: int8 and int4, with the head in int8.
+head. On the CPU by our own kernels, see kernels/cpu/weights.py: int8 and int4, with the head in int8. Published
+quantized weights, which are unpacked there, may be packed again so; 4 bits in blocks of 32 and more stay as they were.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
         return {}
     flag = f"--quantization {choice}"
     text = settings.get_text_config()
-    if getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None):
-        raise ConfigError(f"{flag}: the checkpoint is quantized already; leave the flag out")
     if device.type != "cuda":
         if choice == "fp8":
             raise ConfigError(f"{flag} needs a CUDA device, not {device}; choose int8 or int4")
@@ -36,6 +35,8 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
         except library.Unavailable as reason:
             raise ConfigError(f"{flag} needs the compiled kernels on a CPU, which cannot be had: {reason}") from None
         return {}
+    if getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None):
+        raise ConfigError(f"{flag}: the checkpoint is quantized already; leave the flag out")
     if choice == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError(f"{flag} needs a GPU of compute capability 8.9 or more; choose int8")
     wanted = ["torchao", *([_INT4_PACKAGE] if choice == "int4" else [])]

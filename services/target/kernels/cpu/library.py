@@ -91,7 +91,7 @@ _SIGNATURES: native.Signatures = {
     "weight_free": (None, (c_void_p,)),
     "weight_bytes": (c_int64, (c_void_p,)),
     "weight_pack": (None, (c_void_p, c_void_p, c_void_p, c_int64)),
-    "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
+    "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
     "linear": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),

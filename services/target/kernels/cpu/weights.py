@@ -1,6 +1,6 @@
 """Weights of linear layers, laid out for the kernels; quantized on the way where asked for.
 
-int8: symmetric, a scale an output. int4: symmetric, a scale for each 64 inputs of an output. Activations are then
+int8: symmetric, a scale an output. int4: a scale and a centre for each 32 inputs of an output. Activations are then
 quantized to 8 bits as they come, with a scale for each 64 of a row.
 """
 
@@ -14,8 +14,12 @@ from torch import Tensor
 
 from services.target.kernels.cpu import library
 
-GROUP = 64
-_CLIPPINGS = (1.0, 0.95, 0.9, 0.85, 0.8)
+GROUP = 64  # activations of a scale
+BLOCK = 32  # int4 weights of a scale
+# Steps of a block's scale between its least and its largest number. 15 are all that there are, so with more the ends
+# are clipped; fewer find the steps of weights that once were 4 bits in longer blocks, of which this one has a part.
+_STEPS = (15, 16, 17, *range(14, 7, -1))
+_AT_ONCE = 2**18  # numbers, few enough to stay in caches
 
 
 class Format(enum.IntEnum):
@@ -52,9 +56,14 @@ class PackedWeight:
             plain = weight.detach().to("cpu", dtype).contiguous()
             functions.outrider_weight_pack(self.handle, plain.data_ptr(), *where)
             return
-        quantize = quantize_int8 if self.format == Format.INT8 else quantize_int4
-        values, scales = quantize(weight.detach().to("cpu", torch.float32))
-        functions.outrider_weight_pack_quantized(self.handle, values.data_ptr(), scales.data_ptr(), *where)
+        plain = weight.detach().to("cpu", torch.float32)
+        if self.format == Format.INT8:
+            values, scales = quantize_int8(plain)
+            centres = None
+        else:
+            values, scales, centres = quantize_int4(plain)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in (values, scales, centres))
+        functions.outrider_weight_pack_quantized(self.handle, *addresses, *where)
 
 
 def packed(weight: Tensor, number_format: Format) -> PackedWeight:
@@ -70,28 +79,37 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round_().to(torch.int8).contiguous(), scales.contiguous()
 
 
-def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight: [n, k] float32. Returns values [n, k] int8 in -8 .. 7, and scales [n, groups] float32.
+def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight: [n, k] float32. Returns values [n, k] int8 in -8 .. 7, and scales and centres, [n, blocks] float32.
 
-    Each group's scale is the one of a few that errs least; the largest number may be clipped.
+    A number is value * scale + centre. Each block's steps are those of a few that err least. Weights that had 4 bits in
+    such blocks before (GGUF's Q4_0 and Q4_1, AWQ, GPTQ) come out as they were. Blocks come in pairs, of which the last
+    one may be empty.
     """
     n, k = weight.shape
-    groups = -(-k // GROUP)
-    padded = torch.nn.functional.pad(weight, (0, groups * GROUP - k)).view(n, groups, GROUP)
-    # The number that is largest by magnitude becomes -8, the end that reaches further.
-    index = padded.abs().argmax(2, keepdim=True)
-    full = padded.gather(2, index).squeeze(2) / -8.0
-    full = torch.where(full.abs() < 1e-30, 1e-30, full)
-    best_error = torch.full((n, groups), torch.inf)
-    scales, values = full.clone(), torch.zeros_like(padded)
-    for clipping in _CLIPPINGS:
-        scale = (full * clipping).to(torch.float16).float()  # as it is stored
-        scale = torch.where(scale == 0.0, 1e-7, scale)
-        rounded = (padded / scale[..., None]).round_().clamp_(-8, 7)
-        error = (rounded * scale[..., None] - padded).square_().sum(2)
-        better = error < best_error
-        best_error = torch.where(better, error, best_error)
-        scales = torch.where(better, scale, scales)
+    blocks = 2 * -(-k // GROUP)
+    padded = torch.nn.functional.pad(weight, (0, blocks * BLOCK - k)).view(n, blocks, BLOCK)
+    parts = [_quantize_blocks(part) for part in padded.split(max(1, _AT_ONCE // (blocks * BLOCK)))]
+    values, scales, centres = (torch.cat(some) for some in zip(*parts, strict=True))
+    return values.view(n, blocks * BLOCK)[:, :k].contiguous(), scales, centres
+
+
+def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """weight: [n, blocks, 32]. Returns values of that shape, scales and centres, [n, blocks]."""
+    least, largest = weight.amin(2), weight.amax(2)
+    best = torch.full_like(least, torch.inf)
+    rounding = weight.square().sum(2) * 2.0**-16  # more than bfloat16's
+    scales, centres, values = torch.empty_like(least), torch.empty_like(least), torch.zeros_like(weight)
+    for steps in _STEPS:
+        scale = ((largest - least) / steps).clamp(min=1e-7).half().float()  # as they are stored
+        middle = (least + largest) / 2 if steps > 15 else least + 7.5 * scale
+        centre = (middle + 0.5 * scale).bfloat16().float()
+        rounded = ((weight - centre[..., None]) / scale[..., None]).round_().clamp_(-8, 7)
+        error = (rounded * scale[..., None] + centre[..., None] - weight).square_().sum(2)
+        better = error < best
+        best = torch.where(better, error, best)
+        scales, centres = torch.where(better, scale, scales), torch.where(better, centre, centres)
         values = torch.where(better[..., None], rounded, values)
-    values = values.view(n, groups * GROUP)[:, :k]
-    return values.to(torch.int8).contiguous(), scales.contiguous()
+        if bool((best <= rounding).all()):
+            break
+    return values.to(torch.int8), scales, centres

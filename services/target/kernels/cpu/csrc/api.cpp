@@ -25,13 +25,15 @@ void outrider_weight_pack(OwnWeight* weight, const void* source, const int64_t* 
     else pack_plain(*weight, outputs[i], static_cast<const uint16_t*>(source) + from);
   }
 }
-// values: [count, inputs]; scales: [count] (int8) or [count, groups of 64] (int4); outputs as above
-void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, const float* scales, const int64_t* outputs,
-                                    int64_t count) {
+// values: [count, inputs]; scales: [count] (int8) or [count, groups of 32] (int4); centres: as scales, int4 alone; outputs
+// as above
+void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, const float* scales, const float* centres,
+                                    const int64_t* outputs, int64_t count) {
+  const int64_t groups = 2 * weight->k / kGroup;
   for (int64_t i = 0; i < count; ++i) {
     const int8_t* from = values + i * weight->inputs;
     if (weight->format == Format::kInt8) pack_int8(*weight, outputs[i], from, scales[i]);
-    else pack_int4(*weight, outputs[i], from, scales + i * (weight->k / kGroup));
+    else pack_int4(*weight, outputs[i], from, scales + i * groups, centres + i * groups);
   }
 }
 
