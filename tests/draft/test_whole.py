@@ -110,15 +110,56 @@ def grown(monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_they_are_those_that_rounds_grow(make, shape, sampling, grown):
     found = told(make(shape), sampling)
-    assert len(grown) == 3  # all but the first, which comes with the prompt
+    assert len(grown) == 4
     check_equal(found, told(make(shape, whole=False), sampling))
-    assert len(grown) == 3
+    assert len(grown) == 4
 
 
 def test_of_several_sessions_at_once(make, grown):
     found = told(make(), SAMPLED, sessions=4)
-    assert {shape.sessions for shape in grown} == {4}
+    assert [shape.sessions for shape in grown[-3:]] == [4, 4, 4]  # those before come with prompts
     check_equal(found, told(make(whole=False), SAMPLED, sessions=4))
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4, [4]), (5, [16]), (16, [16]), (17, [])])
+def test_after_a_long_commit(make, grown, tokens, rows):
+    """Another drafter's nodes may have led far beyond the head's own; what is still longer is fed as prompts are."""
+    proposals = []
+    for whole in (True, False):
+        engine = make(whole=whole)
+        session = Session(engine, 1, 40, GREEDY)
+        session.feed(0)
+        settle(engine)
+        grown.clear()
+        session.tokens += RNG.integers(4, VOCAB, tokens).tolist() if whole else proposals[0][1]
+        text = np.array(session.tokens, np.uint32)
+        engine.receive([], [Commit(1, 40, text[40:], path_hash(text))])
+        session.feed(40)
+        proposals.append(([proposals_of(engine)[1]], session.tokens[40:]))
+        assert [shape.rows for shape in grown] == (rows if whole else [])
+    check_equal(proposals[0][0], proposals[1][0])
+
+
+def test_one_behind_is_not_passed_over(make, grown):
+    """Others have their levels cheaper together, again and again; its turn comes all the same."""
+    engine = make()
+    others = [Session(engine, i, 9 + 7 * i, GREEDY) for i in range(5)]
+    for session in others:
+        session.feed(0)
+    found = proposals_of(engine)
+    behind, *others = others
+    behind.tokens += [7, 8, 9, 10, 11, 12]
+    text = np.array(behind.tokens, np.uint32)
+    engine.drafter.runner.cost = lambda shape: 100.0 if shape.rows == 16 else 0.001
+    engine.receive([], [Commit(0, 9, text[9:], path_hash(text))])
+    behind.feed(9)
+    for _ in range(20):
+        for session in others:
+            session.go_on(found.get(session.number))
+        found = {p.session_id: p for p in engine.step().proposals if len(p.tokens)}
+        if 0 in found:
+            return
+    raise AssertionError("it was never drafted for")
 
 
 def test_they_take_turns_with_rounds(make, grown, monkeypatch):
@@ -166,7 +207,7 @@ def test_beside_ngrams_they_are_planted_among_their_nodes(make, grown):
         (proposal,) = [p for output in settle(engine) for p in output.proposals]
         trees.append(engine.running[1].tree)
         proposals.append(proposal)
-    assert len(grown) == 2
+    assert len(grown) == 4  # two each, the prompt's and the commit's
     tree, alone = trees
     copied = [path_hash(tokens[5:end], tree.root_hash) for end in (6, 7)]
     assert {*alone.hash, *copied} <= set(tree.hash)
@@ -196,6 +237,7 @@ def test_features_that_came_in_part_are_not_enough(make, grown):
     session = Session(engine, 1, 12, GREEDY)
     session.feed(0)
     first = proposals_of(engine)[1]
+    grown.clear()
     session.tokens += [int(first.tokens[0]), 5, 6]
     before = len(session.tokens) - 3
     tokens = np.array(session.tokens)

@@ -32,6 +32,8 @@ from services.draft.trunk import SCRATCH_SLOTS, Trunk
 
 _SHIFT = 1
 _TREES = (1, 4)  # sessions whose whole trees one program grows
+# Rows that one session may have to catch up on in such a program: what a commit along another drafter's nodes leaves.
+_LONG_COMMIT = 16
 # Bytes of rows that may wait while nobody wants hints, which sessions share evenly; more are computed all the same, so
 # that they do not pile up. What is computed then takes the time of plain steps where both share cores.
 _MOST_HELD = 128 << 20
@@ -61,7 +63,10 @@ class FeatureDrafter(ModelDrafter):
         if not self.runner.stacked and tree.expansions <= SCRATCH_SLOTS and self.runner.children == tree.topk:
             self._tree = tree
             sizes = [size for size in _TREES if size <= self._max_running]
-            self._tree_shapes = [Shape(size, tree.steps + 1, 1, tree) for size in sizes]
+            rows = tree.steps + 1  # what a commit along its own nodes leaves
+            self._tree_shapes = [Shape(size, rows, 1, tree) for size in sizes]
+            if rows < _LONG_COMMIT:
+                self._tree_shapes.append(Shape(1, _LONG_COMMIT, 1, tree))
 
     @property
     def shapes(self) -> list[Shape]:
@@ -120,19 +125,29 @@ class FeatureDrafter(ModelDrafter):
         if self._tree is None:
             return shape, chosen
         works = sorted(works, key=lambda work: -work.session.rounds_waited)
-        takers = list(itertools.takewhile(self._takes_tree, works))
-        if not takers:
+        trees = [(shape, self._takers(works, shape)) for shape in self._tree_shapes]
+        costs = [(self.runner.cost(shape) / len(takers), i) for i, (shape, takers) in enumerate(trees) if takers]
+        if not costs:
             return shape, chosen
-        best = min(self._tree_shapes, key=lambda shape: self.runner.cost(shape) / min(shape.sessions, len(takers)))
+        cost, best = min(costs)
+        if not self.fits_level(works[0]):  # the turn of one that has no other way
+            return trees[best]
         levels = self._tree.steps * self.runner.cost(shape) / len(chosen)  # a round each
-        if self.runner.cost(best) / min(best.sessions, len(takers)) > levels:
-            return shape, chosen
-        return best, takers[: best.sessions]
+        return (shape, chosen) if cost > levels else trees[best]
 
-    def _takes_tree(self, work: Work) -> bool:
+    def _takers(self, works: list[Work], shape: Shape) -> list[Work]:
+        """The first sessions, as far as they can have whole trees from a program."""
+        fitting = itertools.takewhile(lambda work: self._takes_tree(work, shape.rows), works)
+        return list(itertools.islice(fitting, shape.sessions))
+
+    def _takes_tree(self, work: Work, rows: int) -> bool:
         assert self._tree is not None
         reaches_root = work.trunk.settled + work.pending == work.session.length - _SHIFT
-        return reaches_root and 0 < work.pending <= self._tree.steps + 1 and work.session.takes_whole(self._tree)
+        return reaches_root and 0 < work.pending <= rows and work.session.takes_whole(self._tree)
+
+    def fits_round(self, work: Work) -> bool:
+        """As of ModelDrafter; what is behind after a long commit fits, too, where a whole tree comes with it."""
+        return self.fits_level(work) or (self._tree is not None and self._takes_tree(work, _LONG_COMMIT))
 
     def job(self, work: Work, rows: int) -> Job:
         """Rows of the trunk take their features along."""

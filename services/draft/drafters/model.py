@@ -159,8 +159,8 @@ class ModelDrafter(Drafter):
         works = [work for work in self._works(wishes) if work.pending or work.nodes]
         if not works:
             return []
-        prompts = [work for work in works if work.pending > self._most_rows]
-        leaves = [work for work in works if work.pending <= self._most_rows]
+        leaves = [work for work in works if self.fits_round(work)]
+        prompts = [work for work in works if not self.fits_round(work)]
         self._fed_chunk = bool(prompts) and not (leaves and self._fed_chunk)
         if self._fed_chunk:
             # The shortest first, but none waits for ever.
@@ -169,6 +169,14 @@ class ModelDrafter(Drafter):
             return self._run(self._chunk_shape, [self.job(work, chunk)])
         shape, chosen = self.best_round(leaves)
         return self._run(shape, [self.job(work, shape.rows) for work in chosen])
+
+    def fits_round(self, work: Work) -> bool:
+        """True if a round of growth can take on all that a session has to feed; else it is fed as prompts are."""
+        return self.fits_level(work)
+
+    def fits_level(self, work: Work) -> bool:
+        """True if a round that grows one level can."""
+        return work.pending <= self._most_rows
 
     def job(self, work: Work, rows: int) -> Job:
         """The part of a session's work that fits into a number of rows."""
