@@ -77,6 +77,10 @@ def promised(draft: TreeSlice) -> float:
     return float(np.exp(draft.path_scores).sum()) if len(draft) else 0.0
 
 
+# Rows of a head's usual tree. Where they take so many times as long as a plain step, it hardly brings that many tokens.
+_TREE_ROWS, _DEAR = 12, 2.0
+
+
 class Budget:
     """Chooses how many of each session's best nodes a step verifies.
 
@@ -86,6 +90,12 @@ class Budget:
     def __init__(self, cost: StepCost | None = None) -> None:
         self.cost = cost or free()
         self.held = 0.0
+
+    @property
+    def trees_are_dear(self) -> bool:
+        """True if to verify a head's tree alone takes a session the time in which plain steps bring as many tokens."""
+        plain, hinted = self.cost.seconds(np.array([1, _TREE_ROWS]))
+        return bool(hinted > _DEAR * plain)
 
     def waited(self, seconds: float) -> None:
         """Take in for how long the engine has not computed before a step. A pause, for want of work, is no wait."""

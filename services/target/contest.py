@@ -25,7 +25,7 @@ _LATEST = 300.0  # seconds, at most
 # is given up for long only once it has been behind again and again: its first pause is so many seconds at most, or
 # `_SOONEST` turns of the best way, each further one so many times as long.
 _DOUBT, _DOUBTS_LESS = 1.0, 4.0
-_FIRST_REST = 30.0  # seconds that a load of many sessions lasts before hints are tried: that takes one or so
+_FIRST_REST = 30.0  # seconds that a load lasts before hints are tried where they are dear: that takes one or so
 _MUCH = 1.5  # by so much less do twice as many sessions gain: they are tried at once where that leaves a gain
 _LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
@@ -120,8 +120,8 @@ class Contest:
     ) -> None:
         """first: the way to begin with. fewer: the contest of fewer sessions, which have more to gain than these.
 
-        doublings: how often their number fits into this one's. many: a first turn with hints has many prompts to read.
-        The load must last for a while to be worth that, unless fewer sessions have gained much.
+        doublings: how often their number fits into this one's. many: a first turn with hints has many prompts to read,
+        or dear rows. The load must last for a while to be worth that, unless fewer sessions have gained much.
         """
         self._measured = {way: _Measured() for way in sorted(ways, key=lambda way: way is not Way.PLAIN)}
         self._prompts = prompts

@@ -89,13 +89,16 @@ class TargetEngine(Engine):
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
         self._gather_seconds = config.gather_seconds
-        self._patience = Patience(HINTED if self.planner.fixed_rows else ways)
+        self._patience = Patience(HINTED if self.planner.fixed_rows else ways, dear=self._trees_are_dear)
         if config.speculative_always:
             self._patience = Patience(ALWAYS, longest=AS_LONG_AS_IT_TAKES)
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self._record = HintRecord()
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
+
+    def _trees_are_dear(self) -> bool:
+        return self.features.asked and self.planner.budget.trees_are_dear
 
     def open(self, request: OpenSession) -> None:
         """Take a session on. Raises InvalidRequest; also for one that has its max_tokens already."""

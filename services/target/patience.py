@@ -37,11 +37,16 @@ class Patience:
         ways: Sequence[Way] = tuple(Way),
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
+        dear: Callable[[], bool] = lambda: False,
     ) -> None:
-        """longest: seconds that a step is held at most, also for a first answer; by default the time of two steps."""
+        """longest: seconds that a step is held at most, also for a first answer; by default the time of two steps.
+
+        dear: says whether hints are so dear that few sessions, too, begin without, as many do.
+        """
         self._clock = clock
         self._ways = ways
         self._longest = longest
+        self._dear = dear
         self._contests: dict[int, Contest] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on
         self._prompts = Prompts()
         self._load = self._coming = -1  # logarithms of sessions: of those that are measured, and that are here
@@ -142,7 +147,7 @@ class Patience:
         self._begin_turn(settling=_SETTLING if new else 0)
         if new:
             known = max((known for known in self._contests if known < load), default=-1)
-            fewer, many = self._contests.get(known), load >= _MANY
+            fewer, many = self._contests.get(known), load >= _MANY or self._dear()
             self._contests[load] = Contest(self._ways, way, self._prompts, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float) -> None:

@@ -31,6 +31,12 @@ def test_cost_between_and_beyond_what_was_measured():
     assert "1: 10.0, 4: 10.0, 14: 20.0" in BENT.describe()
 
 
+def test_trees_are_dear_where_arithmetic_is():
+    assert not Budget().trees_are_dear  # nothing is measured yet
+    assert not Budget(BENT).trees_are_dear
+    assert Budget(StepCost({1: 0.004, 8: 0.006, 16: 0.012})).trees_are_dear
+
+
 def test_steps_correct_what_was_measured_on_a_busy_machine():
     true = StepCost({1: 0.007, 8: 0.008, 16: 0.010, 32: 0.016, 64: 0.028})
     cost = StepCost(dict.fromkeys((1, 8, 16, 32, 64), 0.024))  # others were starting: all alike, and far too long

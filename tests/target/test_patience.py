@@ -126,6 +126,18 @@ def test_many_sessions_try_hints_at_once_where_few_have_gained_much(gain, at_onc
     assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
 
 
+@pytest.mark.parametrize("dear", [True, False])
+def test_hints_that_are_dear_are_tried_once_a_load_has_lasted(dear):
+    clock = Clock()
+    patience = Patience(clock=clock, dear=lambda: dear)
+    begun = clock.now
+    work(clock, patience, 1, answer=0.001, gain=2.0)
+    assert (share_of(Way.PLAIN, clock, patience, 16 * TURN, answer=0.001, gain=2.0) > 0.98) == dear
+    while clock.now < begun + 35:
+        work(clock, patience, 1, answer=0.001, gain=2.0)
+    assert share_of(Way.WAIT, clock, patience, 64 * TURN, answer=0.001, gain=2.0) > 0.8
+
+
 def test_many_sessions_that_come_first_of_all_begin_without_hints():
     clock = Clock()
     patience = Patience(clock=clock)
