@@ -91,6 +91,7 @@ class Features:
         self._shares: dict[int, _Share] = {}
         self._arrived: torch.cuda.Event | None = None
         self._late: Sequence[Chunk] | None = None
+        self._usual: tuple[set[Fusion], int, Capture] | None = None  # what steps whose rows wait ask for
         self._unfused: list[_Unfused] = []
         self._unfused_rows = 0
         self._store: FeatureStore | None = None
@@ -172,8 +173,7 @@ class Features:
             return None
         self._late = [work.chunk for work in works] if late else None
         if late:
-            rows = sum(len(work.chunk) for work in works)
-            return _capture({wanted.fusion for wanted in self._wanted.values()}, range(rows))
+            return self._capture_all(sum(len(work.chunk) for work in works))
         self._catch_up()
         chosen: dict[Fusion, list[int]] = {}
         behind = 0  # rows of works so far
@@ -194,6 +194,13 @@ class Features:
         self._counts = {fusion: len(rows) for fusion, rows in chosen.items()}
         fusion = next(iter(chosen)).layer if len(chosen) == 1 else None  # as in most steps
         return _capture(chosen, [row for rows in chosen.values() for row in rows], fusion)
+
+    def _capture_all(self, rows: int) -> Capture:
+        """The states of all rows; mostly as many of them as in the step before."""
+        fusions = {wanted.fusion for wanted in self._wanted.values()}
+        if self._usual is None or self._usual[:2] != (fusions, rows):
+            self._usual = fusions, rows, _capture(fusions, range(rows))
+        return self._usual[2]
 
     def take(self, batch: Batch, states: Tensor | None) -> None:
         """What the forward pass captured. states: [F, W], None if nothing was wanted."""
