@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -77,6 +77,17 @@ class Inbox(Generic[Item]):
             self._poll.unregister(file)
 
     # --- waiting ---
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[list[int]]:
+        """While the reader does something that it would leave for a message: files, one of which can then be read."""
+        self._asleep = True
+        try:
+            if self._items:  # something may have come before the bell could ring
+                self._ring()
+            yield list(self._sources)
+        finally:
+            self._asleep = False
 
     def get(self, seconds: float | None = 0.0) -> Item:
         """The next item; waits so long for one, None for ever. Raises queue.Empty if none has come.

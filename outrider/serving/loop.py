@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -33,12 +34,19 @@ from outrider.speculation.proposal import Commit, Proposal
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+# Yields descriptors, one of which can be read once a message has come.
+Listen = Callable[[], AbstractContextManager[Sequence[int]]]
 
 _QUIET = 0.5  # seconds of rest before the books are audited, which takes longer than many a step
 
 
 class Engine(ABC):
-    """What the loop drives. Called from one thread only; sessions that are not known are ignored."""
+    """What the loop drives. Called from one thread only; sessions that are not known are ignored.
+
+    listen: for steps that can be left early, so that a message need not wait for their end; the loop sets it
+    """
+
+    listen: Listen = staticmethod(lambda: nullcontext(()))
 
     @abstractmethod
     def open(self, request: OpenSession) -> None:
@@ -133,6 +141,7 @@ class EngineLoop:
         publish: called after every step that said something, and with the load alone if that is another at rest.
         """
         self.engine = engine
+        engine.listen = self.inbox.listening
         self._publish = publish
         self._thread.start()
 
@@ -188,7 +197,7 @@ class EngineLoop:
         output = self.engine.step()
         self._spent += time.perf_counter() - start
         if output.said:
-            output.load = replace(output.load, step_microseconds=int(self._spent * 1e6))
+            output.load = replace(output.load, step_microseconds=int(self._spent * 1e6 / output.steps))
             self._spent = 0.0
             self._hold(output)
         if self._held is not None and (self._held.urgent or self._overdue()):

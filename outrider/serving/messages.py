@@ -177,6 +177,7 @@ class StepOutput:
     """What one step of an engine says: commits (target) or proposals (draft), and the sessions that failed.
 
     urgent: False if nobody waits for it but clients who read along; then it may be told with what comes next
+    steps: that it took, if the engine takes several at once
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -185,6 +186,7 @@ class StepOutput:
     load: EngineLoad = field(default_factory=EngineLoad)
     features: list[FeatureBlock] = field(default_factory=list)
     urgent: bool = True
+    steps: int = 1
 
     def extend(self, later: StepOutput) -> None:
         """Add what a later step says. Its load takes the place of this one's; both must be of the same weights."""

@@ -74,6 +74,24 @@ class DrawPlan:
 
 
 @dataclass(frozen=True)
+class Burst:
+    """Plain steps that may be computed one behind the other, by runners that can; others compute one.
+
+    A burst ends with a step in which a session does, and with one in which somebody calls.
+
+    steps:       at most
+    stops:       int64, tokens after which a session does not go on, session after session
+    stop_counts: [S] int64 ("q"), how many of them are each one's
+    files:       int32 ("i"), descriptors, one of which can be read once somebody calls
+    """
+
+    steps: int
+    stops: bytes
+    stop_counts: array[int]
+    files: array[int]
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of a batch on the host. ids, positions: [T] int64; sampled: [R] int64."""
 
@@ -119,6 +137,7 @@ class Batch:
                            drawn: each root and its nodes, session by session; then those that are only scored
     capture:               the hidden states that somebody asked for; None in most steps
     draws:                 what is to be drawn from the logits as they are, by runners that can; None for none
+    burst:                 the steps that may follow at once, if every span is a row that is drawn from
     roots:                 ids that are not known on the host
     """
 
@@ -128,6 +147,7 @@ class Batch:
     drawn: int
     capture: Capture | None = None
     draws: DrawPlan | None = None
+    burst: Burst | None = None
     roots: Roots | None = None
     placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
 
@@ -175,14 +195,20 @@ class Batch:
 
 
 def build(
-    works: Sequence[Work], device: torch.device, capture: Capture | None = None, draws: DrawPlan | None = None
+    works: Sequence[Work],
+    device: torch.device,
+    capture: Capture | None = None,
+    draws: DrawPlan | None = None,
+    burst: Burst | None = None,
 ) -> Batch:
-    """Lay out a step's work. The page tables must hold start + rows tokens of every session.
+    """Lay out a step's work. The page tables must hold start + rows tokens of every session; with a
+    burst, one more for each step behind the first.
 
     Numbers gather in lists and become arrays at the end: a step is laid out on caches that the model's weights have
     swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.
     """
     page_size = works[0].chunk.session.table.page_size
+    more = burst.steps - 1 if burst else 0
     starts, committed, nodes, tables, firsts = [], [], [], [], [0]  # of each span
     ids: list[int] = []
     positions: list[int] = []
@@ -194,7 +220,7 @@ def build(
         chunk, draft = work.chunk, work.draft
         session, start, stop, hints = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
         own = stop - start
-        needed = -(-(stop + hints) // page_size)
+        needed = -(-(stop + hints + more) // page_size)
         starts.append(start)
         committed.append(own)
         nodes.append(hints)
@@ -227,7 +253,7 @@ def build(
     assert len(layout.pages) == page, "the rows of a step have places in the cache"
     behind = 5 * count + 1
     rows = Rows(words[behind : behind + row], words[behind + row : behind + 2 * row], words[behind + 2 * row :])
-    return Batch(layout, rows, device, drawn, capture, draws)
+    return Batch(layout, rows, device, drawn, capture, draws, burst)
 
 
 def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:

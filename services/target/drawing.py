@@ -50,6 +50,7 @@ class Entry:
     top:           likeliest tokens to tell beside each new one; None for no log-probabilities
     prompt_scores: log-probabilities of its prompt
     sampling:      how its tokens are drawn, as the compiled kernel reads it
+    stops:         its stop_ids as int64, as that reads them, too
     plain:         True if its tokens are drawn from the model's logits as they are, and nothing is told beside them
     """
 
@@ -63,8 +64,10 @@ class Entry:
     prompt_scores: PromptScores | None
     sampling: bytes
     plain: bool = field(init=False)
+    stops: bytes = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stops", array("q", self.stop_ids).tobytes())
         plain = self.tally is None and self.matcher is None and self.top is None and not self.session.stop.min_tokens
         object.__setattr__(self, "plain", plain)
 
@@ -101,8 +104,9 @@ _IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 
 @dataclass(frozen=True)
 class Draws:
-    """What a step drew. tokens: [R], after each root and its nodes, session by session.
+    """What a step drew. tokens: [R], after each root and its nodes, session by session; of a burst [steps * R].
 
+    steps:   more than one for a burst
     redrawn: [R] bool, where a token is another than the device took it for at first; None if that is nowhere
     moved:   whether the rows of accepted nodes have moved in the cache already
     """
@@ -112,6 +116,11 @@ class Draws:
     firsts: Mapping[int, int] = field(default_factory=dict)  # of a session that asked: the first of its rows in scores
     redrawn: NDArray[np.bool_] | None = None
     moved: bool = False
+    steps: int = 1
+
+    def of(self, first: int, stop: int) -> NDArray[np.int64]:
+        """What was drawn in rows first .. stop - 1: after a root and each node, or after a root in each step."""
+        return self.tokens[first:stop] if self.steps == 1 else self.tokens[first :: len(self.tokens) // self.steps]
 
     def logprobs(self, entry: Entry, path: Sequence[int], count: int) -> Logprobs | None:
         """Of the `count` first tokens along the accepted nodes of a session that is about to commit them."""
@@ -140,8 +149,13 @@ class Launched:
         scored: _Scored | None = None,
         prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
         redraw: Callable[[], Tensor] | None = None,
+        steps: int = 1,
     ) -> None:
-        """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host."""
+        """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host.
+
+        steps: as of Draws.
+        """
+        self.steps = steps
         self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.moved = False
         self._scored, self._prompts, self._redraw = scored, prompts, redraw
@@ -153,7 +167,7 @@ class Launched:
 
     def read(self) -> Draws:
         """What was drawn. Waits for this step alone, the only time in it, unless it must redraw."""
-        return self._download_draws() if self._here is None else Draws(self._here)
+        return self._download_draws() if self._here is None else Draws(self._here, steps=self.steps)
 
     @torch.inference_mode()
     def _download_draws(self) -> Draws:
@@ -226,7 +240,7 @@ class Drawing:
         if batch.draws is not None:
             if tokens is None:
                 tokens = compiled.draw(logits[: batch.drawn].float(), batch.draws)
-            return Launched(tokens, None, prompts)
+            return Launched(tokens, None, prompts, steps=len(tokens) // batch.drawn)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.

@@ -37,6 +37,7 @@ from outrider.tracing import Tracing
 from services.target import spans
 from services.target.batch import Work, build
 from services.target.budget import Calibration, promised
+from services.target.bursts import Bursts
 from services.target.compaction import Moves
 from services.target.contest import Way
 from services.target.drawing import Drawing, Draws, Entry
@@ -80,6 +81,7 @@ class TargetEngine(Engine):
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
+        self._bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
@@ -272,14 +274,19 @@ class TargetEngine(Engine):
             return None
         started = time.perf_counter()
         capture = self.features.capture(works, late=self._plain)
-        batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries))
-        if behind is not None:
-            batch = behind.roots(batch, works, drawn)
-        self._step_tokens = len(batch)
-        flight = Flight(works, self._drawing.launch(batch, works, self._entries), started)
+        with self._bursts.planned(works if self._may_burst else (), self.listen) as burst:
+            batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
+            if behind is not None:
+                batch = behind.roots(batch, works, drawn)
+            self._step_tokens = len(batch)
+            flight = Flight(works, self._drawing.launch(batch, works, self._entries), started)
         for work in works:
-            work.chunk.session.computed = work.chunk.stop
+            work.chunk.session.computed = work.chunk.stop + flight.steps - 1
         return flight
+
+    @property
+    def _may_burst(self) -> bool:
+        return not self.overlap and self._patience.unhinted and (self._plain or not self.features.asked)
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """Launch the next step before this one is read, unless it could gain by what this one says."""
@@ -300,8 +307,11 @@ class TargetEngine(Engine):
         works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
+        seconds = (now - max(flight.started, self._collected)) / draws.steps
         self.planner.budget.waited(max(flight.started - self._collected, 0.0))
-        self.planner.budget.cost.observe(flight.tokens, flight.keys, now - max(flight.started, self._collected))
+        self.planner.budget.cost.observe(flight.tokens, flight.keys, seconds)
+        if self._plain and self._record.begun:
+            self._record.rested((draws.steps - 1) * len(works))
         self._collected = now
 
     # --- 4. settle ---
@@ -321,7 +331,7 @@ class TargetEngine(Engine):
                     hushed.append(self._hush(session))
                 continue
             behind = first + len(draft.tokens) + 1
-            sampled, first = draws.tokens[first:behind], behind
+            sampled, first = draws.of(first, behind), behind
             entry = self._entries[session.id]
             try:
                 verdict = settle(draft, sampled, entry.stop_ids, self.planner.room(session))
@@ -344,7 +354,8 @@ class TargetEngine(Engine):
         self._calibration.observe(sum(map(promised, drafts)), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
-        self._patience.end(waited_for, len(output.commits), committed, prompts=prompts)
+        self._patience.end(waited_for, len(output.commits), committed, prompts=prompts, steps=draws.steps)
+        output.steps = draws.steps
         output.commits += hushed
         output.features = self.features.flush(late=self._plain)
         output.urgent = urgent or bool(output.failures or (output.features and not self._plain))

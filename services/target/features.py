@@ -208,8 +208,10 @@ class Features:
             return
         assert states is not None, "a runner hands back what a batch asks for"
         if self._late is not None:
-            self._unfused.append(_Unfused(self._late, batch.capture, states))
-            self._unfused_rows += len(batch)
+            for step, part in enumerate(states.split(len(batch))):  # those of a burst one behind the other
+                chunks = [Chunk(c.session, c.start + step, c.stop + step) for c in self._late]
+                self._unfused.append(_Unfused(chunks, batch.capture, part))
+            self._unfused_rows += len(states)
             return
         if batch.capture.fusion is not None:
             (fusion,) = self._counts

@@ -50,6 +50,11 @@ class Flight:
         return sum(len(work.chunk) + len(work.draft) for work in self.works)
 
     @property
+    def steps(self) -> int:
+        """Steps that it was: more than one for a burst."""
+        return self.launched.steps
+
+    @property
     def keys(self) -> int:
         """Keys that its sessions have, drafts left aside."""
         return sum(work.chunk.stop for work in self.works)

@@ -89,6 +89,11 @@ class Patience:
         if fresh:
             self._awaited.discard(session_id)
 
+    @property
+    def unhinted(self) -> bool:
+        """True if nobody drafts, or drafters have heard for some steps that nothing is wanted."""
+        return not self._has_drafter or (self.way is Way.PLAIN and self._steps >= 0)
+
     def drafted(self, session_id: int) -> bool:
         """True if somebody drafts for the session."""
         return session_id in self._drafted
@@ -98,8 +103,8 @@ class Patience:
         self._drafted.discard(session_id)
         self._awaited.discard(session_id)
 
-    def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0) -> None:
-        """A step has ended that committed tokens in `count` sessions.
+    def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1) -> None:
+        """A step has ended, or several at once, that committed tokens in `count` sessions.
 
         wanted: those of them whose hints are wanted. prompts: rows of prompts in it.
         """
@@ -114,9 +119,9 @@ class Patience:
             if count and (load > self._load or (load < self._load and not prompts and self._coming < self._load)):
                 self._meet(load)
             elif count and not prompts and self._judges(bool(drafted)):
-                self._measure(count, tokens / count, seconds)
+                self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
-            self._computing += (0.2 if self._computing else 1.0) * (computing - self._computing)
+            self._computing += (0.2 if self._computing else 1.0) * (computing / steps - self._computing)
         awaited = drafted if self._longest is None else set(wanted)
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
@@ -150,12 +155,13 @@ class Patience:
             fewer, many = self._contests.get(known), load >= _MANY or self._dear()
             self._contests[load] = Contest(self._ways, way, self._prompts, fewer, load - known, many=many)
 
-    def _measure(self, count: int, tokens: float, seconds: float) -> None:
+    def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.
-        if self._step_seconds and seconds > 4 * self._step_seconds:
-            seconds = self._step_seconds
-        self._step_seconds = 0.9 * self._step_seconds + 0.1 * seconds if self._step_seconds else seconds
-        self._steps += 1
+        if self._step_seconds and seconds > 4 * steps * self._step_seconds:
+            seconds = steps * self._step_seconds
+        each = seconds / steps
+        self._step_seconds = 0.9 * self._step_seconds + 0.1 * each if self._step_seconds else each
+        self._steps += steps
         if self._steps <= 0:
             return
         self._turn[0] += tokens

@@ -31,11 +31,12 @@ class Verdict(NamedTuple):
 def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> Verdict:
     """Walk the draft along the samples, and stop behind the first token that ends the session.
 
-    sampled: [N + 1], the tokens drawn after the root and after each node; -1 where nothing could be drawn.
-    room: most tokens that may be committed. Raises EngineFault if the bonus token could not be drawn.
+    sampled: [N + 1], the tokens drawn after the root and after each node; -1 where nothing could be drawn. Without a
+    draft [n], those of n steps. room: most tokens that may be committed. Raises EngineFault if the bonus token could
+    not be drawn.
     """
     if not len(draft.tokens):
-        return _settle_bonus(sampled, stop_ids, room)
+        return _settle_plain(sampled, stop_ids, room)
     path, bonus = accepted_path(draft, sampled)
     if bonus < 0:
         raise EngineFault(_NOT_FINITE)
@@ -47,10 +48,14 @@ def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet
     return Verdict(path[:room], np.array(tokens[:room], np.uint32), reason)
 
 
-def _settle_bonus(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> Verdict:
+def _settle_plain(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> Verdict:
     """Without a draft: most sessions of most steps."""
-    token = int(sampled[0])
-    if token < 0:
+    tokens = sampled.tolist()
+    assert len(tokens) <= room, "no more is drawn than may be committed"
+    if min(tokens) < 0:
         raise EngineFault(_NOT_FINITE)
-    reason = FinishReason.LENGTH if room <= 1 else FinishReason.RUNNING
-    return Verdict([], sampled.astype(np.uint32), FinishReason.STOP if token in stop_ids else reason)
+    for count, token in enumerate(tokens, start=1):
+        if token in stop_ids:
+            return Verdict([], sampled[:count].astype(np.uint32), FinishReason.STOP)
+    reason = FinishReason.LENGTH if room <= len(tokens) else FinishReason.RUNNING
+    return Verdict([], sampled.astype(np.uint32), reason)

@@ -10,7 +10,7 @@ from outrider.serving.loop import Engine
 
 
 def target_engine(folder: Path, **options: Any) -> Engine:
-    """A float32 target engine that takes hints whatever they cost.
+    """A float32 target engine that takes hints whatever they cost, and comes back behind every step.
 
     options: device, page_size, max_step_tokens, max_total_tokens, max_running.
     """
@@ -20,7 +20,7 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 
     names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
     flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}
-    flags = {"device": "cpu", "dtype": "float32"} | flags
+    flags = {"device": "cpu", "dtype": "float32", "gather_seconds": 0.0} | flags
     config = TargetConfig(model_path=str(folder), **flags)
     return TargetEngine(load(folder, config), config, HINTED)
 

@@ -33,8 +33,9 @@ def load_modules(folder: Path) -> Model:
 
 
 def engine_of(model: Model, **flags) -> TargetEngine:
-    """An engine with a small cache, which computes small prompts in one piece, and takes hints whatever they cost."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512}
+    """An engine with a small cache, which computes small prompts in one piece, takes hints whatever they cost, and
+    comes back behind every step."""
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
     return TargetEngine(model, TargetConfig(**(small | flags)), HINTED)
 
 

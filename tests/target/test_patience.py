@@ -327,3 +327,26 @@ def test_the_first_answer_of_all_is_waited_for_too():
     patience.begin()
     patience.end([1], 1, 1, prompts=100)
     assert patience.remaining == 2.0
+
+
+def test_steps_taken_at_once_count_one_by_one():
+    clock = Clock()
+    patience = Patience((Way.GO, Way.PLAIN), clock)
+    assert patience.unhinted, "nobody drafts"
+    work(clock, patience, 4 * TURN, answer=1.0, gain=0, drafting=0.03)
+    assert patience.way is Way.PLAIN
+    assert patience.unhinted
+    contest = patience._contests[0]
+    turns, steps = contest._turns, 0
+    while contest._turns == turns:  # the rest of a turn that has begun
+        patience.begin()
+        clock.now += 0.03
+        patience.end([], 1, 1)
+    turns += 1
+    while contest._turns == turns:
+        patience.begin()
+        clock.now += 4 * 0.03
+        patience.end([], 1, 4, steps=4)
+        steps += 4
+    assert steps == contest.steps == TURN
+    assert patience._computing == pytest.approx(0.03)

@@ -20,8 +20,9 @@ class Outputs(NamedTuple):
     """What a forward pass says.
 
     logits:   [R, V], of the batch's sampled rows
-    features: [F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None without
-    tokens:   [drawn] int64, drawn by `batch.draws`; None if the runner cannot
+    features: [n * F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None
+              without. Step after step of n: one, or more of a burst
+    tokens:   [n * drawn] int64, drawn by `batch.draws`, step after step; None if the runner cannot
     """
 
     logits: Tensor

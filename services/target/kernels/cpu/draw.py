@@ -33,11 +33,14 @@ def pack(params: SamplingParams) -> bytes:
 class Draws:
     """A call of the kernel. `pointer` is what it takes, `tokens` [R] int64 where it puts them."""
 
-    def __init__(self, logits: int, vocab: int, plan: DrawPlan, mask: Mask | None = None) -> None:
-        """logits: where [R or more, V] float32 lie, row after row; vocab: V; mask: what grammars allow."""
+    def __init__(self, logits: int, vocab: int, plan: DrawPlan, mask: Mask | None = None, steps: int = 1) -> None:
+        """logits: where [R or more, V] float32 lie, row after row; vocab: V; mask: what grammars allow.
+
+        steps: for which there is room; the tokens of each lie behind those of the one before it.
+        """
         assert plan.positions.typecode == plan.counts.typecode == "q", "the kernel reads these"
         rows = len(plan.positions)
-        self.tokens = np.empty(rows, np.int64)
+        self.tokens = np.empty(steps * rows, np.int64)
         lines = None
         if mask is not None:
             lines = np.full(rows, -1)

@@ -64,6 +64,18 @@ class DrawCall(ctypes.Structure):
     )
 
 
+class Burst(ctypes.Structure):
+    """Plain steps, one behind the other; see csrc/program.h."""
+
+    _fields_ = (
+        ("steps", c_int64),
+        ("stops", c_char_p),
+        ("stop_counts", c_void_p),
+        ("files", c_void_p),
+        ("file_count", c_int64),
+    )
+
+
 class BatchView(ctypes.Structure):
     """A step's rows; see csrc/batch.h."""
 
@@ -115,10 +127,10 @@ _SIGNATURES: native.Signatures = {
     "program_attend": (None, (c_void_p, c_int32, _SHAPE)),
     "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
     "program_run": (
-        None,
+        c_int64,
         (
             c_void_p, _BATCH, *(c_void_p,) * 3, POINTER(DrawCall), *(c_void_p,) * 2, c_int64, c_void_p, c_int64,
-            *(c_void_p,) * 3,
+            *(c_void_p,) * 3, POINTER(Burst),
         ),
     ),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.batch import Batch
+from services.target.batch import Batch, Burst
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
 from services.target.kernels.cpu.draw import Draws
@@ -174,33 +174,37 @@ class Program:
         """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
 
         The features are fused if the capture says by what. The tokens that the batch's plan draws come last; logits
-        from which they were drawn may be overwritten by the next run.
+        from which they were drawn may be overwritten by the next run. Features and tokens of the steps of a burst lie
+        one behind the other; the logits are the last one's.
         """
+        steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, _burst(batch.burst))
         view = View(batch)
         keys, values = self._pools(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
         logits, address = self._logits(rows, passing=batch.draws is not None)
-        draws = None if batch.draws is None else Draws(address, self._vocab, batch.draws)
+        draws = None if batch.draws is None else Draws(address, self._vocab, batch.draws, steps=steps)
         pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
         if capture is None:
             nothing = (None, None, 0, None, 0, None, None, None)
-            self._functions.outrider_program_run(self._handle, view.pointer, keys, values, address, pointer, *nothing)
-            return logits, None, tokens
+            done = self._functions.outrider_program_run(
+                self._handle, view.pointer, keys, values, address, pointer, *nothing, burst
+            )
+            return logits, None, tokens if done == steps else tokens[: done * rows]
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
         if marks not in self._columns:
             self._columns[marks] = self._columns_of(marks)
         taken = np.arange(len(batch)) if capture.rows is None else capture.rows
-        features = torch.empty(len(taken), len(marks) * self._width, dtype=self._captured)
+        features = torch.empty(steps * len(taken), len(marks) * self._width, dtype=self._captured)
         fusion, fused = (None, None, None), features
         if capture.fusion is not None:
             weight, bias = capture.fusion
             fused = torch.empty(len(taken), weight.outputs, dtype=self._captured)
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
-        self._functions.outrider_program_run(
+        done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, address, pointer, self._columns[marks].ctypes.data,
-            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion,
+            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, burst,
         )  # fmt: skip
-        return logits, fused, tokens
+        return (logits, fused, tokens) if done == steps else (logits, fused[: done * len(taken)], tokens[: done * rows])
 
     def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
         """Room for logits, and its address. passing: they are of use until the next run alone."""
@@ -228,3 +232,9 @@ class Program:
             ]
             self._caches = {id(cache): (cache, *sides)}
         return self._caches[id(cache)][1:]
+
+
+def _burst(burst: Burst) -> object:
+    """What the kernels take."""
+    (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
+    return ctypes.byref(library.Burst(burst.steps, burst.stops, stop_counts, files, count))

@@ -188,11 +188,16 @@ void outrider_program_capture(Program* program, int32_t mark, int64_t width, con
 }
 // draws: of the first rows of `logits`; null for none. columns: [marks], where each captured state goes in a row of
 // features, or -1; null if none is wanted
-void outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
+// Returns how many steps were computed: one, or those of a burst.
+int64_t outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
                           float* logits, const DrawCall* draws, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
-                          int64_t width, const Weight* fusion, const float* fusion_bias, void* fused) {
-  program->run(Call{Batch(*batch), keys, values, logits, draws, columns, rows, count, features, width, fusion, fusion_bias,
-                    fused});
+                          int64_t width, const Weight* fusion, const float* fusion_bias, void* fused,
+                          const Burst* burst) {
+  const Call call{Batch(*batch), keys, values, logits, draws, columns, rows, count, features, width, fusion, fusion_bias,
+                  fused};
+  if (burst) return program->run(call, *burst);
+  program->run(call);
+  return 1;
 }
 
 // Rows of a KV cache between slots, the same in every pool, one after the other.

@@ -1,5 +1,9 @@
 #include "program.h"
 
+#include <poll.h>
+
+#include <algorithm>
+
 namespace outrider {
 
 namespace {
@@ -114,6 +118,49 @@ void Program::prepare(const Call& call) {
 void Program::run(const Call& call) {
   prepare(call);
   pool_.run([this, &call](int thread) { work(thread, call); });
+}
+
+namespace {
+
+// True if a token ends its session, or none could be drawn.
+bool ends(const Burst& burst, const int64_t* tokens, int64_t rows) {
+  const int64_t* stop = burst.stops;
+  for (int64_t row = 0; row < rows; stop += burst.stop_counts[row++]) {
+    const int64_t* end = stop + burst.stop_counts[row];
+    if (tokens[row] < 0 || std::find(stop, end, tokens[row]) != end) return true;
+  }
+  return false;
+}
+
+bool called(std::vector<pollfd>& files) { return !files.empty() && poll(files.data(), files.size(), 0) > 0; }
+
+}  // namespace
+
+int64_t Program::run(Call call, const Burst& burst) {
+  const int64_t rows = call.batch.rows;
+  std::vector<int64_t> positions(call.batch.positions, call.batch.positions + rows);
+  std::vector<int64_t> start(call.batch.start, call.batch.start + rows);
+  std::vector<int64_t> drawn(call.draws->positions, call.draws->positions + rows);
+  std::vector<pollfd> files;
+  for (int64_t i = 0; i < burst.file_count; ++i) files.push_back({burst.files[i], POLLIN, 0});
+  const size_t captured = size_t(call.captured_rows * call.feature_width) * (bfloat16_ ? sizeof(BF16) : sizeof(float));
+  DrawCall draws = *call.draws;
+  draws.positions = drawn.data();
+  call.draws = &draws;
+  call.batch.positions = positions.data();
+  call.batch.start = start.data();
+  for (int64_t done = 1;; ++done) {
+    run(call);
+    if (done == burst.steps || ends(burst, draws.tokens, rows) || called(files)) return done;
+    for (int64_t row = 0; row < rows; ++row) {
+      ++positions[row];
+      ++start[row];
+      ++drawn[row];
+    }
+    call.batch.ids = draws.tokens;
+    draws.tokens += rows;
+    call.features = static_cast<char*>(call.features) + captured;
+  }
 }
 
 void Program::work(int thread, const Call& call) {

@@ -96,6 +96,15 @@ struct Call {
   void* fused;  // [captured_rows, outputs], as the features
 };
 
+// Plain steps of the same sessions, one behind the other: each one's rows are the tokens that the one before it drew.
+struct Burst {
+  int64_t steps;              // at most
+  const int64_t* stops;       // tokens after which a session does not go on, row after row
+  const int64_t* stop_counts;  // [rows], how many of them are each one's
+  const int32_t* files;       // what can be read as soon as the caller is wanted elsewhere
+  int64_t file_count;
+};
+
 class Program {
  public:
   Program(int threads, bool bfloat16, PoolFormat pools);
@@ -103,6 +112,9 @@ class Program {
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
+  // Ends early behind a step in which a session does, or in which the caller is called. Draws, and captured rows, lie step
+  // behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how many steps were computed.
+  int64_t run(Call call, const Burst& burst);
 
  private:
   struct alignas(64) Counter {

@@ -1,0 +1,67 @@
+"""Plain steps several at a time: as many as have to gather anyway before anybody is told of them.
+
+Between two steps that take a few milliseconds each, a step's own bookkeeping is not little. Where all that a step needs
+to know is which tokens the one before it drew, a compiled program goes on by itself: no session has hints, a prompt to
+read, or asks for more than tokens. It comes back when a session ends, when somebody calls, or when it is time to tell.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from outrider.serving.loop import Listen
+from outrider.serving.scheduler import Scheduler
+from services.target.batch import Burst, Work
+from services.target.drawing import Entry
+from services.target.planning import Planner
+
+_MOST = 16  # steps
+
+
+class Bursts:
+    """Decides for one engine."""
+
+    def __init__(self, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry], seconds: float) -> None:
+        """entries: of the sessions that are open, by id; seconds: in which tokens gather."""
+        self._planner = planner
+        self._scheduler = scheduler
+        self._entries = entries
+        self._seconds = seconds
+
+    @contextmanager
+    def planned(self, works: Sequence[Work], listen: Listen) -> Iterator[Burst | None]:
+        """The steps that may follow one of so many roots at once, with pages for their tokens; None for none.
+
+        listen: how somebody who calls is heard while the context lasts.
+        """
+        steps = self._steps(works)
+        if steps < 2 or not self._reserve(works, steps):
+            yield None
+            return
+        stops = [self._entries[work.chunk.session.id].stops for work in works]
+        counts = array("q", [len(stop) // 8 for stop in stops])
+        with listen() as files:
+            yield Burst(steps, b"".join(stops), counts, array("i", files))
+
+    def _steps(self, works: Sequence[Work]) -> int:
+        """How many steps take as long as tokens gather, if nothing else is to be done in that time."""
+        entries = self._entries
+        if not self._seconds or not works or len(works) != len(entries):  # somebody waits for a place, or a grammar
+            return 0
+        if any(len(work.chunk) > 1 or not work.chunk.last or len(work.draft) for work in works):
+            return 0
+        if not all(entry.plain for entry in entries.values()):
+            return 0
+        keys = sum(work.chunk.stop for work in works)
+        seconds, _ = self._planner.budget.cost.step(len(works), keys)
+        room = min(self._planner.room(work.chunk.session) for work in works)
+        return min(math.ceil(self._seconds / seconds), room, _MOST)
+
+    def _reserve(self, works: Sequence[Work], steps: int) -> bool:
+        """Lease pages for tokens that nobody has drawn yet; what is too many is given back when they are known."""
+        return all(
+            self._scheduler.reserve_spare(work.chunk.session, work.chunk.session.length + steps - 1) for work in works
+        )
