@@ -32,6 +32,7 @@ from services.target.kernels.cpu.bandwidth import read_bandwidth
 from services.target.kv_cache import token_bytes
 from services.target.model.native import ProgramRunner
 from services.target.patience import Patience
+from services.target.warmup import step_by_step
 
 GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
@@ -134,14 +135,15 @@ def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int) -> l
     while not engine.step().commits:  # the prompt
         pass
     times: dict[int, list[float]] = {rows: [] for rows in counts}
-    for turn in range(len(counts) * (steps + 4)):
-        engine.planner.max_rows = rows = counts[turn % len(counts)]
-        engine.hints(1).clear()
-        for depth in range(rows - 1):
-            engine.hints(1).add(depth - 1, 7, 0.0)
-        start = time.perf_counter()
-        engine.step()
-        times[rows].append(time.perf_counter() - start)
+    with step_by_step(engine):
+        for turn in range(len(counts) * (steps + 4)):
+            engine.planner.max_rows = rows = counts[turn % len(counts)]
+            engine.hints(1).clear()
+            for depth in range(rows - 1):
+                engine.hints(1).add(depth - 1, 7, 0.0)
+            start = time.perf_counter()
+            engine.step()
+            times[rows].append(time.perf_counter() - start)
     engine.close(1)
     engine.planner.budget, engine.planner.max_rows = budget, most
     return [float(np.median(taken[4:])) for taken in times.values()]
@@ -156,8 +158,8 @@ def many(engine: TargetEngine, sessions: int, steps: int) -> float:
         start = time.perf_counter()
         output = engine.step()
         if len(output.commits) == sessions:
-            times.append(time.perf_counter() - start)
-    return float(np.median(times[2:-1]))
+            times.append((time.perf_counter() - start) / output.steps)
+    return float(np.median(times[1:-1]))
 
 
 def first_token(engine: TargetEngine, seed: int) -> float:

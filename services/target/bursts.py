@@ -22,14 +22,17 @@ _MOST = 16  # steps
 
 
 class Bursts:
-    """Decides for one engine."""
+    """Decides for one engine.
+
+    seconds: in which tokens gather; 0 is no bursts
+    """
 
     def __init__(self, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry], seconds: float) -> None:
-        """entries: of the sessions that are open, by id; seconds: in which tokens gather."""
+        """entries: of the sessions that are open, by id."""
         self._planner = planner
         self._scheduler = scheduler
         self._entries = entries
-        self._seconds = seconds
+        self.seconds = seconds
 
     @contextmanager
     def planned(self, works: Sequence[Work], listen: Listen) -> Iterator[Burst | None]:
@@ -49,7 +52,7 @@ class Bursts:
     def _steps(self, works: Sequence[Work]) -> int:
         """How many steps take as long as tokens gather, if nothing else is to be done in that time."""
         entries = self._entries
-        if not self._seconds or not works or len(works) != len(entries):  # somebody waits for a place, or a grammar
+        if not self.seconds or not works or len(works) != len(entries):  # somebody waits for a place, or a grammar
             return 0
         if any(len(work.chunk) > 1 or not work.chunk.last or len(work.draft) for work in works):
             return 0
@@ -58,7 +61,7 @@ class Bursts:
         keys = sum(work.chunk.stop for work in works)
         seconds, _ = self._planner.budget.cost.step(len(works), keys)
         room = min(self._planner.room(work.chunk.session) for work in works)
-        return min(math.ceil(self._seconds / seconds), room, _MOST)
+        return min(math.ceil(self.seconds / seconds), room, _MOST)
 
     def _reserve(self, works: Sequence[Work], steps: int) -> bool:
         """Lease pages for tokens that nobody has drawn yet; what is too many is given back when they are known."""

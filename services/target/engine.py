@@ -81,7 +81,7 @@ class TargetEngine(Engine):
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
-        self._bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
+        self.bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
@@ -274,7 +274,7 @@ class TargetEngine(Engine):
             return None
         started = time.perf_counter()
         capture = self.features.capture(works, late=self._plain)
-        with self._bursts.planned(works if self._may_burst else (), self.listen) as burst:
+        with self.bursts.planned(works if self._may_burst else (), self.listen) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
             if behind is not None:
                 batch = behind.roots(batch, works, drawn)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,19 @@ _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 def warm_up(engine: TargetEngine) -> None:
     """Run an idle engine, so that the first request does not pay for what is done lazily."""
     engine.grammars.load()
-    overlap, engine.overlap = engine.overlap, False
-    try:
+    with step_by_step(engine):
         _run(engine)
+
+
+@contextmanager
+def step_by_step(engine: TargetEngine) -> Iterator[None]:
+    """Each of the engine's steps begins and ends by itself, so that it can be timed."""
+    overlap, engine.overlap = engine.overlap, False
+    seconds, engine.bursts.seconds = engine.bursts.seconds, 0.0
+    try:
+        yield
     finally:
-        engine.overlap = overlap
+        engine.overlap, engine.bursts.seconds = overlap, seconds
 
 
 def _run(engine: TargetEngine) -> None:

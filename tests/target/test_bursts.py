@@ -15,6 +15,7 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.patience import Way
+from services.target.warmup import warm_up
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, run
 from tests.tiny import VOCAB, write_model
 
@@ -200,3 +201,22 @@ def test_a_loop_takes_messages_while_sessions_run_in_bursts(model):
     loop.stop()
     assert loop.fault is None
     assert found == expected
+
+
+def test_the_warm_up_times_single_steps(model):
+    engine = engine_of(model, gather_seconds=LONG)
+    step, steps = engine.step, []
+
+    def counted():
+        output = step()
+        steps.append(output.steps)
+        return output
+
+    engine.step = counted
+    warm_up(engine)
+    assert len(steps) > 30
+    assert set(steps) == {1}
+    engine.open(opening(1, [5, 6, 7], max_tokens=40))
+    while not engine.idle:
+        engine.step()
+    assert max(steps) > 3
