@@ -18,6 +18,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import reads
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
+from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
 from services.target.model.attention import Probe
@@ -28,6 +29,7 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
 _SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16
+SCREENED = 8192  # outputs from which a narrow copy of a head pays; smaller ones stay in caches
 _WIDEST_HEAD, _WIDEST_NORM = 576, 16384  # what the kernels have room for
 
 
@@ -134,9 +136,14 @@ class _Builder:
         program.mark()
         norm = self._norm(model.norm)
         self._format = head_format(self._format) or self._format
-        head = self._pack([self._module.lm_head], tied="model.embed_tokens" if self._tied else None)
+        tied = "model.embed_tokens" if self._tied else None
+        softcap = float(getattr(self._config, "final_logit_softcapping", None) or 0.0)
+        screen = None if softcap else self._screen(self._module.lm_head, tied)
+        head = self._pack([self._module.lm_head], tied=tied)
+        if screen is not None:  # is read in its place
+            self._runner.weight_bytes += screen.weight.bytes - head.bytes
         program.mark(norm)
-        program.head(head, norm, float(getattr(self._config, "final_logit_softcapping", None) or 0.0))
+        program.head(head, norm, softcap, screen)
 
     @property
     def _tied(self) -> bool:
@@ -202,6 +209,21 @@ class _Builder:
                 linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         self._runner.weight_bytes += packed.bytes
         return packed
+
+    def _screen(self, head: nn.Linear, tied: str | None) -> Screen | None:
+        """A narrow copy of the head, where that is worth its memory."""
+        outputs, inputs = head.weight.shape
+        if self._format not in (Format.FLOAT32, Format.BFLOAT16) or outputs < SCREENED:
+            return None
+        screen, everything = Screen(outputs, inputs), torch.arange(outputs)
+        own = torch.bfloat16 if self._format == Format.BFLOAT16 else torch.float32
+
+        def fill(weight: Tensor) -> None:
+            screen.fill(everything, weight.detach().to(own))
+
+        fill(head.weight)
+        self._runner.place((tied or self._names[id(head)]) + ".weight", (outputs, inputs), fill)
+        return screen
 
     def _bias(self, linears: list[Any]) -> Tensor | None:
         """Biases of layers with one input; None if no one has any."""

@@ -120,6 +120,7 @@ _SIGNATURES: native.Signatures = {
         None,
         (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, c_int64, *(c_int32,) * 3, c_float),
     ),
+    "program_screen": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "program_add_norm": (None, (c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64)),
     "program_rotate": (
         None, (c_void_p, c_int32, _SHAPE, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_float),

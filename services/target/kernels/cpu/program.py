@@ -23,8 +23,9 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
 from services.target.kernels.cpu.draw import Draws
 from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
-from services.target.kernels.cpu.weights import PackedWeight
+from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
 
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time
@@ -113,10 +114,21 @@ class Program:
         self._functions.outrider_program_width(self._handle, target, width)
         self._linear(weight, source, target, norm, bias, width, add=add, activation=activation)
 
-    def head(self, weight: PackedWeight, norm: Norm, softcap: float = 0.0) -> None:
-        """logits = softcapped norm(residual) W^T, of the sampled rows."""
+    def head(self, weight: PackedWeight, norm: Norm, softcap: float = 0.0, screen: Screen | None = None) -> None:
+        """logits = softcapped norm(residual) W^T, of the sampled rows.
+
+        screen: of the weight, in float32 or bfloat16, without a softcap. Where the largest logits are all that draws
+        need, the others are the screen's.
+        """
         self._vocab = weight.outputs
         self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
+        if screen is not None:
+            assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "others are narrow themselves"
+            assert not softcap, "bounds are of products"
+            self._kept.append(screen)
+            self._functions.outrider_program_screen(
+                self._handle, screen.weight.handle, self._address(screen.errors), self._address(screen.sizes)
+            )
 
     def _linear(
         self,
@@ -174,8 +186,8 @@ class Program:
         """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
 
         The features are fused if the capture says by what. The tokens that the batch's plan draws come last; logits
-        from which they were drawn may be overwritten by the next run. Features and tokens of the steps of a burst lie
-        one behind the other; the logits are the last one's.
+        from which they were drawn may be overwritten by the next run, and be a screen's where nothing else is sampled.
+        Features and tokens of the steps of a burst lie one behind the other; the logits are the last one's.
         """
         steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, _burst(batch.burst))
         view = View(batch)

@@ -168,7 +168,12 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                              float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
                              int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
-                      output_width, add != 0, Activation(activation), head != 0, softcap, {}});
+                      output_width, add != 0, Activation(activation), head != 0, softcap, {}, {}});
+}
+// A narrow copy of the head, and of each of its outputs, whole panels of them, the distance of the weights, and their
+// length; see screen.h. The head comes last.
+void outrider_program_screen(Program* program, const Weight* weight, const float* errors, const float* sizes) {
+  program->screen(Screen{weight, errors, sizes});
 }
 void outrider_program_add_norm(Program* program, const float* norm, float epsilon, int32_t input, int32_t output,
                                int64_t width) {

@@ -41,16 +41,20 @@ class Race {
   float least() const { return below(best_ + (lead_ - kMostNoise) * temperature_); }
 
   void enter(__m512 logits, __m512i tokens) {
+    if (const __mmask16 won = reaches(logits, tokens)) weigh_all(logits, tokens, won);
+  }
+
+  // Those that may win, as far as float32 tells; with larger logits no fewer.
+  __mmask16 reaches(__m512 logits, __m512i tokens) const {
     const __m512 ahead = _mm512_mul_ps(_mm512_sub_ps(logits, _mm512_set1_ps(best_)), _mm512_set1_ps(inverse_));
     const __m512 needed = _mm512_sub_ps(ahead, _mm512_set1_ps(lead_));
     const __mmask16 near = _mm512_cmp_ps_mask(needed, _mm512_set1_ps(-kMostNoise), _CMP_GE_OQ);
-    if (!near) return;
+    if (!near) return 0;
     const __m512i bits = noise_bits512(key_, tokens);
     const __m512 rest = _mm512_cvtepu32_ps(_mm512_xor_si512(bits, _mm512_set1_epi32(-1)));
     // 1 - u = (rest + 0.5) / 2^32 must lie within exp(needed).
     const __m512 chance = _mm512_mul_ps(exp512(needed), _mm512_set1_ps(0x1p32f));
-    const __mmask16 won = _mm512_mask_cmp_ps_mask(near, rest, chance, _CMP_LE_OQ);
-    if (won) weigh_all(logits, tokens, won);
+    return _mm512_mask_cmp_ps_mask(near, rest, chance, _CMP_LE_OQ);
   }
 
  private:
@@ -330,6 +334,8 @@ class Draws {
   }
 
   int64_t rows() const { return call_.rows; }
+  const DrawCall& call() const { return call_; }
+  const Sampling& how(int64_t row) const { return *how_[row]; }
 
   void draw(int64_t row) const {
     static thread_local Drawer drawer;

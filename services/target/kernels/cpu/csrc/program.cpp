@@ -8,29 +8,8 @@ namespace outrider {
 
 namespace {
 
-// From so many rows on, threads share the work of laying out an operand; below, each does it for itself, which costs
-// less than waiting for one another.
-constexpr int64_t kSharedRows = 24;
-
-constexpr int64_t kNormWidth = 16384;
-
 // Bytes of a weight that are asked for before the operation begins.
 constexpr int64_t kAhead = 8192;
-
-// from normalised by its root mean square, times the weight. to may be from.
-void normalise(const Norm& norm, const float* from, float* to, int64_t width) {
-  __m512 sum[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const __m512 part = load(from + i, lanes(width - i));
-    sum[i / kLanes % 2] = _mm512_fmadd_ps(part, part, sum[i / kLanes % 2]);
-  }
-  const float square = _mm512_reduce_add_ps(_mm512_add_ps(sum[0], sum[1])) / float(width);
-  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(square + norm.epsilon));
-  for (int64_t i = 0; i < width; i += kLanes) {
-    const __mmask16 mask = lanes(width - i);
-    store(to + i, _mm512_mul_ps(_mm512_mul_ps(load(from + i, mask), scale), load(norm.weight + i, mask)), mask);
-  }
-}
 
 template <class T>
 void copy_as(T* to, const float* from, int64_t count) {
@@ -59,6 +38,7 @@ Program::Program(int threads, bool bfloat16, PoolFormat pools) : pool_(threads),
 void Program::add(Operation operation) {
   if (auto* linear = std::get_if<Linear>(&operation)) {
     linear->portions = portions_of(linear->weight->panels, pool_.threads());
+    if (linear->head) head_ = operations_.size();
   }
   operations_.push_back(std::move(operation));
 }
@@ -81,6 +61,9 @@ void Program::prepare(const Call& call) {
       if (const auto* linear = std::get_if<Linear>(&operation)) {
         bytes = std::max(bytes, operand_bytes(*linear->weight, kSharedRows));
         shared = std::max(shared, operand_bytes(*linear->weight, capacity_));
+        if (!linear->screen.weight) continue;
+        bytes = std::max(bytes, operand_bytes(*linear->screen.weight, kSharedRows));
+        shared = std::max(shared, operand_bytes(*linear->screen.weight, capacity_));
       }
     }
     shared_ = Buffer(shared);
@@ -110,7 +93,9 @@ void Program::prepare(const Call& call) {
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
   draws_.reset();
   if (call.draws) draws_.emplace(*call.draws);
-  const size_t counters = 2 * operations_.size() + 3;
+  screened_ = may_screen(call) && worth_.ask();
+  if (screened_) prepare_screen();
+  const size_t counters = 2 * operations_.size() + 3 + kScreenCounters;
   if (counters_.size() != counters) counters_ = std::vector<Counter>(counters);
   for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
 }
@@ -118,6 +103,7 @@ void Program::prepare(const Call& call) {
 void Program::run(const Call& call) {
   prepare(call);
   pool_.run([this, &call](int thread) { work(thread, call); });
+  if (screened_) worth_.saw(panels_.share());
 }
 
 namespace {
@@ -171,7 +157,8 @@ void Program::work(int thread, const Call& call) {
     fetch_ahead(thread, i + 1);
     pool_.barrier().wait();
   }
-  if (draws_) draw(thread);
+  if (screened_) draw_screened(thread, call);
+  else if (draws_) draw(thread);
   if (call.fusion) bfloat16_ ? fuse<BF16>(thread, call) : fuse<float>(thread, call);
 }
 
@@ -180,8 +167,9 @@ void Program::fetch_ahead(int thread, size_t operation) const {
   if (operation == operations_.size()) return;
   const auto* linear = std::get_if<Linear>(&operations_[operation]);
   if (linear == nullptr || thread + 1 >= int64_t(linear->portions.size())) return;
-  const char* from = linear->weight->panel(linear->portions[thread]);
-  for (int64_t i = 0; i < std::min(kAhead, linear->weight->panel_bytes); i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
+  const Weight& weight = weight_of(*linear);
+  const char* from = weight.panel(linear->portions[thread]);
+  for (int64_t i = 0; i < std::min(kAhead, weight.panel_bytes); i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
 }
 
 void Program::execute(const Embed& op, int thread, const Call& call, Counter* next) {
@@ -203,36 +191,21 @@ void Program::fill_row(const Linear& op, const Call& call, const Operand& operan
     normalise(op.norm, from, scratch, op.input_width);
     from = scratch;
   }
-  fill_operand(operand, *op.weight, index, from);
-}
-
-// fill(operand, row): lays a row out
-template <class Fill>
-Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill) {
-  if (rows <= kSharedRows) {
-    const Operand operand = operand_in(scratch_[thread].as<char>(), weight, rows);
-    for (int64_t i = 0; i < rows; ++i) fill(operand, i);
-    return operand;
-  }
-  const Operand operand = operand_in(shared_.as<char>(), weight, rows);
-  portions(*next, thread, (rows + 7) / 8, [&](int64_t part) {
-    for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill(operand, i);
-  });
-  pool_.barrier().wait();
-  return operand;
+  fill_operand(operand, weight_of(op), index, from);
 }
 
 void Program::execute(const Linear& op, int thread, const Call& call, Counter* next) {
   const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
   if (rows == 0) return;
   alignas(64) float scratch[kNormWidth];
-  const Operand operand = operand_of(*op.weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
+  const Weight& weight = weight_of(op);
+  const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
     fill_row(op, call, to, index, scratch);
   });
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
     const int64_t end = op.portions[portion + 1];
     for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
-      multiply_panel(*op.weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+      multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
         if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
         else store_plain(op, call, panel, first, count, tile);
       });

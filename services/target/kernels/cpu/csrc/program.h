@@ -14,17 +14,18 @@
 #include "attention.h"
 #include "draw.h"
 #include "linear.h"
+#include "norm.h"
 #include "pool.h"
+#include "screen.h"
 
 namespace outrider {
 
+// From so many rows on, threads share the work of laying out an operand; below, each does it for itself, which costs
+// less than waiting for one another.
+constexpr int64_t kSharedRows = 24;
+
 // Rows of float32 of one width; grown as batches need.
 enum BufferId : int32_t { kResidual = 0, kWide = 1, kAttended = 2, kHidden = 3, kBranch = 4, kBuffers = 5 };
-
-struct Norm {
-  const float* weight = nullptr;  // [width]; null is no norm
-  float epsilon = 0.0f;
-};
 
 enum class Activation : int32_t { kNone = 0, kSilu = 1, kGeluTanh = 2 };
 
@@ -45,6 +46,7 @@ struct Linear {
   Activation activation;  // of gated pairs: outputs come as 16 gates, 16 values, ...
   bool head;              // of sampled rows alone, into the caller's logits
   float softcap;          // of the head; 0 is off
+  Screen screen;          // of the head, if it has one
   std::vector<int64_t> portions;  // first panels of what a thread takes at once, and the end
 };
 
@@ -85,7 +87,7 @@ struct Call {
   const void* const* keys;  // [layers], pools
   const void* const* values;
   float* logits;  // [sampled_rows, vocab]
-  const DrawCall* draws;  // of the first of them; null for none
+  const DrawCall* draws;  // of the first of them; null for none. If all are drawn from, logits may be a screen's
   const int64_t* columns;  // [marks], first column of each captured state, or -1; null if none is wanted
   const int64_t* captured;  // [captured_rows]
   int64_t captured_rows;
@@ -109,6 +111,7 @@ class Program {
  public:
   Program(int threads, bool bfloat16, PoolFormat pools);
   void add(Operation operation);
+  void screen(const Screen& screen) { std::get<Linear>(operations_[head_]).screen = screen; }
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
@@ -137,7 +140,13 @@ class Program {
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
   template <class T>
   void capture(const Capture& op, const Call& call, int64_t index, T* to);
+  const Weight& weight_of(const Linear& op) const { return op.head && screened_ ? *op.screen.weight : *op.weight; }
+  bool may_screen(const Call& call) const;
   void draw(int thread);
+  void prepare_screen();
+  void draw_screened(int thread, const Call& call);
+  Bounds bounds_of_row(const Linear& op, int thread, const Call& call, int64_t row);
+  void make_exact(const Linear& op, int thread, const Call& call, Counter* next);
   template <class T>
   void fuse(int thread, const Call& call);
   template <class P>
@@ -157,10 +166,17 @@ class Program {
   const bool bfloat16_;  // keys and queries are multiplied in it, and states captured, else in float32
   const PoolFormat pools_;
   std::vector<Operation> operations_;
+  size_t head_ = 0;        // which of them is the head
+  bool screened_ = false;  // the logits of this call are those of its screen
+  bool all_greedy_ = true;
+  ScreenWorth worth_;
+  Panels panels_;
+  std::vector<ScreenedRow> screened_rows_;
   std::vector<AttentionShape> shapes_;
   std::vector<AttentionPlan> plans_;
   std::optional<Draws> draws_;
-  std::vector<Counter> counters_;  // two an operation, two for the fusion, one for the draws
+  static constexpr int kScreenCounters = 8;
+  std::vector<Counter> counters_;  // two an operation, two for the fusion, those of a screen, one for the draws
   std::vector<int64_t> slots_;     // of the batch's rows
   std::vector<int32_t> spans_;     // of the batch's rows
   int64_t widths_[kBuffers] = {};
@@ -170,5 +186,21 @@ class Program {
   Buffer shared_;                // an operand that all threads fill
   Buffer partials_;
 };
+
+// fill(operand, row): lays a row out
+template <class Fill>
+Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill) {
+  if (rows <= kSharedRows) {
+    const Operand operand = operand_in(scratch_[thread].as<char>(), weight, rows);
+    for (int64_t i = 0; i < rows; ++i) fill(operand, i);
+    return operand;
+  }
+  const Operand operand = operand_in(shared_.as<char>(), weight, rows);
+  portions(*next, thread, (rows + 7) / 8, [&](int64_t part) {
+    for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill(operand, i);
+  });
+  pool_.barrier().wait();
+  return operand;
+}
 
 }  // namespace outrider
