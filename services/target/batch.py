@@ -201,8 +201,8 @@ def build(
     draws: DrawPlan | None = None,
     burst: Burst | None = None,
 ) -> Batch:
-    """Lay out a step's work. The page tables must hold start + rows tokens of every session; with a
-    burst, one more for each step behind the first.
+    """Lay out a step's work. The page tables must hold start + rows tokens of every session, and one more for each step
+    of a burst behind the first.
 
     Numbers gather in lists and become arrays at the end: a step is laid out on caches that the model's weights have
     swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.

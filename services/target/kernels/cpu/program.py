@@ -189,6 +189,7 @@ class Program:
         from which they were drawn may be overwritten by the next run, and be a screen's where nothing else is sampled.
         Features and tokens of the steps of a burst lie one behind the other; the logits are the last one's.
         """
+        assert not (batch.burst and batch.capture and batch.capture.fusion), "nothing is fused in a burst"
         steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, _burst(batch.burst))
         view = View(batch)
         keys, values = self._pools(cache)
