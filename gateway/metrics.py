@@ -203,22 +203,22 @@ class Metrics:
         self._step_seconds = gauge("engine_step_seconds", "Time of the engine's last step.", replica)
 
     def count(self, session: Session, tokens: int, verified: int, accepted: int, now: float, together: int) -> None:
-        """Count what a step committed in a session. now: by the clock of time.perf_counter.
+        """Count what a step, or several plain ones, committed in a session. now: by the clock of time.perf_counter.
 
         together: tokens that came with it, its own among them; 0 for a commit that came with one before it
         """
-        tally = self.tally
+        tally, steps = self.tally, 1 if verified else tokens
         if session.steps:
             if together:
                 self.inter_token.observe((now - session.committed_at) / together)
             if verified:
                 tally.hits += 1
             else:
-                tally.misses += 1
+                tally.misses += steps
         else:
             self.first_token.observe(now - session.opened_at)
             session.first_at = now
-        tally.steps += 1
+        tally.steps += steps
         tally.tokens += tokens
         tally.verified += verified
         tally.accepted += accepted

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from gateway.streams.draft import DraftLink
     from gateway.streams.target import TargetLink
 
+_PLAIN = Round(1, 0, 0)
+
 
 class Committed(NamedTuple):
     """New tokens of a session, and the steps that they came from. finish: RUNNING unless they are the last."""
@@ -79,7 +81,6 @@ class Session:
         self.target_failures = 0
         self.refused_by: set[TargetLink] = set()  # targets whose queue was full
         self.draft_failures = 0
-        self.steps = 0
         self.verified = 0
         self.accepted = 0
         self.finish = FinishReason.RUNNING
@@ -93,6 +94,11 @@ class Session:
         self._told: list[Logprobs] = []  # of the fresh tokens
         self._error: OutriderError | None = None
         self._news = asyncio.Event()
+
+    @property
+    def steps(self) -> int:
+        """Steps that its new tokens came from."""
+        return len(self.rounds)
 
     @property
     def new_tokens(self) -> int:
@@ -122,12 +128,14 @@ class Session:
     def commit(
         self, tokens: list[int], verified: int, accepted: int, finish: FinishReason, logprobs: Logprobs | None = None
     ) -> None:
-        """Append what a step committed, and wake who waits for it."""
+        """Append what a step committed, or several plain ones, and wake who waits for it."""
         self.tokens += tokens
         if tokens:
-            self.steps += 1
             guess = self.watch.committed(tokens, verified) if self.watch is not None else ()
-            self.rounds.append(Round(len(tokens), verified, accepted, guess))
+            if verified:
+                self.rounds.append(Round(len(tokens), verified, accepted, guess))
+            else:
+                self.rounds += [_PLAIN] * len(tokens)
         self.verified += verified
         self.accepted += accepted
         self.finish = finish

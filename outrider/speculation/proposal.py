@@ -131,7 +131,8 @@ class Commit:
     tokens:      [n] uint32: the accepted path, then the bonus token (cut short where the session finished); none where
                  the commit only tells, while a prompt is read, that no hints are wanted
     root_hash:   path hash after the commit
-    verified, accepted: draft nodes in the step, and those of them on the accepted path
+    verified, accepted: draft nodes in the step, and those of them on the accepted path; without any, the tokens are
+                 those of as many steps
     cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone
     wanted:      draft nodes that the next step could verify with profit; 0 if hints are not worth their making
     logprobs:    of the tokens, where the session asked for them

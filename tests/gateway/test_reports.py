@@ -5,7 +5,11 @@ import json
 import openai
 import pytest
 
+from gateway.metrics import Metrics
 from gateway.report import Report, Round
+from gateway.session import Session
+from outrider.speculation.proposal import FinishReason
+from outrider.speculation.sampling import SamplingParams, StopConditions
 from tests.gateway.services import Gateway
 
 ROUNDS = [Round(1, 0, 0), Round(3, 3, 2), Round(1, 3, 0), Round(4, 3, 3), Round(1, 0, 0)]
@@ -120,3 +124,16 @@ def test_reports_can_be_left_out(folder, target, draft):
         assert "vllm:" not in quiet.client.get("/metrics").text
     finally:
         assert quiet.stop() == 0
+
+
+def test_plain_steps_that_come_as_one_commit_are_steps_each():
+    session = Session(1, [5, 6], SamplingParams(), StopConditions(20))
+    metrics = Metrics()
+    for tokens, verified, accepted in (([1], 0, 0), ([2, 3, 4, 5], 0, 0), ([6, 7, 8], 4, 2), ([9, 10], 0, 0)):
+        metrics.count(session, len(tokens), verified, accepted, 1.0, len(tokens))
+        session.commit(tokens, verified, accepted, FinishReason.RUNNING)
+    assert [one.tokens for one in session.rounds] == [1, 1, 1, 1, 1, 3, 1, 1]
+    assert session.steps == 8
+    tally = metrics.tally
+    assert (tally.steps, tally.tokens, tally.hits, tally.misses) == (8, 10, 1, 6)
+    assert Report(session.rounds, 2, 0, 10, 0.5, 2.0).meta_info()["spec_verify_ct"] == 8
