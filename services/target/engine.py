@@ -310,7 +310,7 @@ class TargetEngine(Engine):
         seconds = (now - max(flight.started, self._collected)) / draws.steps
         self.planner.budget.waited(max(flight.started - self._collected, 0.0))
         self.planner.budget.cost.observe(flight.tokens, flight.keys, seconds)
-        if self._plain and self._record.begun:
+        if draws.steps > 1 and self._record.begun:
             self._record.rested((draws.steps - 1) * len(works))
         self._collected = now
 
