@@ -194,6 +194,7 @@ class StepOutput:
         self.proposals += later.proposals
         self.failures += later.failures
         self.features += later.features
+        self.steps += later.steps
         self.load = later.load
         self.urgent = self.urgent or later.urgent
 

@@ -28,7 +28,7 @@ from services.target.service import TargetServicer, describe
 class Service:
     """An engine behind its real servicer, in a thread.
 
-    pause: seconds that it rests after a step that said something; what answers the step is there before the next one
+    pause: seconds that it rests for each step that said something; what answers the step is there before the next one
     """
 
     build: Callable[[], Any]  # returns the engine, its coders, and what registers its servicer
@@ -59,7 +59,7 @@ class Service:
 
         def publish(output):
             hub.publish(output)
-            time.sleep(self.pause)
+            time.sleep(self.pause * output.steps)
 
         engine_loop.start(self.engine, publish)
         await server.set_serving(True)
