@@ -12,6 +12,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.batch import DrawPlan, Work, build
 from services.target.drawing import _plan as plan_of
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.draw import pack
 from services.target.kernels.cpu.program import Norm, Program
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.weights import Format, packed
@@ -49,9 +50,9 @@ def program_of(table, weight, dtype, screened):
 
 
 class _Entry:
-    def __init__(self, params):
-        from services.target.kernels.cpu.draw import pack
+    """As much of a session's as a plan of draws reads."""
 
+    def __init__(self, params):
         self.sampling = pack(params)
 
 
