@@ -185,13 +185,14 @@ void Program::execute(const Embed& op, int thread, const Call& call, Counter* ne
   });
 }
 
-void Program::fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t index, float* scratch) {
+void Program::fill_row(const Linear& op, const Call& call, const Weight& weight, const Operand& operand, int64_t index,
+                       float* scratch) {
   const float* from = row(op.input, op.head ? call.batch.sampled[index] : index);
   if (op.norm.weight) {
     normalise(op.norm, from, scratch, op.input_width);
     from = scratch;
   }
-  fill_operand(operand, weight_of(op), index, from);
+  fill_operand(operand, weight, index, from);
 }
 
 void Program::execute(const Linear& op, int thread, const Call& call, Counter* next) {
@@ -200,7 +201,7 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   alignas(64) float scratch[kNormWidth];
   const Weight& weight = weight_of(op);
   const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
-    fill_row(op, call, to, index, scratch);
+    fill_row(op, call, weight, to, index, scratch);
   });
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
     const int64_t end = op.portions[portion + 1];

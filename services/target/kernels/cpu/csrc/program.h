@@ -155,7 +155,8 @@ class Program {
   void attend(const Attend& op, int thread, const Call& call, Counter* next);
   template <class Fill>
   Operand operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill);
-  void fill_row(const Linear& op, const Call& call, const Operand& operand, int64_t row, float* scratch);
+  void fill_row(const Linear& op, const Call& call, const Weight& weight, const Operand& operand, int64_t row,
+                float* scratch);
 
   void store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile);
   void store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);

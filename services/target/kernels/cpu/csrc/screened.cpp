@@ -63,8 +63,7 @@ void Program::make_exact(const Linear& op, int thread, const Call& call, Counter
   alignas(64) float scratch[kNormWidth];
   const int64_t rows = call.batch.sampled_rows;
   const Operand operand = operand_of(*op.weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
-    normalise(op.norm, row(op.input, call.batch.sampled[index]), scratch, op.input_width);
-    fill_operand(to, *op.weight, index, scratch);
+    fill_row(op, call, *op.weight, to, index, scratch);
   });
   portions(*next, thread, (panels_.count() + kRun - 1) / kRun, [&](int64_t run) {
     for (int64_t panel = run * kRun; panel < std::min(panels_.count(), (run + 1) * kRun); ++panel) {
