@@ -58,8 +58,9 @@ class Service:
         await hub.pipes.open(self.address)
 
         def publish(output):
+            rest = self.pause * output.steps  # whoever reads the output may change what the next ones cost
             hub.publish(output)
-            time.sleep(self.pause * output.steps)
+            time.sleep(rest)
 
         engine_loop.start(self.engine, publish)
         await server.set_serving(True)

@@ -214,9 +214,14 @@ def test_a_flush_waits_for_what_runs(shared):
 
 def test_a_flush_reaches_the_draft(shared):
     running = shared
-    running.ask("a b a b a b a b", max_tokens=40)
     offered = re.compile(r'outrider_drafter_offered_nodes{address="unix:[^"]*",drafter="NGRAM"} [1-9]')
-    until(lambda: offered.search(running.gateway.client.get("/metrics").text))
+    # a text so short may be over before the draft has read its beginning
+    until(
+        lambda: (
+            running.ask("a b a b a b a b", max_tokens=40)
+            and offered.search(running.gateway.client.get("/metrics").text)
+        )
+    )
     ngrams = running.draft.engine.drafter.ngrams
     until(lambda: len(ngrams) > 0)  # the draft hears of the last tokens when the client does, or later
     until(lambda: running.draft.engine.load().running_sessions == 0)
