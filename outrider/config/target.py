@@ -14,6 +14,7 @@ KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
 Quantization = Literal["fp8", "int8", "int4"]
+SelfDraft = Literal["auto", "int4", "off"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ class TargetOptions(KernelOptions):
     """Accept draft tokens of probability p with probability p / threshold; below 1 this changes sampled text."""
     speculative_always: bool = False
     """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
+    self_draft: SelfDraft = "auto"
+    """Where measurements favour it, draft with an int4 copy of the weights; on CPUs, where auto keeps one for models
+    that are larger than caches. Off keeps none."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
     -1 computes every prompt in one piece."""
@@ -96,3 +100,8 @@ class TargetConfig(TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
 
     listen: str = "127.0.0.1:30010"
     """Address of the gRPC service: host:port or unix:/path."""
+
+    @property
+    def fixed_hints(self) -> bool:
+        """True if all hints are verified, whether they pay or not."""
+        return self.speculative_num_draft_tokens is not None or self.speculative_always

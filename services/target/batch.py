@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Work:
-    """What one session wants of a step: a chunk of committed tokens, and draft nodes if the chunk is its last."""
+    """What one session wants of a step: a chunk of committed tokens, and draft nodes if the chunk is its last.
+
+    own: True for nodes that no drafter has proposed, but the target itself (selfdraft.py)
+    """
 
     chunk: Chunk
     draft: TreeSlice = EMPTY_SLICE
+    own: bool = False
 
     @property
     def scored(self) -> range:
@@ -77,18 +81,21 @@ class DrawPlan:
 class Burst:
     """Plain steps that may be computed one behind the other, by runners that can; others compute one.
 
-    A burst ends with a step in which a session does, and with one in which somebody calls.
+    A burst ends with a step in which a session does, and with one in which somebody calls. One with a narrow copy of
+    the weights drafts: its tokens are guesses, and what it writes into the cache is to be written anew.
 
     steps:       at most
     stops:       int64, tokens after which a session does not go on, session after session
     stop_counts: [S] int64 ("q"), how many of them are each one's
     files:       int32 ("i"), descriptors, one of which can be read once somebody calls
+    narrow:      True to draft, of models that keep such a copy alone
     """
 
     steps: int
     stops: bytes
     stop_counts: array[int]
     files: array[int]
+    narrow: bool = False
 
 
 @dataclass(frozen=True)

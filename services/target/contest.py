@@ -27,7 +27,7 @@ _LATEST = 300.0  # seconds, at most
 _DOUBT, _DOUBTS_LESS = 1.0, 4.0
 _FIRST_REST = 30.0  # seconds that a load lasts before hints are tried where they are dear: that takes one or so
 _MUCH = 1.5  # by so much less do twice as many sessions gain: they are tried at once where that leaves a gain
-_LEAD = 1.02  # that others must have before PLAIN: what is gained by less may be noise, and costs drafters their time
+_LEAD = 1.02  # that hints must have: what is gained by less may be noise, and costs drafters their time
 _FAR_BEHIND = 0.9  # of the best one's rate
 _KEPT = 0.9  # what remains of a measurement with each turn after it
 _KEPT_LEAST = 0.3
@@ -41,6 +41,10 @@ class Way(Enum):
     WAIT = auto()
     GO = auto()
     PLAIN = auto()
+    SELF = auto()
+
+
+HINTED = (Way.WAIT, Way.GO)  # what needs drafters
 
 
 class Prompts:
@@ -134,7 +138,7 @@ class Contest:
         self.gain = fewer.gain / _MUCH**doublings if fewer is not None else 0.0
         self._doubt = _FIRST_REST if many else _DOUBT
         self._rest = self._first_rest(many)
-        self.way = Way.PLAIN if self._rest else first
+        self.way = Way.PLAIN if self._rest and first in HINTED else first
 
     def _first_rest(self, many: bool) -> float:
         """Seconds after which hints are tried first."""
@@ -166,7 +170,7 @@ class Contest:
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
         rates = {way: self._rate(way) for way, measured in self._measured.items() if measured.turn}
-        best = max(rates, key=lambda way: rates[way] * (_LEAD if way is Way.PLAIN else 1.0))
+        best = max(rates, key=lambda way: rates[way] * (1.0 if way in HINTED else _LEAD))
         present.hopeful = tokens > 0 and self._rate_of(seconds / tokens, self.way) > rates[best]
         present.behind = present.behind + 1 if self.way is not best and not present.hopeful else 0
         self._judge_hints(rates)
@@ -175,7 +179,7 @@ class Contest:
         self._short = self.way is not best and rates.get(self.way, math.inf) < _FAR_BEHIND * rates[best]
 
     def _judge_hints(self, rates: dict[Way, float]) -> None:
-        hinted = [way for way in rates if way is not Way.PLAIN]
+        hinted = [way for way in rates if way in HINTED]
         plain = rates.get(Way.PLAIN)
         if not plain or not hinted:
             return
@@ -185,14 +189,16 @@ class Contest:
     def _due(self, way: Way, rates: dict[Way, float], best: Way) -> float:
         """When a way that is not the best has its next turn; seconds at this load."""
         measured = self._measured[way]
-        others = [other for other in rates if other is not Way.PLAIN]
+        others = [other for other in rates if other in HINTED]
         if not measured.turn:
-            if way is Way.PLAIN or not others or self.hopeless is None:
-                return 0.0 if way is Way.PLAIN else self._rest
+            if way not in HINTED:  # drafters have nothing to catch up on
+                return 0.0
+            if not others or self.hopeless is None:
+                return self._rest
             return max(self._measured[o].trial.ended for o in others) + _pause(self.hopeless, _SHARE_OF_WORST)
         if measured.hopeful:
             return measured.trial.ended
-        worst = best is Way.PLAIN and len(others) > 1 and rates[way] == min(rates.values())
+        worst = best not in HINTED and len(others) > 1 and rates[way] == min(rates.values())
         lost = self._lost(way, max(rates.values()))
         pause = _pause(lost, _SHARE_OF_WORST if worst else _SHARE, measured.trial.seconds)
         doubt = max(self._doubt, _SOONEST * self._measured[best].trial.seconds)

@@ -219,7 +219,7 @@ class Drawing:
             return None
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        return _plan(drawing, drawn) if drawing and all(map(_IS_PLAIN, drawn)) else None
+        return draw_plan(drawing, drawn) if drawing and all(map(_IS_PLAIN, drawn)) else None
 
     @torch.inference_mode()
     def launch(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> Launched:
@@ -289,7 +289,7 @@ class Drawing:
         parcel.send(logits.device)
         mask = self._mask(works, drawn)
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
-        tokens = compiled.draw(adjusted, _plan(works, drawn), mask)
+        tokens = compiled.draw(adjusted, draw_plan(works, drawn), mask)
         return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
     def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:
@@ -365,7 +365,7 @@ class Drawing:
         return penalties.lay_out(tallies, parcel)
 
 
-def _plan(works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
+def draw_plan(works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
     """What the kernel is to draw. works, drawn: the sessions, row after row."""
     counts, positions = array("q"), array("q")
     for work in works:

@@ -32,14 +32,14 @@ from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, S
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
-from outrider.speculation.tree import SpeculationTree, TreeSlice
+from outrider.speculation.tree import SpeculationTree
 from outrider.tracing import Tracing
 from services.target import spans
 from services.target.batch import Work, build
 from services.target.budget import Calibration, promised
 from services.target.bursts import Bursts
 from services.target.compaction import Moves
-from services.target.contest import Way
+from services.target.contest import HINTED, Way
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
@@ -48,8 +48,9 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
-from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, HINTED, Patience
+from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, Patience
 from services.target.planning import Planner
+from services.target.selfdraft import SelfDraft
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class TargetEngine(Engine):
         self._entries: dict[int, Entry] = {}
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
         self.bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
+        self._self_draft = SelfDraft(model, self.cache, self.planner, self.scheduler, self._entries)
+        self.hinted_only = False  # whatever measurements say
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
@@ -91,13 +94,18 @@ class TargetEngine(Engine):
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
         self._gather_seconds = config.gather_seconds
-        self._patience = Patience(HINTED if self.planner.fixed_rows else ways, dear=self._trees_are_dear)
-        if config.speculative_always:
-            self._patience = Patience(ALWAYS, longest=AS_LONG_AS_IT_TAKES)
+        if self.planner.fixed_rows:
+            ways = ALWAYS if config.speculative_always else HINTED
+        self._ways = ways if model.drafts else [way for way in ways if way is not Way.SELF]
+        self._longest = AS_LONG_AS_IT_TAKES if config.speculative_always else None
+        self._patience = self._new_patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
         self._record = HintRecord()
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
+
+    def _new_patience(self) -> Patience:
+        return Patience(self._ways, longest=self._longest, dear=self._trees_are_dear)
 
     def _trees_are_dear(self) -> bool:
         return self.features.asked and self.planner.budget.trees_are_dear
@@ -162,6 +170,8 @@ class TargetEngine(Engine):
         self.flush()
         self._calibration = Calibration()
         self._record = HintRecord()
+        self._patience = self._new_patience()
+        self._self_draft.forget()
         self._step_tokens = 0
 
     # --- control: see control.py ---
@@ -235,7 +245,7 @@ class TargetEngine(Engine):
             cached_pages=allocator.cached_pages,
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
-            hints_unwanted=self._plain,
+            hints_unwanted=self._unwanted,
             hints=self._record.load(),
         )
 
@@ -258,22 +268,26 @@ class TargetEngine(Engine):
                 self.close(session_id)
         return failures
 
-    def _plan(self, *, hints: bool = True) -> list[Work]:
-        return self.planner.plan(self._record, hints=hints, unwanted=self._plain)
+    def _plan(self, *, hints: bool = True) -> Sequence[Work]:
+        own = self._patience.way is Way.SELF and not self.hinted_only
+        works = self.planner.plan(self._record, hints=hints and not own, unwanted=self._unwanted)
+        return self._self_draft.extend(works, self.listen) if own else works
 
     @property
-    def _plain(self) -> bool:
+    def _unwanted(self) -> bool:
         """Drafters are told that no hints are wanted."""
-        return self._patience.way is Way.PLAIN
+        return self._patience.unwanted
 
     # --- 2. launch ---
 
-    def _launch(self, works: list[Work], behind: Flight | None = None, drawn: Sequence[Session] = ()) -> Flight | None:
+    def _launch(
+        self, works: Sequence[Work], behind: Flight | None = None, drawn: Sequence[Session] = ()
+    ) -> Flight | None:
         """Start on a plan, if there is one. behind: the step under way, which draws the roots of `drawn`."""
         if not works:
             return None
         started = time.perf_counter()
-        capture = self.features.capture(works, late=self._plain)
+        capture = self.features.capture(works, late=self._unwanted)
         with self.bursts.planned(works if self._may_burst else (), self.listen) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
             if behind is not None:
@@ -286,7 +300,7 @@ class TargetEngine(Engine):
 
     @property
     def _may_burst(self) -> bool:
-        return not self.overlap and self._patience.unhinted and (self._plain or not self.features.asked)
+        return not self.overlap and self._patience.unhinted and (self._unwanted or not self.features.asked)
 
     def _launch_behind(self, flight: Flight) -> Flight | None:
         """Launch the next step before this one is read, unless it could gain by what this one says."""
@@ -298,7 +312,7 @@ class TargetEngine(Engine):
             return self._launch(self._plan(hints=False), flight, drawn) if self.scheduler.fits() else None
 
     def _foreseeable(self, entry: Entry) -> bool:
-        hinted = self._patience.drafted(entry.session.id) and not self._plain and self.planner.wanted(entry)
+        hinted = self._patience.drafted(entry.session.id) and not self._unwanted and self.planner.wanted(entry)
         return undemanding(entry) and not hinted
 
     # --- 3. collect ---
@@ -308,7 +322,8 @@ class TargetEngine(Engine):
         self._settle(works, draws, output)
         now = time.perf_counter()
         seconds = (now - max(flight.started, self._collected)) / draws.steps
-        self.planner.budget.waited(max(flight.started - self._collected, 0.0))
+        if not any(work.own for work in works):
+            self.planner.budget.waited(max(flight.started - self._collected, 0.0))
         self.planner.budget.cost.observe(flight.tokens, flight.keys, seconds)
         if draws.steps > 1 and self._record.begun:
             self._record.rested((draws.steps - 1) * len(works))
@@ -327,7 +342,7 @@ class TargetEngine(Engine):
                 session.scored = min(max(session.scored, work.chunk.stop), session.to_score)
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
-                if self._plain and self.features.asked and not session.hushed:
+                if self._unwanted and self.features.asked and not session.hushed:
                     hushed.append(self._hush(session))
                 continue
             behind = first + len(draft.tokens) + 1
@@ -344,44 +359,48 @@ class TargetEngine(Engine):
             self.features.settle(work, verdict.path, goes_on=goes_on)
             if goes_on and verdict.path and not draws.moved:
                 moves.add(session, verdict.path)
-            commit = self._commit(entry, draft, verdict, draws)
+            commit = self._commit(entry, work, verdict, draws)
             output.commits.append(commit)
             urgent = urgent or self._is_urgent(commit, session)
         moves.make(self.cache, self.model.device)
-        drafts = [work.draft for work in works if len(work.draft.tokens)]
         committed = sum(len(commit.tokens) for commit in output.commits)
-        accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
-        self._calibration.observe(sum(map(promised, drafts)), accepted)
+        if not any(work.own for work in works):
+            drafts = [work.draft for work in works if len(work.draft.tokens)]
+            accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
+            self._calibration.observe(sum(map(promised, drafts)), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
         self._patience.end(waited_for, len(output.commits), committed, prompts=prompts, steps=draws.steps)
         output.steps = draws.steps
         output.commits += hushed
-        output.features = self.features.flush(late=self._plain)
-        output.urgent = urgent or bool(output.failures or (output.features and not self._plain))
+        output.features = self.features.flush(late=self._unwanted)
+        output.urgent = urgent or bool(output.failures or (output.features and not self._unwanted))
 
     def _is_urgent(self, commit: Commit, session: Session) -> bool:
         """True for the first commit of a session and the last, and for one that a drafter waits for."""
         begins, ends = commit.base_length == session.opened_length, commit.finish_reason != FinishReason.RUNNING
         return begins or ends or (commit.wanted > 0 and self._patience.drafted(session.id))
 
-    def _commit(self, entry: Entry, draft: TreeSlice, verdict: Verdict, draws: Draws) -> Commit:
-        session, tree = entry.session, entry.tree
+    def _commit(self, entry: Entry, work: Work, verdict: Verdict, draws: Draws) -> Commit:
+        session, tree, draft = entry.session, entry.tree, work.draft
         base = session.length
         told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
         held = len(tree)
         entry.append(verdict.tokens)
-        self._record.unverified += held - len(draft.tokens) - len(tree)
+        self._record.unverified += held - (0 if work.own else len(draft.tokens)) - len(tree)
         if verdict.reason == FinishReason.RUNNING:
             session.computed = max(session.computed, session.length - 1)
             session.table.truncate(session.length)
         else:
             self.close(session.id)
         accepted = len(verdict.path)
-        entry.calibration.observe(promised(draft), accepted)
         goes_on = verdict.reason == FinishReason.RUNNING
+        if not work.own:
+            entry.calibration.observe(promised(draft), accepted)
+        elif len(draft.tokens):
+            self._self_draft.observe(len(draft.tokens), accepted, goes_on=goes_on)
         unread = self.features.asked and not self._patience.drafted(session.id)
-        wanted = self.planner.tell(entry, unwanted=self._plain, unread=unread) if goes_on else 0
+        wanted = self.planner.tell(entry, unwanted=self._unwanted, unread=unread) if goes_on else 0
         commit = Commit(
             session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
             wanted=wanted, logprobs=told,

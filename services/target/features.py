@@ -91,6 +91,8 @@ class Features:
         self._shares: dict[int, _Share] = {}
         self._arrived: torch.cuda.Event | None = None
         self._late: Sequence[Chunk] | None = None
+        self._late_states: Tensor | None = None  # of chunks with drafts behind them, and where each one's rows begin
+        self._late_first: dict[int, int] = {}
         self._usual: tuple[set[Fusion], int, Capture] | None = None  # what steps whose rows wait ask for
         self._unfused: list[_Unfused] = []
         self._unfused_rows = 0
@@ -166,14 +168,14 @@ class Features:
     def capture(self, works: Sequence[Work], *, late: bool = False) -> Capture | None:
         """The states of a step's rows that somebody wants; None if nobody does.
 
-        late: no hints are wanted, and none are verified
+        late: no hints are wanted, and what is verified are drafts of the target's own
         """
-        self._shares = {}
+        self._shares, self._late_first = {}, {}
         if not self._wanted:
             return None
         self._late = [work.chunk for work in works] if late else None
         if late:
-            return self._capture_all(sum(len(work.chunk) for work in works))
+            return self._capture_late(works)
         self._catch_up()
         chosen: dict[Fusion, list[int]] = {}
         behind = 0  # rows of works so far
@@ -195,8 +197,14 @@ class Features:
         fusion = next(iter(chosen)).layer if len(chosen) == 1 else None  # as in most steps
         return _capture(chosen, [row for rows in chosen.values() for row in rows], fusion)
 
-    def _capture_all(self, rows: int) -> Capture:
+    def _capture_late(self, works: Sequence[Work]) -> Capture:
         """The states of all rows; mostly as many of them as in the step before."""
+        rows = 0
+        drafts = any(work.own for work in works)
+        for work in works:
+            if drafts:
+                self._late_first[work.chunk.session.id] = rows
+            rows += len(work.chunk) + len(work.draft.tokens)
         fusions = {wanted.fusion for wanted in self._wanted.values()}
         if self._usual is None or self._usual[:2] != (fusions, rows):
             self._usual = fusions, rows, _capture(fusions, range(rows))
@@ -207,6 +215,9 @@ class Features:
         if batch.capture is None:
             return
         assert states is not None, "a runner hands back what a batch asks for"
+        if self._late_first:
+            self._late_states = states
+            return
         if self._late is not None:
             for step, part in enumerate(states.split(len(batch))):  # those of a burst one behind the other
                 chunks = [Chunk(c.session, c.start + step, c.stop + step) for c in self._late]
@@ -229,6 +240,8 @@ class Features:
         session_id = work.chunk.session.id
         if not goes_on and session_id in self._wanted:
             self._wanted[session_id].next = _ENDED
+        if session_id in self._late_first:
+            self._settle_late(work, path, self._late_first[session_id])
         share = self._shares.pop(session_id, None)
         if share is None:
             return
@@ -238,6 +251,17 @@ class Features:
         behind = share.offset + share.committed
         rows = [*range(share.offset, behind), *(behind + node for node in path)]
         self._keep(session_id, share.position, self._host[share.fusion].numpy()[rows])
+
+    def _settle_late(self, work: Work, path: Sequence[int], first: int) -> None:
+        """As `settle`, of a session whose states wait. first: where its rows begin."""
+        chunk, usual, states = work.chunk, self._usual, self._late_states
+        assert usual is not None, "captured before"
+        assert states is not None, "taken before"
+        behind = first + len(chunk)
+        rows = [*range(first, behind), *(behind + node for node in path)]
+        reach = Chunk(chunk.session, chunk.start, chunk.start + len(rows))
+        self._unfused.append(_Unfused([reach], usual[2], states[rows]))
+        self._unfused_rows += len(rows)
 
     def flush(self, *, late: bool = False) -> list[FeatureBlock]:
         """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""

@@ -1,12 +1,13 @@
 """Whether hints are asked for, and how long a step waits for them: only as far as measurements say it pays.
 
 A drafter that answers within a millisecond makes a step of thirty worth more; one that needs as long as the step does
-not; and one that shares the machine with the target may cost more than its hints bring. So three ways of working are
+not; and one that shares the machine with the target may cost more than its hints bring. So the ways of working are
 measured against one another, in turns of some steps, at each load by itself (contest.py):
 
     WAIT   until every session that is drafted for has had an answer, at most as long as two steps take
     GO     with the hints that lie there
     PLAIN  without hints; drafters are told that none are wanted
+    SELF   so, too, but with drafts of the target's own, where it has a copy of its weights for them (selfdraft.py)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from services.target.contest import TURN, Contest, Prompts, Way
+from services.target.contest import HINTED, TURN, Contest, Prompts, Way
 
 # Steps at the beginning of a turn that are not measured: drafters have yet to be told, or do first what they do once.
 _SETTLING = 2
@@ -24,7 +25,7 @@ _MANY = 2  # as of `_contests`: three sessions and more
 LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
 _HELD_STEPS = 2  # ... so many steps take: a draft that is further away hardly pays, and trying it costs more
 
-HINTED = (Way.WAIT, Way.GO)
+DRAFTED = (*HINTED, Way.PLAIN)  # all ways of a target that has no drafts of its own
 ALWAYS = (Way.WAIT,)
 AS_LONG_AS_IT_TAKES = 10.0  # seconds, in which a long prompt is read; for drafters that are measured, not to help
 
@@ -34,7 +35,7 @@ class Patience:
 
     def __init__(
         self,
-        ways: Sequence[Way] = tuple(Way),
+        ways: Sequence[Way] = DRAFTED,
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
         dear: Callable[[], bool] = lambda: False,
@@ -45,6 +46,8 @@ class Patience:
         """
         self._clock = clock
         self._ways = ways
+        self._own_ways = [way for way in ways if way not in HINTED]  # as long as there is no drafter
+        self._first = Way.SELF if Way.SELF in ways else ways[0]
         self._longest = longest
         self._dear = dear
         self._contests: dict[int, Contest] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on
@@ -62,7 +65,7 @@ class Patience:
     def way(self) -> Way:
         """How to work at present."""
         contest = self._contests.get(self._load)
-        return contest.way if contest is not None else self._ways[0]
+        return contest.way if contest is not None else self._first
 
     @property
     def remaining(self) -> float:
@@ -79,20 +82,32 @@ class Patience:
         self._awaited.clear()
         self._began = self._clock()
         self._coming = _load(sessions)
-        if self._has_drafter and self._coming > self._load:
+        if self._weighs and self._coming > self._load:
             self._meet(self._coming)
+
+    @property
+    def _weighs(self) -> bool:
+        """True if there is more than one way."""
+        return self._has_drafter or len(self._own_ways) > 1
 
     def answered(self, session_id: int, fresh: bool) -> None:
         """A hint has come, or word that there is none. fresh: its drafter knew of the last commit."""
-        self._has_drafter = True
+        if not self._has_drafter:
+            self._has_drafter = True
+            self._contests, self._load = {}, -1  # which knew nothing of hints
         self._drafted.add(session_id)
         if fresh:
             self._awaited.discard(session_id)
 
     @property
+    def unwanted(self) -> bool:
+        """True if drafters are told that no hints are wanted. Until one answers, all are asked."""
+        return self._has_drafter and self.way not in HINTED
+
+    @property
     def unhinted(self) -> bool:
         """True if nobody drafts, or drafters have heard for some steps that nothing is wanted."""
-        return not self._has_drafter or (self.way is Way.PLAIN and self._steps >= 0)
+        return not self._has_drafter or (self.unwanted and self._steps >= 0)
 
     def drafted(self, session_id: int) -> bool:
         """True if somebody drafts for the session."""
@@ -112,7 +127,7 @@ class Patience:
         seconds, self._ended = now - self._ended, now
         computing = now - self._began
         drafted = self._drafted.intersection(wanted)
-        if self._has_drafter:
+        if self._weighs:
             self._prompts.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
             load = _load(count)
@@ -140,7 +155,7 @@ class Patience:
     def _judges(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints,
         # unless it goes on like that.
-        if drafted or self.way is Way.PLAIN:
+        if drafted or self.way not in HINTED:
             return True
         self._unanswered += 1
         return self._unanswered > _UNANSWERED * TURN
@@ -153,7 +168,8 @@ class Patience:
         if new:
             known = max((known for known in self._contests if known < load), default=-1)
             fewer, many = self._contests.get(known), load >= _MANY or self._dear()
-            self._contests[load] = Contest(self._ways, way, self._prompts, fewer, load - known, many=many)
+            ways = self._ways if self._has_drafter else self._own_ways
+            self._contests[load] = Contest(ways, way, self._prompts, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long; a step that waited is hardly longer than one that did not.

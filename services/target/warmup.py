@@ -31,6 +31,11 @@ def warm_up(engine: TargetEngine) -> None:
     engine.grammars.load()
     with step_by_step(engine):
         _run(engine)
+    if engine.model.drafts:
+        _open(engine, min(4, engine.max_session_tokens - 1), 3 * _ROWS[-1], SamplingParams(temperature=0.0))
+        while not engine.idle:
+            engine.step()
+    engine.forget_measurements()
 
 
 @contextmanager
@@ -38,10 +43,11 @@ def step_by_step(engine: TargetEngine) -> Iterator[None]:
     """Each of the engine's steps begins and ends by itself, so that it can be timed."""
     overlap, engine.overlap = engine.overlap, False
     seconds, engine.bursts.seconds = engine.bursts.seconds, 0.0
+    hinted_only, engine.hinted_only = engine.hinted_only, True
     try:
         yield
     finally:
-        engine.overlap, engine.bursts.seconds = overlap, seconds
+        engine.overlap, engine.bursts.seconds, engine.hinted_only = overlap, seconds, hinted_only
 
 
 def _run(engine: TargetEngine) -> None:
@@ -56,7 +62,6 @@ def _run(engine: TargetEngine) -> None:
     if cost is not None:
         engine.planner.budget = Budget(cost)
         log.info("%s", cost.describe())
-    engine.forget_measurements()
 
 
 def _open(engine: TargetEngine, prompt: int, max_tokens: int, params: SamplingParams) -> None:

@@ -127,7 +127,7 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
             output = engine.step()
             count += sum(len(commit.tokens) for commit in output.commits)
             if count > 40:
-                patience.way, patience.unhinted = Way.GO, False
+                patience.way, patience.unwanted, patience.unhinted = Way.GO, False, False
             longest = max(longest, *(len(commit.tokens) for commit in output.commits))
             for block in output.features:
                 for i, row in enumerate(block.rows):
@@ -145,7 +145,7 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
 class Resting:
     """Hints rest until a test says otherwise."""
 
-    way, unhinted, remaining = Way.PLAIN, True, 0.0
+    way, unwanted, unhinted, remaining = Way.PLAIN, True, True, 0.0
 
     def drafted(self, _):
         return False

@@ -339,6 +339,10 @@ class Moody(Patience):
     def way(self):
         return self._mood
 
+    @property
+    def unwanted(self):
+        return self._mood is Way.PLAIN
+
     def end(self, *args, **kwargs):
         super().end(*args, **kwargs)
         self._mood = Way.PLAIN if self._rng.random() < self._share else Way.GO

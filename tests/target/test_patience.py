@@ -3,7 +3,7 @@
 import pytest
 
 from services.target.contest import TURN, Contest, Prompts, Way
-from services.target.patience import ALWAYS, Patience
+from services.target.patience import ALWAYS, DRAFTED, Patience
 
 
 class Clock:
@@ -182,7 +182,7 @@ def test_sessions_that_have_yet_to_read_their_prompts_are_a_load():
 
 
 def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
-    contest = Contest(tuple(Way), Way.WAIT, Prompts())
+    contest = Contest(DRAFTED, Way.WAIT, Prompts())
     taken = []
     for _ in range(12):
         taken.append(contest.way)

@@ -10,7 +10,7 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams
 from services.target.batch import DrawPlan, Work, build
-from services.target.drawing import _plan as plan_of
+from services.target.drawing import draw_plan as plan_of
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.draw import pack
 from services.target.kernels.cpu.program import Norm, Program

@@ -58,6 +58,7 @@ class Model:
     hidden_size: width of a hidden state
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
     tokenizer_file: tokenizer.json of its folder, if it has one
+    drafts: True if the runner computes narrow bursts, with a copy of the weights in fewer bits
     """
 
     runner: Runner
@@ -71,3 +72,4 @@ class Model:
     eos_token_ids: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
     tokenizer_file: Path | None = None
+    drafts: bool = False

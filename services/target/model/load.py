@@ -23,7 +23,7 @@ from services.target.model.base import Model, Runner
 from services.target.model.company import check as check_company
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import cpu_format, narrowed
+from services.target.model.narrow import cpu_format, drafts, narrowed
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,9 @@ def load(folder: Path, config: TargetConfig) -> Model:
     assert probe.dtype is not None
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = _context_length(module.config.get_text_config(), config.context_length)
+    runner = _runner(module, how, probe, planner, cache_dtype, context_length, config, device)
     model = Model(
-        runner=_runner(module, how, probe, planner, cache_dtype, context_length, config, device),
+        runner=runner,
         device=device,
         dtype=dtype,
         cache_dtype=cache_dtype,
@@ -69,6 +70,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
+        drafts=isinstance(runner, native.ProgramRunner) and runner.drafts,
     )
     selfcheck.check(model)
     if config.deterministic:
@@ -88,18 +90,23 @@ def _runner(
 ) -> Runner:
     """On a CPU a compiled program where there is one for the model, else its modules, with linear layers laid out."""
     plain = config.tp_size > 1 or config.enable_torch_compile
+    reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not plain:
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
+        copied = drafts(config, module, reason)
         if reason is None:
-            runner = native.ProgramRunner(module, probe, number_format, context_length, cache_dtype)
+            runner = native.ProgramRunner(module, probe, number_format, context_length, cache_dtype, drafts=copied)
             log.info("running as a compiled program; a step reads %.0f MB of weights", runner.weight_bytes / 1e6)
+            if copied:
+                log.info("drafting by itself, too; that reads %.0f MB a token", runner.draft_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
             return runner
         log.info("running module by module: %s", reason)
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
+    drafts(config, module, reason)  # raises if they were asked for
     around = deterministic.prepare(module, how, probe, device) if config.deterministic else None
     return graphs.wrap(ModuleRunner(module, planner, around), config, device)
 

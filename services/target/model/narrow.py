@@ -11,11 +11,14 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch import nn
 
-from outrider.config import Quantization
+from outrider.config import Quantization, TargetConfig
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
+
+_LEAST_BYTES = 32e6  # of linear layers: smaller ones are read from caches, where narrower ones gain nothing
 
 _FP8_CAPABILITY = (8, 9)
 _INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
@@ -54,3 +57,23 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
 def cpu_format(choice: Quantization | None) -> Format | None:
     """The kernels' number format for a choice that `narrowed` let pass on the CPU; None is the model's own."""
     return {"int8": Format.INT8, "int4": Format.INT4}.get(choice or "")
+
+
+def drafts(config: TargetConfig, module: Any, reason: str | None) -> bool:
+    """Whether the target keeps a narrow copy of its weights, to draft with. Raises ConfigError.
+
+    reason: why the model is no compiled program, if it is none
+    """
+    if config.self_draft == "off":
+        return False
+    against = reason
+    if against is None and config.quantization == "int4":
+        against = "its weights have four bits themselves"
+    if against is None and config.fixed_hints:
+        against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
+    if config.self_draft == "int4":
+        if against is not None:
+            raise ConfigError(f"--self-draft int4: {against}; leave it out")
+        return True
+    layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
+    return against is None and sum(weight.nbytes for weight in layers) >= _LEAST_BYTES

@@ -74,12 +74,19 @@ class ProgramRunner:
     """A `Runner` of a compiled program."""
 
     def __init__(
-        self, module: Any, probe: Probe, number_format: Format | None, positions: int, pools: torch.dtype
+        self,
+        module: Any,
+        probe: Probe,
+        number_format: Format | None,
+        positions: int,
+        pools: torch.dtype,
+        *,
+        drafts: bool = False,
     ) -> None:
         """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
         number_format: of the weights; None is the model's own. positions: most tokens of a session;
-        pools: dtype of the KV cache.
+        pools: dtype of the KV cache. drafts: keep a narrow copy of the weights for narrow bursts, see Burst.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats are a reason against"
@@ -88,8 +95,9 @@ class ProgramRunner:
         self._writes: dict[str, Callable[[Tensor], object]] = {}
         self.threads = torch.get_num_threads()
         self._program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
-        self.weight_bytes = 0
-        _Builder(self, module, probe, number_format or own, positions).build()
+        self.weight_bytes = self.draft_bytes = 0  # that a step reads, and one that drafts
+        self.drafts = drafts
+        _Builder(self, module, probe, number_format or own, positions, drafts=drafts).build()
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
@@ -115,8 +123,18 @@ class ProgramRunner:
 class _Builder:
     """Goes through a model's modules and writes its program."""
 
-    def __init__(self, runner: ProgramRunner, module: Any, probe: Probe, number_format: Format, positions: int) -> None:
+    def __init__(
+        self,
+        runner: ProgramRunner,
+        module: Any,
+        probe: Probe,
+        number_format: Format,
+        positions: int,
+        *,
+        drafts: bool,
+    ) -> None:
         self._runner, self._module, self._probe, self._format = runner, module, probe, number_format
+        self._narrow = Format.INT4 if drafts and number_format != Format.INT4 else None  # format of the narrow copy
         self._config = module.config
         self._names = {id(child): name for name, child in module.named_modules()}
         self._turns = _Rotation(module, positions)
@@ -136,14 +154,19 @@ class _Builder:
         program.mark()
         norm = self._norm(model.norm)
         self._format = head_format(self._format) or self._format
+        self._narrow = head_format(self._narrow)
         tied = "model.embed_tokens" if self._tied else None
         softcap = float(getattr(self._config, "final_logit_softcapping", None) or 0.0)
         screen = None if softcap else self._screen(self._module.lm_head, tied)
-        head = self._pack([self._module.lm_head], tied=tied)
+        if screen is not None or self._format == self._narrow:  # which is narrow itself
+            self._narrow = None
+        head, narrow = self._pack([self._module.lm_head], tied=tied)
         if screen is not None:  # is read in its place
-            self._runner.weight_bytes += screen.weight.bytes - head.bytes
+            narrow = screen.weight
+            self._runner.weight_bytes += narrow.bytes - head.bytes
+            self._runner.draft_bytes += narrow.bytes - head.bytes
         program.mark(norm)
-        program.head(head, norm, softcap, screen)
+        program.head(head, norm, softcap, screen, narrow)
 
     @property
     def _tied(self) -> bool:
@@ -153,9 +176,9 @@ class _Builder:
         program, attention = self._runner._program, layer.self_attn
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         bias = self._bias(projections)
-        program.linear(
-            self._pack(projections), Buffer.RESIDUAL, Buffer.WIDE, norm=self._norm(layer.input_layernorm), bias=bias
-        )
+        weight, narrow = self._pack(projections)
+        norm = self._norm(layer.input_layernorm)
+        program.linear(weight, Buffer.RESIDUAL, Buffer.WIDE, norm=norm, bias=bias, narrow=narrow)
         call = self._probe.calls[index]
         shape = AttentionShape(
             call.q.shape[1], call.k.shape[1], call.k.shape[2], call.v.shape[2],
@@ -172,29 +195,36 @@ class _Builder:
         program, mlp = self._runner._program, layer.mlp
         gated = hasattr(layer, "pre_feedforward_layernorm")
         before = layer.pre_feedforward_layernorm if gated else layer.post_attention_layernorm
-        gates_and_values = [mlp.gate_proj, mlp.up_proj]
+        weight, narrow = self._pack([mlp.gate_proj, mlp.up_proj], interleaved=True)
         program.linear(
-            self._pack(gates_and_values, interleaved=True), Buffer.RESIDUAL, Buffer.HIDDEN,
-            norm=self._norm(before), activation=self._activation,
+            weight, Buffer.RESIDUAL, Buffer.HIDDEN,
+            norm=self._norm(before), activation=self._activation, narrow=narrow,
         )  # fmt: skip
         self._branch(mlp.down_proj, Buffer.HIDDEN, layer.post_feedforward_layernorm if gated else None)
 
     def _branch(self, linear: nn.Linear, source: Buffer, norm: Any) -> None:
         """residual += linear(source), normalised first if there is a norm."""
         program = self._runner._program
-        bias, weight = self._bias([linear]), self._pack([linear])
+        bias, (weight, narrow) = self._bias([linear]), self._pack([linear])
         if norm is None:
-            program.linear(weight, source, Buffer.RESIDUAL, bias=bias, add=True)
+            program.linear(weight, source, Buffer.RESIDUAL, bias=bias, add=True, narrow=narrow)
         else:
-            program.linear(weight, source, Buffer.BRANCH, bias=bias)
+            program.linear(weight, source, Buffer.BRANCH, bias=bias, narrow=narrow)
             program.add_norm(self._norm(norm))
 
-    def _pack(self, linears: list[Any], *, interleaved: bool = False, tied: str | None = None) -> PackedWeight:
-        """Weights of layers with one input, below one another, or as 16 gates, their 16 values, the next 16, ..."""
+    def _pack(
+        self, linears: list[Any], *, interleaved: bool = False, tied: str | None = None
+    ) -> tuple[PackedWeight, PackedWeight | None]:
+        """Weights of layers with one input, below one another, or as 16 gates, their 16 values, the next 16, ...
+
+        The narrow copy comes second, if there is one.
+        """
         counts = [linear.weight.shape[0] for linear in linears]
         inputs = linears[0].weight.shape[1]
         padded = -(-counts[0] // _LANES) * _LANES  # a panel holds whole groups of gates and values
-        packed = PackedWeight(2 * padded if interleaved else sum(counts), inputs, self._format)
+        width = 2 * padded if interleaved else sum(counts)
+        packed = PackedWeight(width, inputs, self._format)
+        narrow = None if self._narrow is None else PackedWeight(width, inputs, self._narrow, rough=True)
         first = 0
         for part, linear in enumerate(linears):
             outputs = torch.arange(counts[part])
@@ -202,13 +232,16 @@ class _Builder:
                 outputs = outputs // _LANES * 2 * _LANES + outputs % _LANES + part * _LANES
             else:
                 outputs, first = outputs + first, first + counts[part]
-            packed.fill(outputs, linear.weight)
             name = (tied or self._names[id(linear)]) + ".weight"
-            self._runner.place(name, tuple(linear.weight.shape), _filling(packed, outputs))
+            for one in (packed, narrow):
+                if one is not None:
+                    one.fill(outputs, linear.weight)
+                    self._runner.place(name, tuple(linear.weight.shape), _filling(one, outputs))
             if not tied:  # one by one, so that no more than a layer is held twice
                 linear.weight = nn.Parameter(torch.empty(0), requires_grad=False)
         self._runner.weight_bytes += packed.bytes
-        return packed
+        self._runner.draft_bytes += (narrow or packed).bytes
+        return packed, narrow
 
     def _screen(self, head: nn.Linear, tied: str | None) -> Screen | None:
         """A narrow copy of the head, where that is worth its memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 
 from outrider import native
 from services.target.kernels.cpu import build
@@ -73,6 +73,7 @@ class Burst(ctypes.Structure):
         ("stop_counts", c_void_p),
         ("files", c_void_p),
         ("file_count", c_int64),
+        ("narrow", c_bool),
     )
 
 
@@ -120,6 +121,7 @@ _SIGNATURES: native.Signatures = {
         None,
         (c_void_p, c_void_p, c_void_p, c_void_p, c_float, *(c_int32,) * 2, c_int64, *(c_int32,) * 3, c_float),
     ),
+    "program_narrow": (None, (c_void_p, c_void_p)),
     "program_screen": (None, (c_void_p, c_void_p, c_void_p, c_void_p)),
     "program_add_norm": (None, (c_void_p, c_void_p, c_float, c_int32, c_int32, c_int64)),
     "program_rotate": (

@@ -108,20 +108,33 @@ class Program:
         bias: Tensor | None = None,
         add: bool = False,
         activation: Activation = Activation.NONE,
+        narrow: PackedWeight | None = None,
     ) -> None:
-        """target (+)= norm(source) W^T + bias. With an activation, outputs come as 16 gates, their 16 values, ..."""
+        """target (+)= norm(source) W^T + bias. With an activation, outputs come as 16 gates, their 16 values, ...
+
+        narrow: a copy of the weight in fewer bits, which drafts read in its place
+        """
         width = weight.outputs // 2 if activation else weight.outputs
         self._functions.outrider_program_width(self._handle, target, width)
         self._linear(weight, source, target, norm, bias, width, add=add, activation=activation)
+        self._draft_with(narrow)
 
-    def head(self, weight: PackedWeight, norm: Norm, softcap: float = 0.0, screen: Screen | None = None) -> None:
+    def head(
+        self,
+        weight: PackedWeight,
+        norm: Norm,
+        softcap: float = 0.0,
+        screen: Screen | None = None,
+        narrow: PackedWeight | None = None,
+    ) -> None:
         """logits = softcapped norm(residual) W^T, of the sampled rows.
 
         screen: of the weight, in float32 or bfloat16, without a softcap. Where the largest logits are all that draws
-        need, the others are the screen's.
+        need, the others are the screen's. narrow: as of `linear`
         """
         self._vocab = weight.outputs
         self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
+        self._draft_with(narrow)
         if screen is not None:
             assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "others are narrow themselves"
             assert not softcap, "bounds are of products"
@@ -149,6 +162,11 @@ class Program:
             self._handle, weight.handle, self._address(bias), self._address(norm.weight if norm else None),
             norm.epsilon if norm else 0.0, source, target, width, add, activation, head, softcap,
         )  # fmt: skip
+
+    def _draft_with(self, narrow: PackedWeight | None) -> None:
+        if narrow is not None:
+            self._kept.append(narrow)
+            self._functions.outrider_program_narrow(self._handle, narrow.handle)
 
     def add_norm(self, norm: Norm) -> None:
         """residual += norm(branch)."""
@@ -250,4 +268,4 @@ class Program:
 def _burst(burst: Burst) -> object:
     """What the kernels take."""
     (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
-    return ctypes.byref(library.Burst(burst.steps, burst.stops, stop_counts, files, count))
+    return ctypes.byref(library.Burst(burst.steps, burst.stops, stop_counts, files, count, burst.narrow))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,8 +35,10 @@ class Format(enum.IntEnum):
 class PackedWeight:
     """A weight in the kernels' memory. handle: its address."""
 
-    def __init__(self, outputs: int, inputs: int, number_format: Format) -> None:
+    def __init__(self, outputs: int, inputs: int, number_format: Format, *, rough: bool = False) -> None:
+        """rough: int4 is quantized at once, instead of searching for what errs least."""
         functions = library.load()
+        self._steps = _STEPS[:1] if rough else _STEPS
         self.outputs, self.inputs, self.format = outputs, inputs, number_format
         self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs)
         weakref.finalize(self, functions.outrider_weight_free, self.handle)
@@ -61,7 +64,7 @@ class PackedWeight:
             values, scales = quantize_int8(plain)
             centres = None
         else:
-            values, scales, centres = quantize_int4(plain)
+            values, scales, centres = quantize_int4(plain, self._steps)
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in (values, scales, centres))
         functions.outrider_weight_pack_quantized(self.handle, *addresses, *where)
 
@@ -79,28 +82,28 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / scales[:, None]).round_().to(torch.int8).contiguous(), scales.contiguous()
 
 
-def quantize_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_int4(weight: Tensor, steps: Sequence[int] = _STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """weight: [n, k] float32. Returns values [n, k] int8 in -8 .. 7, and scales and centres, [n, blocks] float32.
 
     A number is value * scale + centre. Each block's steps are those of a few that err least. Weights that had 4 bits in
     such blocks before (GGUF's Q4_0 and Q4_1, AWQ, GPTQ) come out as they were. Blocks come in pairs, of which the last
-    one may be empty.
+    one may be empty. steps: those that are tried.
     """
     n, k = weight.shape
     blocks = 2 * -(-k // GROUP)
     padded = torch.nn.functional.pad(weight, (0, blocks * BLOCK - k)).view(n, blocks, BLOCK)
-    parts = [_quantize_blocks(part) for part in padded.split(max(1, _AT_ONCE // (blocks * BLOCK)))]
+    parts = [_quantize_blocks(part, steps) for part in padded.split(max(1, _AT_ONCE // (blocks * BLOCK)))]
     values, scales, centres = (torch.cat(some) for some in zip(*parts, strict=True))
     return values.view(n, blocks * BLOCK)[:, :k].contiguous(), scales, centres
 
 
-def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_blocks(weight: Tensor, tried: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """weight: [n, blocks, 32]. Returns values of that shape, scales and centres, [n, blocks]."""
     least, largest = weight.amin(2), weight.amax(2)
     best = torch.full_like(least, torch.inf)
     rounding = weight.square().sum(2) * 2.0**-16  # more than bfloat16's
     scales, centres, values = torch.empty_like(least), torch.empty_like(least), torch.zeros_like(weight)
-    for steps in _STEPS:
+    for steps in tried:
         scale = ((largest - least) / steps).clamp(min=1e-7).half().float()  # as they are stored
         middle = (least + largest) / 2 if steps > 15 else least + 7.5 * scale
         centre = (middle + 0.5 * scale).bfloat16().float()

@@ -167,9 +167,11 @@ void outrider_program_embed(Program* program, const void* table, int32_t bfloat1
 void outrider_program_linear(Program* program, const Weight* weight, const float* bias, const float* norm,
                              float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
                              int32_t activation, int32_t head, float softcap) {
-  program->add(Linear{weight, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
+  program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
                       output_width, add != 0, Activation(activation), head != 0, softcap, {}, {}});
 }
+// A copy of the weight that was added last in fewer bits, for bursts that draft.
+void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }
 // A narrow copy of the head, and of each of its outputs, whole panels of them, the distance of the weights, and their
 // length; see screen.h. The head comes last.
 void outrider_program_screen(Program* program, const Weight* weight, const float* errors, const float* sizes) {

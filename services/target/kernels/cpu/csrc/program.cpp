@@ -59,11 +59,11 @@ void Program::prepare(const Call& call) {
     size_t bytes = 0, shared = 0;
     for (const auto& operation : operations_) {
       if (const auto* linear = std::get_if<Linear>(&operation)) {
-        bytes = std::max(bytes, operand_bytes(*linear->weight, kSharedRows));
-        shared = std::max(shared, operand_bytes(*linear->weight, capacity_));
-        if (!linear->screen.weight) continue;
-        bytes = std::max(bytes, operand_bytes(*linear->screen.weight, kSharedRows));
-        shared = std::max(shared, operand_bytes(*linear->screen.weight, capacity_));
+        for (const Weight* weight : {linear->weight, linear->narrow, linear->screen.weight}) {
+          if (!weight) continue;
+          bytes = std::max(bytes, operand_bytes(*weight, kSharedRows));
+          shared = std::max(shared, operand_bytes(*weight, capacity_));
+        }
       }
     }
     shared_ = Buffer(shared);
@@ -93,7 +93,7 @@ void Program::prepare(const Call& call) {
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
   draws_.reset();
   if (call.draws) draws_.emplace(*call.draws);
-  screened_ = may_screen(call) && worth_.ask();
+  screened_ = !narrow_ && may_screen(call) && worth_.ask();
   if (screened_) prepare_screen();
   const size_t counters = 2 * operations_.size() + 3 + kScreenCounters;
   if (counters_.size() != counters) counters_ = std::vector<Counter>(counters);
@@ -136,7 +136,9 @@ int64_t Program::run(Call call, const Burst& burst) {
   call.batch.positions = positions.data();
   call.batch.start = start.data();
   for (int64_t done = 1;; ++done) {
+    narrow_ = burst.narrow;
     run(call);
+    narrow_ = false;
     if (done == burst.steps || ends(burst, draws.tokens, rows) || called(files)) return done;
     for (int64_t row = 0; row < rows; ++row) {
       ++positions[row];

@@ -38,6 +38,7 @@ struct Embed {
 
 struct Linear {
   const Weight* weight;
+  const Weight* narrow;  // a copy of it in fewer bits, for steps that draft; null where they read the weight itself
   const float* bias;  // [outputs] or null
   Norm norm;          // of the input
   BufferId input, output;
@@ -105,6 +106,7 @@ struct Burst {
   const int64_t* stop_counts;  // [rows], how many of them are each one's
   const int32_t* files;       // what can be read as soon as the caller is wanted elsewhere
   int64_t file_count;
+  bool narrow;                // with the narrow copies of the weights: what is drawn are drafts
 };
 
 class Program {
@@ -112,6 +114,7 @@ class Program {
   Program(int threads, bool bfloat16, PoolFormat pools);
   void add(Operation operation);
   void screen(const Screen& screen) { std::get<Linear>(operations_[head_]).screen = screen; }
+  void narrow(const Weight& weight) { std::get<Linear>(operations_.back()).narrow = &weight; }
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
@@ -140,7 +143,10 @@ class Program {
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
   template <class T>
   void capture(const Capture& op, const Call& call, int64_t index, T* to);
-  const Weight& weight_of(const Linear& op) const { return op.head && screened_ ? *op.screen.weight : *op.weight; }
+  const Weight& weight_of(const Linear& op) const {
+    if (narrow_ && op.narrow) return *op.narrow;
+    return op.head && screened_ ? *op.screen.weight : *op.weight;
+  }
   bool may_screen(const Call& call) const;
   void draw(int thread);
   void prepare_screen();
@@ -168,6 +174,7 @@ class Program {
   const PoolFormat pools_;
   std::vector<Operation> operations_;
   size_t head_ = 0;        // which of them is the head
+  bool narrow_ = false;    // this call drafts
   bool screened_ = false;  // the logits of this call are those of its screen
   bool all_greedy_ = true;
   ScreenWorth worth_;

@@ -1,0 +1,139 @@
+"""Drafts of the target's own: chains of tokens from a narrow copy of its weights, which the weights themselves verify.
+
+A step of few rows takes as long as its weights are read, so one that reads a copy in fewer bits takes a part of that
+time. The copy goes on from the cache that the model has written and draws with the session's own randomness, so that
+most of its tokens are the model's. It writes where the verification writes next: nothing of it is left in the cache.
+
+How long chains are is measured: what a step of the copy takes, what verification takes, and how many were right.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.serving.loop import Listen
+from outrider.serving.scheduler import Scheduler
+from outrider.speculation.tree import TreeSlice
+from services.target.batch import Burst, Work, build
+from services.target.drawing import Entry, draw_plan
+from services.target.kv_cache import KVCache
+from services.target.model.base import Model
+from services.target.planning import Planner
+
+_LONGEST = 16  # tokens
+_KEPT = 0.97  # what remains of the evidence after a chain
+_PRIOR_RIGHT, _PRIOR = 6.4, 8.0  # tokens of the copy that count as right before the first, and as tried
+_PRIOR_SHARE = 0.5  # what a step of the copy takes of one of the model, as long as nobody knows
+_NEW = 0.2  # weight of the last measurement in that share
+_PARENTS = np.arange(-1, _LONGEST, dtype=np.int32)
+_DEPTHS = np.arange(1, _LONGEST + 1, dtype=np.int32)
+
+
+class SelfDraft:
+    """Drafts for one engine's sessions."""
+
+    def __init__(
+        self, model: Model, cache: KVCache, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
+    ) -> None:
+        """entries: of the sessions that are open, by id."""
+        self._model, self._cache = model, cache
+        self._planner, self._scheduler, self._entries = planner, scheduler, entries
+        self._shares: dict[int, float] = {}  # of a step of the copy, over one of the model, by their rows
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew with what texts taught."""
+        self._right = self._tried = 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """The chance that a token of the copy is the model's, if those before it are."""
+        return (self._right + _PRIOR_RIGHT) / (self._tried + _PRIOR)
+
+    def observe(self, drafted: int, accepted: int, *, goes_on: bool) -> None:
+        """Take in what became of a chain. goes_on: False if its session ended with it, right as it may have been."""
+        self._right = self._right * _KEPT + accepted
+        self._tried = self._tried * _KEPT + accepted + (goes_on and accepted < drafted)
+
+    def extend(self, works: Sequence[Work], listen: Listen) -> Sequence[Work]:
+        """The works of a step, with chains to verify for those sessions that only decode.
+
+        listen: how somebody who calls is heard meanwhile.
+        """
+        drafting = [work for work in works if self._serves(work)]
+        if not drafting:
+            return works
+        sessions = [work.chunk.session for work in drafting]
+        most = min(min(self._planner.room(session) - 1, session.max_draft_tokens) for session in sessions)
+        steps = self._length(len(works), sum(work.chunk.stop for work in works), min(most, _LONGEST))
+        if not all(self._scheduler.reserve_spare(session, session.length + steps) for session in sessions):
+            return works  # pages are short; the next commit gives back what some have got
+        tokens = self._draft(drafting, steps, listen)
+        chains = {
+            work.chunk.session.id: self._chain(self._entries[work.chunk.session.id], own)
+            for work, own in zip(drafting, tokens.T.tolist(), strict=True)
+        }
+        none = works[0].draft  # nobody has any yet
+        return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
+
+    def _serves(self, work: Work) -> bool:
+        """True for a session that only wants its next tokens. What a grammar allows, the copy does not know."""
+        chunk = work.chunk
+        session = chunk.session
+        if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
+            return False
+        return self._entries[session.id].matcher is None and self._planner.room(session) > 1
+
+    def _length(self, sessions: int, keys: int, most: int) -> int:
+        """Tokens of the chains that bring most for the time of drafting and verifying them."""
+        most = max(1, min(most, self._planner.max_rows - 1))
+        lengths = np.arange(1, most + 1)
+        chance = self.acceptance
+        tokens = np.cumsum(chance**lengths) + 1.0
+        cost = self._planner.budget.cost
+        step, _ = cost.step(sessions, keys)
+        seconds = lengths * step * self._share(sessions) + cost.seconds(sessions * (lengths + 1), keys)
+        return int(lengths[np.argmax(tokens / seconds)])
+
+    def _share(self, rows: int) -> float:
+        known = self._shares.get(rows)
+        if known is None:
+            nearest = min(self._shares, key=lambda other: abs(other - rows), default=None)
+            return _PRIOR_SHARE if nearest is None else self._shares[nearest]
+        return known
+
+    @torch.inference_mode()
+    def _draft(self, works: Sequence[Work], steps: int, listen: Listen) -> NDArray[np.int64]:
+        """Up to so many tokens of each session, [n, S]. Less if one of them ends, or somebody calls."""
+        entries = [self._entries[work.chunk.session.id] for work in works]
+        stops = [entry.stops for entry in entries]
+        counts = array("q", [len(stop) // 8 for stop in stops])
+        started = time.perf_counter()
+        with listen() as files:
+            burst = Burst(steps, b"".join(stops), counts, array("i", files), narrow=True)
+            batch = build(works, self._model.device, draws=draw_plan(works, entries), burst=burst)
+            drawn = self._model.runner.forward(batch, self._cache).tokens
+        assert drawn is not None, "a model that drafts draws its tokens"
+        tokens = drawn.reshape(-1, len(works))
+        plain, _ = self._planner.budget.cost.step(len(works), sum(work.chunk.stop for work in works))
+        share = (time.perf_counter() - started) / len(tokens) / plain
+        known = self._shares.setdefault(len(works), share)
+        self._shares[len(works)] = known + _NEW * (min(share, 2.0 * known) - known)
+        return tokens
+
+    def _chain(self, entry: Entry, tokens: list[int]) -> TreeSlice:
+        """A session's own tokens, up to one that ends it or could not be drawn."""
+        count = 0
+        for token in tokens:
+            count += token >= 0
+            if token < 0 or token in entry.stop_ids:
+                break
+        scores = np.log(np.float32(self.acceptance)) * _DEPTHS[:count]
+        return TreeSlice(np.array(tokens[:count], np.uint32), _PARENTS[:count], _DEPTHS[:count], scores)
