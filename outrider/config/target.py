@@ -78,8 +78,8 @@ class TargetOptions(KernelOptions):
     speculative_always: bool = False
     """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
     self_draft: SelfDraft = "auto"
-    """Where measurements favour it, draft with an int4 copy of the weights; on CPUs, where auto keeps one for models
-    that are larger than caches. Off keeps none."""
+    """Where measurements favour it, draft with an int4 copy of the weights. Auto keeps one on CPUs of models that are
+    larger than caches, unless `outrider serve` was told a --speculative-algorithm; off keeps none."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
     -1 computes every prompt in one piece."""

@@ -57,6 +57,7 @@ class Processes:
 def serve(config: ServeConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError and EngineFault for what cannot start."""
     setup_logging("serve", config.log_level, config.log_format)
+    config = with_self_draft(config)
     config = replace(config, draft=with_drafter(config.draft, config.target.model_path))
     check_flags(config)
     cores = choose_cores(config)
@@ -70,6 +71,13 @@ def serve(config: ServeConfig) -> int:
         return 0
     finally:
         display.close()
+
+
+def with_self_draft(config: ServeConfig) -> ServeConfig:
+    """Where a drafter is named, or none is wanted, the target drafts by itself only if that is said, too."""
+    if config.target.self_draft != "auto" or config.draft.speculative_algorithm == "AUTO":
+        return config
+    return replace(config, target=replace(config.target, self_draft="off"))
 
 
 def check_flags(config: ServeConfig) -> None:

@@ -350,3 +350,39 @@ def test_steps_taken_at_once_count_one_by_one():
         steps += 4
     assert steps == contest.steps == TURN
     assert patience._computing == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("gain", [0.5, 1.5])
+def test_drafts_of_its_own_are_weighed_without_a_drafter(gain):
+    clock = Clock()
+    patience = Patience((Way.SELF, Way.PLAIN), clock)
+    assert patience.way is Way.SELF
+    ways = []
+    for _ in range(64 * TURN):
+        own = patience.way is Way.SELF
+        patience.begin(1)
+        clock.now += 0.02 if own else 0.01
+        patience.end([1], 1, round(2 * gain) if own else 1)
+        ways.append(patience.way)
+        assert not patience.unwanted, "until a drafter answers, it is asked"
+        assert patience.remaining == 0.0
+    assert ways.count(Way.SELF if gain > 1 else Way.PLAIN) > 0.9 * len(ways)
+
+
+@pytest.mark.parametrize(("tokens", "best"), [(1.5, Way.SELF), (6.0, Way.WAIT)])
+def test_a_drafter_that_comes_is_weighed_against_drafts_of_its_own(tokens, best):
+    clock = Clock()
+    patience = Patience(tuple(Way), clock)
+    ways = []
+    for step in range(128 * TURN):
+        hinted = patience.way in (Way.WAIT, Way.GO)
+        if step == TURN or (step > TURN and hinted):
+            patience.answered(1, fresh=True)
+        patience.begin(1)
+        own = patience.way is Way.SELF
+        clock.now += 0.02 if own else 0.012
+        patience.end([1] if hinted else [], 1, 3 if own else tokens if patience.way is Way.WAIT else 1)
+        ways.append(patience.way)
+        assert patience.unwanted == (step >= TURN and patience.way not in (Way.WAIT, Way.GO))
+    assert ways[: TURN // 2].count(Way.PLAIN) < TURN // 2
+    assert ways[32 * TURN :].count(best) > 0.9 * len(ways[32 * TURN :])
