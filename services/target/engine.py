@@ -19,9 +19,6 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import numpy as np
 
 from outrider.config import TargetConfig
 from outrider.errors import EngineFault, InvalidRequest, OutriderError
@@ -34,7 +31,7 @@ from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import SpeculationTree
 from outrider.tracing import Tracing
-from services.target import spans
+from services.target import commits, spans
 from services.target.batch import Work, build
 from services.target.budget import Calibration, promised
 from services.target.bursts import Bursts
@@ -181,9 +178,7 @@ class TargetEngine(Engine):
         self.finish()
         entries = list(self._entries.items())
         for session_id, entry in entries:
-            none = np.empty(0, np.uint32)
-            ended = Commit(session_id, entry.session.length, none, entry.tree.root_hash)
-            self._unsaid.commits.append(replace(ended, finish_reason=FinishReason.ABORT))
+            self._unsaid.commits.append(commits.aborted(entry))
             self.close(session_id)
         return len(entries)
 
@@ -343,7 +338,7 @@ class TargetEngine(Engine):
             if not work.chunk.last:
                 self.features.settle(work, (), goes_on=True)
                 if self._unwanted and self.features.asked and not session.hushed:
-                    hushed.append(self._hush(session))
+                    hushed.append(commits.hush(self._entries[session.id]))
                 continue
             behind = first + len(draft.tokens) + 1
             sampled, first = draws.of(first, behind), behind
@@ -405,20 +400,4 @@ class TargetEngine(Engine):
             session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
             wanted=wanted, logprobs=told,
         )  # fmt: skip
-        return commit if base > session.opened_length else replace(commit, **self._first(entry))
-
-    def _hush(self, session: Session) -> Commit:
-        """A word to drafters before the next commit, so that they leave a long prompt unread."""
-        session.hushed = True
-        none = np.empty(0, np.uint32)
-        return Commit(session.id, session.length, none, self._entries[session.id].tree.root_hash, wanted=0)
-
-    @staticmethod
-    def _first(entry: Entry) -> dict[str, Any]:
-        """What the first commit of a session tells besides."""
-        entry.session.first_at = time.time_ns()
-        prompt = entry.prompt_scores
-        return {
-            "cached_tokens": entry.session.cached_tokens,
-            "prompt_logprobs": None if prompt is None else prompt.whole(),
-        }
+        return commit if base > session.opened_length else commits.first(commit, entry)

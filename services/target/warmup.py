@@ -31,11 +31,12 @@ def warm_up(engine: TargetEngine) -> None:
     engine.grammars.load()
     with step_by_step(engine):
         _run(engine)
+    engine.forget_measurements()
     if engine.model.drafts:
         _open(engine, min(4, engine.max_session_tokens - 1), 3 * _ROWS[-1], SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
-    engine.forget_measurements()
+        engine.forget_measurements()
 
 
 @contextmanager

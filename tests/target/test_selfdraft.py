@@ -69,9 +69,17 @@ def test_texts_and_ends_are_those_of_plain_steps(model, temperature, flags):
         assert found.steps < expected.steps
 
 
-@pytest.mark.parametrize("flags", [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "fp8_e4m3"}])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"dtype": "bfloat16", "self_draft": "int8"},
+    ],
+)
 def test_in_other_formats_too(folder, flags):
-    model = load_model(folder, self_draft="int4", **flags)
+    model = load_model(folder, **({"self_draft": "int4"} | flags))
     requests = list(sessions(6))
     expected = run(engine_of(model), requests)
     found = run(drafting(model), requests)
@@ -95,7 +103,7 @@ def test_a_chain_is_what_weights_of_four_bits_say(folder, model, monkeypatch):
     narrow = load_model(folder, quantization="int4")
     engine = drafting(model)
     for token in range(5, 25):  # of a single token, so that the cache holds nothing of the wide weights
-        said = run(engine_of(narrow), [opening(1, [token], max_tokens=6)]).new[1]
+        said = run(engine_of(narrow), [opening(1, [token], max_tokens=9)]).new[1]
         engine.open(opening(1, [token], max_tokens=9))
         works = engine._plan()
         drafts = works[0].draft.tokens.tolist()
@@ -300,7 +308,7 @@ def test_the_warm_up_times_the_model_s_own_steps(model):
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"quantization": "int4"}, "four bits themselves"),
+        ({"quantization": "int4"}, "as narrow themselves"),
         ({"attention_backend": "torch_native"}, "--attention-backend"),
         ({"speculative_num_draft_tokens": 4}, "--speculative-num-draft-tokens"),
         ({"speculative_always": True}, "--speculative-always"),
@@ -312,6 +320,13 @@ def test_what_does_not_go_together_is_refused(folder, flags, why):
         load_model(folder, self_draft="int4", **flags)
     assert "--self-draft" in str(error.value)
     assert not load_model(folder, self_draft="off").drafts
+
+
+def test_a_copy_is_narrower_than_the_weights(folder):
+    with pytest.raises(ConfigError, match="--self-draft int8: with --quantization int8 the weights are as narrow"):
+        load_model(folder, self_draft="int8", quantization="int8")
+    eight, four = (load_model(folder, self_draft=name).runner.draft_bytes for name in ("int8", "int4"))
+    assert four < eight < load_model(folder).runner.weight_bytes
 
 
 def test_small_models_are_left_alone(folder, tmp_path):

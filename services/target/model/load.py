@@ -23,7 +23,7 @@ from services.target.model.base import Model, Runner
 from services.target.model.company import check as check_company
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import cpu_format, drafts, narrowed
+from services.target.model.narrow import copy_format, cpu_format, narrowed
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -94,11 +94,11 @@ def _runner(
     if device.type == "cpu" and not plain:
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
-        copied = drafts(config, module, reason)
+        copied = copy_format(config, module, reason)
         if reason is None:
-            runner = native.ProgramRunner(module, probe, number_format, context_length, cache_dtype, drafts=copied)
+            runner = native.ProgramRunner(module, probe, number_format, context_length, cache_dtype, copied)
             log.info("running as a compiled program; a step reads %.0f MB of weights", runner.weight_bytes / 1e6)
-            if copied:
+            if copied is not None:
                 log.info("drafting by itself, too; that reads %.0f MB a token", runner.draft_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
             return runner
@@ -106,7 +106,7 @@ def _runner(
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
-    drafts(config, module, reason)  # raises if they were asked for
+    copy_format(config, module, reason)  # raises if they were asked for
     around = deterministic.prepare(module, how, probe, device) if config.deterministic else None
     return graphs.wrap(ModuleRunner(module, planner, around), config, device)
 

@@ -59,21 +59,23 @@ def cpu_format(choice: Quantization | None) -> Format | None:
     return {"int8": Format.INT8, "int4": Format.INT4}.get(choice or "")
 
 
-def drafts(config: TargetConfig, module: Any, reason: str | None) -> bool:
-    """Whether the target keeps a narrow copy of its weights, to draft with. Raises ConfigError.
+def copy_format(config: TargetConfig, module: Any, reason: str | None) -> Format | None:
+    """Format of the copy of the weights that the target drafts with; None for no copy. Raises ConfigError.
 
     reason: why the model is no compiled program, if it is none
     """
-    if config.self_draft == "off":
-        return False
+    choice = config.self_draft
+    if choice == "off":
+        return None
+    wanted = "int4" if choice == "auto" else choice
     against = reason
-    if against is None and config.quantization == "int4":
-        against = "its weights have four bits themselves"
+    if against is None and config.quantization in ("int4", wanted):
+        against = f"with --quantization {config.quantization} the weights are as narrow themselves"
     if against is None and config.fixed_hints:
         against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
-    if config.self_draft == "int4":
-        if against is not None:
-            raise ConfigError(f"--self-draft int4: {against}; leave it out")
-        return True
+    if choice != "auto" and against is not None:
+        raise ConfigError(f"--self-draft {choice}: {against}; leave it out")
     layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
-    return against is None and sum(weight.nbytes for weight in layers) >= _LEAST_BYTES
+    if against is not None or (choice == "auto" and sum(weight.nbytes for weight in layers) < _LEAST_BYTES):
+        return None
+    return cpu_format(wanted)

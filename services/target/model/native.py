@@ -80,13 +80,12 @@ class ProgramRunner:
         number_format: Format | None,
         positions: int,
         pools: torch.dtype,
-        *,
-        drafts: bool = False,
+        copied: Format | None = None,
     ) -> None:
         """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
         number_format: of the weights; None is the model's own. positions: most tokens of a session;
-        pools: dtype of the KV cache. drafts: keep a narrow copy of the weights for narrow bursts, see Burst.
+        pools: dtype of the KV cache. copied: the narrow format of a copy of the weights, for bursts that draft.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats are a reason against"
@@ -96,8 +95,8 @@ class ProgramRunner:
         self.threads = torch.get_num_threads()
         self._program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
         self.weight_bytes = self.draft_bytes = 0  # that a step reads, and one that drafts
-        self.drafts = drafts
-        _Builder(self, module, probe, number_format or own, positions, drafts=drafts).build()
+        self.drafts = copied is not None
+        _Builder(self, module, probe, number_format or own, positions, copied).build()
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
@@ -130,11 +129,10 @@ class _Builder:
         probe: Probe,
         number_format: Format,
         positions: int,
-        *,
-        drafts: bool,
+        copied: Format | None,
     ) -> None:
         self._runner, self._module, self._probe, self._format = runner, module, probe, number_format
-        self._narrow = Format.INT4 if drafts and number_format != Format.INT4 else None  # format of the narrow copy
+        self._narrow = copied
         self._config = module.config
         self._names = {id(child): name for name, child in module.named_modules()}
         self._turns = _Rotation(module, positions)
