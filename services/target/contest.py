@@ -201,8 +201,10 @@ class Contest:
         worst = best not in HINTED and len(others) > 1 and rates[way] == min(rates.values())
         lost = self._lost(way, max(rates.values()))
         pause = _pause(lost, _SHARE_OF_WORST if worst else _SHARE, measured.trial.seconds)
+        if way is Way.PLAIN and best is Way.SELF:  # nobody but the target itself takes part in either
+            return measured.trial.ended + pause
         doubt = max(self._doubt, _SOONEST * self._measured[best].trial.seconds)
-        return measured.trial.ended + min(pause, doubt * _DOUBTS_LESS ** max(measured.behind - 1, 0))
+        return measured.trial.ended + min(pause, doubt * _DOUBTS_LESS ** max(measured.behind - 1 + worst, 0))
 
     def _lost(self, way: Way, rate: float) -> float:
         """Seconds that a way's last turn cost beside one of so many tokens a session and second."""
