@@ -23,6 +23,7 @@ BENCHMARKS = {
     "accept": ("bench.accept", "how much drafters foretell, by kind of prompt"),
     "online": ("bench.online", "a draft that learns while it serves"),
     "target": ("bench.target", "steps of the target against their floors; hints against plain decoding"),
+    "self-draft": ("bench.selfdraft", "drafts of the target's own against plain steps"),
     "kernels": ("bench.kernels", "products and attention of the target on a CPU against their floors"),
     "draft": ("bench.draft", "rounds of growth of the draft against their floors"),
     "trees": ("bench.trees", "explicit trees of the draft: one program against a round a level"),

@@ -69,7 +69,12 @@ def compare(report: Report, model: str, folder: Path, dtype: str, steps: int) ->
         flag: build_engine(
             folder,
             TargetConfig(
-                device="cpu", dtype=dtype, deterministic=flag, disable_radix_cache=True, max_total_tokens=16 * 1024
+                device="cpu",
+                dtype=dtype,
+                deterministic=flag,
+                disable_radix_cache=True,
+                max_total_tokens=16 * 1024,
+                self_draft="off",
             ),
         )
         for flag in (False, True)

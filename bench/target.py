@@ -83,7 +83,9 @@ def main(argv: Sequence[str]) -> None:
 def config_of(name: str, sessions: int) -> TargetConfig:
     """Flags for the default model with weights in a number format."""
     flags = {"quantization": name} if name.startswith("int") else {"dtype": name}
-    return TargetConfig(max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **flags)
+    return TargetConfig(
+        max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, self_draft="off", **flags
+    )
 
 
 def opening(session_id: int, prompt: NDArray[np.uint32], new: int) -> OpenSession:

@@ -62,7 +62,9 @@ def step_cost(model: str, dtype: str) -> Callable[[int], float]:
     from bench.target import verified_steps
     from services.target.app import build_engine
 
-    engine = build_engine(resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True))  # type: ignore[arg-type]
+    engine = build_engine(
+        resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True, self_draft="off")
+    )  # type: ignore[arg-type]
     taken = verified_steps(engine, _ROWS, _STEPS)
     del engine
     gc.collect()

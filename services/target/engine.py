@@ -265,8 +265,11 @@ class TargetEngine(Engine):
 
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         own = self._patience.way is Way.SELF and not self.hinted_only
-        works = self.planner.plan(self._record, hints=hints and not own, unwanted=self._unwanted)
-        return self._self_draft.extend(works, self.listen) if own else works
+        works: Sequence[Work] = self.planner.plan(hints=hints and not own and not self._unwanted)
+        if own:
+            works = self._self_draft.extend(works, self.listen)
+        self.planner.count_misses(works, self._record, unwanted=self._unwanted)
+        return works
 
     @property
     def _unwanted(self) -> bool:

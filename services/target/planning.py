@@ -44,23 +44,25 @@ class Planner:
         self._entries = entries
         self._least = 0.0  # probability below which no node paid in the last step
 
-    def plan(self, record: HintRecord, *, hints: bool, unwanted: bool) -> list[Work]:
-        """Work for one step; none if there is nothing to do. record: is told who goes without hints.
-
-        hints: may be verified; unwanted: drafters were told that none are wanted
-        """
+    def plan(self, *, hints: bool) -> list[Work]:
+        """Work for one step; none if there is nothing to do. hints: may be verified."""
         chunks = self._scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
-        hints = hints and not unwanted and any(entry.tree for entry in self._entries.values())
+        hints = hints and any(entry.tree for entry in self._entries.values())
         drafts = self._drafts(chunks, rows, keys) if hints else {}
-        if record.begun and unwanted:
-            record.rested(sum(c.last and c.session.length > c.session.opened_length for c in chunks))
-        elif record.begun:
-            for chunk in chunks:
-                if chunk.last and not drafts.get(chunk.session.id):
-                    record.missed(chunk.session, self._entries[chunk.session.id].tree)
         return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
+
+    def count_misses(self, works: Sequence[Work], record: HintRecord, *, unwanted: bool) -> None:
+        """Tell the record whose tokens are drawn without a node to verify. unwanted: drafters were told to rest."""
+        if not record.begun:
+            return
+        missing = [work.chunk.session for work in works if work.chunk.last and not work.draft]
+        if unwanted:
+            record.rested(sum(session.length > session.opened_length for session in missing))
+            return
+        for session in missing:
+            record.missed(session, self._entries[session.id].tree)
 
     def room(self, session: Session) -> int:
         """Tokens that may still be committed; at least 1."""

@@ -72,7 +72,7 @@ class SelfDraft:
             return works
         sessions = [work.chunk.session for work in drafting]
         most = min(min(self._planner.room(session) - 1, session.max_draft_tokens) for session in sessions)
-        steps = self._length(len(works), sum(work.chunk.stop for work in works), min(most, _LONGEST))
+        steps = self._length(len(drafting), sum(work.chunk.stop for work in drafting), min(most, _LONGEST))
         if not all(self._scheduler.reserve_spare(session, session.length + steps) for session in sessions):
             return works  # pages are short; the next commit gives back what some have got
         tokens = self._draft(drafting, steps, listen)

@@ -219,7 +219,6 @@ def test_a_draft_is_left_when_somebody_calls(model):
 @pytest.mark.parametrize(("share", "rows", "right", "least", "most"), [
     (0.3, 1.0, 0.97, 6, 15),  # cheap and right
     (0.3, 1.0, 0.5, 1, 3),
-    (0.95, 1.0, 0.97, 1, 15),
     (1.5, 8.0, 0.9, 1, 1),  # dearer than plain steps, and so are rows
 ])  # fmt: skip
 def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):

@@ -1,0 +1,23 @@
+"""The benchmark of drafts of the target's own, with a tiny model."""
+
+import numpy as np
+import pytest
+
+from bench.selfdraft import compare, engines_of, write_noisy
+from outrider.speculation.sampling import SamplingParams
+from services.target.kernels.cpu import library
+from tests.tiny import write_model
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="drafts of its own are of compiled programs")
+
+
+@pytest.mark.parametrize(("number_format", "copied"), [("bfloat16", "int4"), ("bfloat16", "int8"), ("int8", "int4")])
+def test_a_row_of_the_report(tmp_path, number_format, copied):
+    model = write_noisy(write_model(tmp_path / "model"), tmp_path / "noisy")
+    engines = engines_of(model, number_format, copied, 2)
+    prompts = [np.array([5 + i, 6, 7], np.uint32) for i in range(5)]
+    row = compare(engines, prompts, SamplingParams(1.0, seed=3), 2, 30)
+    assert 1 <= row["tokens a step"] <= row["drafted a step"] + 1
+    assert 0 < row["right"] <= 1
+    assert row["ratio"] == pytest.approx(row["own"] / row["plain"])
+    assert 0 < row["floor"] < row["ms a token"]
