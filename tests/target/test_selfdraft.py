@@ -88,6 +88,18 @@ def test_in_other_formats_too(folder, flags):
     assert set(found.reasons.values()) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_other_families_too(tmp_path, family):
+    """Biases, norms of queries and keys, norms of branches, windows and soft caps."""
+    options = {"sliding_window": 16} if family.startswith("gemma") else {}
+    model = load_model(write_model(tmp_path, family, **options), self_draft="int4")
+    assert model.drafts
+    requests = list(sessions(5))
+    expected, found = run(engine_of(model), requests), run(drafting(model), requests)
+    assert (found.new, found.reasons) == (expected.new, expected.reasons)
+    assert found.accepted > 0
+
+
 def test_behind_a_screened_head(tmp_path):
     """The screen's copy of the head is what drafts read."""
     folder = write_model(tmp_path, vocab=9000, initializer_range=0.2)
