@@ -21,6 +21,13 @@ from services.target.planning import Planner
 _MOST = 16  # steps
 
 
+def burst_of(entries: Sequence[Entry], steps: int, files: Sequence[int], *, narrow: bool = False) -> Burst:
+    """Steps of some sessions; see Burst."""
+    stops = [entry.stops for entry in entries]
+    counts = array("q", [len(stop) // 8 for stop in stops])
+    return Burst(steps, b"".join(stops), counts, array("i", files), narrow)
+
+
 class Bursts:
     """Decides for one engine.
 
@@ -44,10 +51,9 @@ class Bursts:
         if steps < 2 or not self._reserve(works, steps):
             yield None
             return
-        stops = [self._entries[work.chunk.session.id].stops for work in works]
-        counts = array("q", [len(stop) // 8 for stop in stops])
+        entries = [self._entries[work.chunk.session.id] for work in works]
         with listen() as files:
-            yield Burst(steps, b"".join(stops), counts, array("i", files))
+            yield burst_of(entries, steps, files)
 
     def _steps(self, works: Sequence[Work]) -> int:
         """How many steps take as long as tokens gather, if nothing else is to be done in that time."""

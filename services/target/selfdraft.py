@@ -10,7 +10,6 @@ How long chains are is measured: what a step of the copy takes, what verificatio
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -21,7 +20,8 @@ from numpy.typing import NDArray
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import Burst, Work, build
+from services.target.batch import Work, build
+from services.target.bursts import burst_of
 from services.target.drawing import Entry, draw_plan
 from services.target.kv_cache import KVCache
 from services.target.model.base import Model
@@ -113,11 +113,9 @@ class SelfDraft:
     def _draft(self, works: Sequence[Work], steps: int, listen: Listen) -> NDArray[np.int64]:
         """Up to so many tokens of each session, [n, S]. Less if one of them ends, or somebody calls."""
         entries = [self._entries[work.chunk.session.id] for work in works]
-        stops = [entry.stops for entry in entries]
-        counts = array("q", [len(stop) // 8 for stop in stops])
         started = time.perf_counter()
         with listen() as files:
-            burst = Burst(steps, b"".join(stops), counts, array("i", files), narrow=True)
+            burst = burst_of(entries, steps, files, narrow=True)
             batch = build(works, self._model.device, draws=draw_plan(works, entries), burst=burst)
             drawn = self._model.runner.forward(batch, self._cache).tokens
         assert drawn is not None, "a model that drafts draws its tokens"
