@@ -69,6 +69,11 @@ class Planner:
         limit = min(session.prompt_length + session.stop.max_tokens, self._longest)
         return limit - session.length
 
+    def depth(self, session: Session) -> int:
+        """Draft tokens in a row that a step may accept, at most."""
+        depth = self.room(session) - 1  # the bonus token needs a place too
+        return depth if self._max_depth is None else min(depth, self._max_depth)
+
     def wanted(self, entry: Entry) -> int:
         """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
         most = min(entry.session.max_draft_tokens, self.max_rows - 1)
@@ -104,9 +109,7 @@ class Planner:
 
     def _candidates(self, entry: Entry, least: float) -> TreeSlice:
         """The likeliest nodes of a session, least: in probability, unless one is due to be tried."""
-        depth = self.room(entry.session) - 1  # the bonus token needs a place too
-        if self._max_depth is not None:
-            depth = min(depth, self._max_depth)
+        depth = self.depth(entry.session)
         most = min(entry.session.max_draft_tokens, self.max_rows - 1)
         if depth < 1 or most < 1:
             return EMPTY_SLICE

@@ -71,7 +71,7 @@ class SelfDraft:
         if not drafting:
             return works
         sessions = [work.chunk.session for work in drafting]
-        most = min(min(self._planner.room(session) - 1, session.max_draft_tokens) for session in sessions)
+        most = min(min(self._planner.depth(session), session.max_draft_tokens) for session in sessions)
         steps = self._length(len(drafting), sum(work.chunk.stop for work in drafting), min(most, _LONGEST))
         if not all(self._scheduler.reserve_spare(session, session.length + steps) for session in sessions):
             return works  # pages are short; the next commit gives back what some have got
@@ -89,7 +89,7 @@ class SelfDraft:
         session = chunk.session
         if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
             return False
-        return self._entries[session.id].matcher is None and self._planner.room(session) > 1
+        return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
 
     def _length(self, sessions: int, keys: int, most: int) -> int:
         """Tokens of the chains that bring most for the time of drafting and verifying them."""

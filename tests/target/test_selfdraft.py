@@ -178,6 +178,13 @@ def test_what_sessions_ask_for_besides_stays_exact(model):
     assert min(verified[i] for i in (1, 2, 3)) > 0
 
 
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_no_more_is_drafted_in_a_row_than_the_flag_says(model, depth):
+    found = run(drafting(model, speculative_num_steps=depth), [opening(1, [5, 6, 7], max_tokens=40)])
+    assert max(commit.verified for commit in found.commits[1]) == depth
+    assert found.new == run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=40)]).new
+
+
 def test_no_page_is_taken_from_others_and_all_come_home(model):
     requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in range(6)]
     expected = run(engine_of(model), requests).new
