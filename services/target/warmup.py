@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 _ID = 0
 _TIMED_STEPS = 3
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_DRAFTED = 24  # tokens with drafts of the target's own: some chains
 _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
 
@@ -33,7 +34,7 @@ def warm_up(engine: TargetEngine) -> None:
         _run(engine)
     engine.forget_measurements()
     if engine.model.drafts:
-        _open(engine, min(4, engine.max_session_tokens - 1), 3 * _ROWS[-1], SamplingParams(temperature=0.0))
+        _open(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
         engine.forget_measurements()
