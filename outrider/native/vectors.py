@@ -3,7 +3,8 @@
 memory.h pool.h            numbers on huge pages; threads and their barrier
 simd.h softmax.h noise.h   vectors of 16 numbers, exp; sums of weights; coupled noise
 weight.h operand.h         weights and rows of activations as products want them
-linear.h                   products of a few rows, each weight read once for all of them
+pass.h dots.h matrix.h     a panel with some rows: by dot products of vectors, or on a matrix unit (AMX)
+linear.h                   products of rows, each weight read once for all of them
 keys.h eight.h             keys of a cache in columns; caches of 8 bits
 """
 

@@ -131,3 +131,49 @@ def test_weights_that_share_memory_outlive_one_another():
             torch.testing.assert_close(one(x), linear(x))
         del packed[1:]
         torch.testing.assert_close(packed[0](x), made[0](x))
+
+
+@pytest.fixture
+def matrix_unit():
+    """Switches between products on the processor's matrix unit and those of vectors."""
+    use = library.load().outrider_use_matrix_unit
+    use(1)
+    if not use(1):
+        pytest.skip("this processor has no matrix unit")
+    yield use
+    use(1)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 70), (200, 448), (17, 5)])
+def test_a_matrix_unit_multiplies_as_vectors_do(matrix_unit, outputs, inputs):
+    torch.manual_seed(4)
+    linear = nn.Linear(inputs, outputs)
+    for number_format in (Format.INT8, Format.BFLOAT16):
+        ours = NativeLinear(linear, number_format)
+        for rows in (1, 2, 3, 9, 16, 17, 32, 33, 65, 130):
+            x = torch.randn(rows, inputs)
+            results = []
+            for used in (1, 0):
+                matrix_unit(used)
+                results.append(ours(x))
+            if number_format == Format.INT8:
+                assert torch.equal(*results)
+            torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("spread", [0.0, 20.0])
+def test_a_row_has_the_same_bits_in_any_company_whatever_its_size(spread):
+    """Numbers of many sizes, and sums below the normal ones, show every difference in order and rounding."""
+    torch.manual_seed(5)
+    linear = nn.Linear(577, 64, bias=False, dtype=torch.bfloat16)
+    sizes = torch.exp2(torch.randn(64, 577) * spread - 20)
+    with torch.inference_mode():
+        linear.weight.copy_(torch.randn(64, 577) * sizes)
+        ours = NativeLinear(linear, Format.BFLOAT16)
+        x = torch.randn(100, 577) * torch.exp2(-torch.arange(10, 110)[:, None])
+        together = ours(x)
+        for count in (1, 2, 3, 8, 16, 17, 33, 99):
+            assert torch.equal(ours(x[:count]), together[:count])
+            assert torch.equal(ours(x[-count:]), together[-count:])

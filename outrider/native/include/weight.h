@@ -49,7 +49,7 @@ struct OwnWeight : Weight {
 inline int64_t k_step(Format format) {
   switch (format) {
     case Format::kFloat32: return 1;
-    case Format::kBFloat16: return 2;
+    case Format::kBFloat16: return kGroup / 2;  // a chunk of an operand
     default: return kGroup;
   }
 }
@@ -89,10 +89,10 @@ inline char* place(OwnWeight& weight, int64_t n, int64_t bytes) {
 // Lay out one output of float32 or bfloat16 bits. source: [inputs]
 template <class T>
 void pack_plain(OwnWeight& weight, int64_t n, const T* source) {
-  const int64_t step = k_step(weight.format);
+  constexpr int64_t step = 4 / sizeof(T);
   char* to = place(weight, n, 4);
   for (int64_t k = 0; k < weight.inputs; k += step, to += 128) {
-    std::memcpy(to, source + k, std::min(step, weight.inputs - k) * sizeof(T));
+    std::memcpy(to, source + k, std::min<int64_t>(step, weight.inputs - k) * sizeof(T));
   }
 }
 

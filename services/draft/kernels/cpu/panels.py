@@ -17,7 +17,7 @@ _PANEL = 32
 _LINE = 64  # bytes
 _SLAB = 64 << 20  # bytes
 # By bytes of a number: how the numbers are told to JAX, how many of k stand side by side, and what k is padded to.
-_LAYOUTS: dict[int, tuple[Any, int, int]] = {4: (np.float32, 1, 1), 2: (np.uint16, 2, 2), 1: (np.uint8, 4, 64)}
+_LAYOUTS: dict[int, tuple[Any, int, int]] = {4: (np.float32, 1, 1), 2: (np.uint16, 2, 32), 1: (np.uint8, 4, 64)}
 _STATIC = {"static": True}
 
 

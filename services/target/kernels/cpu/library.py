@@ -107,6 +107,7 @@ _SIGNATURES: native.Signatures = {
     "weight_pack_quantized": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64)),
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
+    "use_matrix_unit": (c_int32, (c_int32,)),
     "linear": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),
     "product": (None, (c_void_p, POINTER(Product))),
     "apply": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int32)),

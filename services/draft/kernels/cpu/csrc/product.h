@@ -50,9 +50,10 @@ void product(Crew& crew, const Weight& weight, const X* x, int64_t rows, Y* y) {
     static thread_local Buffer own;
     const Operand operand = laid_out(together ? shared : own);
     for (int64_t row = 0; row < rows && !together; ++row) fill(operand, row);
+    const Passes passes(weight, rows);
     for (int64_t panel, end; portions.take(panel, end);) {
       for (; panel < end; ++panel) {
-        multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+        multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
           store_panel(weight, panel, first, count, tile, nullptr, y);
         });
       }

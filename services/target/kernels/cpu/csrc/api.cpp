@@ -39,6 +39,9 @@ void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, con
 
 // --- single operators ---
 
+// For those who compare both ways of multiplying. Returns whether the matrix unit was used before.
+int32_t outrider_use_matrix_unit(int32_t wanted) { return MatrixUnit::use(wanted != 0); }
+
 Pool* outrider_pool_new(int32_t threads) { return new Pool(threads); }
 void outrider_pool_free(Pool* pool) { delete pool; }
 
@@ -55,8 +58,9 @@ void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const 
       else fill_operand(operand, *weight, row, static_cast<const float*>(x) + from);
     }
     pool->barrier().wait();
+    const Passes passes(*weight, rows);
     for (int64_t panel; (panel = next_panel.fetch_add(1)) < weight->panels;) {
-      multiply_panel(*weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+      multiply_panel(*weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
         if (bfloat16) store_panel(*weight, panel, first, count, tile, bias, static_cast<BF16*>(y));
         else store_panel(*weight, panel, first, count, tile, bias, static_cast<float*>(y));
       });

@@ -205,10 +205,11 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
     fill_row(op, call, weight, to, index, scratch);
   });
+  const Passes passes(weight, rows);
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
     const int64_t end = op.portions[portion + 1];
     for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
-      multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+      multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
         if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
         else store_plain(op, call, panel, first, count, tile);
       });
@@ -291,8 +292,9 @@ void Program::fuse(int thread, const Call& call) {
   const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
     fill_operand(to, weight, index, features + index * call.feature_width);
   });
+  const Passes passes(weight, rows);
   portions(*next, thread, weight.panels, [&](int64_t panel) {
-    multiply_panel(weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+    multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
       store_panel(weight, panel, first, count, tile, call.fusion_bias, static_cast<T*>(call.fused));
     });
   });

@@ -65,10 +65,11 @@ void Program::make_exact(const Linear& op, int thread, const Call& call, Counter
   const Operand operand = operand_of(*op.weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
     fill_row(op, call, *op.weight, to, index, scratch);
   });
+  const Passes passes(*op.weight, rows);
   portions(*next, thread, (panels_.count() + kRun - 1) / kRun, [&](int64_t run) {
     for (int64_t panel = run * kRun; panel < std::min(panels_.count(), (run + 1) * kRun); ++panel) {
       if (!panels_.wanted(panel)) continue;
-      multiply_panel(*op.weight, panel, operand, rows, [&](int64_t first, int64_t count, const float* tile) {
+      multiply_panel(*op.weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
         store_plain(op, call, panel, first, count, tile);
       });
       panels_.settle(panel);

@@ -1,0 +1,186 @@
+// Products of a few rows with a panel, by dot products of vectors.
+//
+// Every row's sums run over k in one order, whatever rows stand beside it, so a row's result does not depend on the batch.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "pass.h"
+
+namespace outrider {
+
+constexpr int kDotRows = 12;  // rows that one pass over a panel serves: 2 accumulators each, of 32 registers
+
+// sum += products of single numbers, or dot products of pairs or fours, in each 32 bits of w and x. Written out because
+// compilers copy the sums about.
+struct Ones {
+  static void add(__m512& sum, __m512i w, __m512i x) {
+    sum = _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), sum);
+  }
+};
+struct Pairs {
+  static void add(__m512& sum, __m512i w, __m512i x) { asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
+};
+struct Fours {
+  static void add(__m512i& sum, __m512i w, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x)); }
+};
+
+// One step of k: M rows, 32 outputs. x: the first row's; those of the others follow chunk by chunk
+template <class Dot, int M, class Sum>
+void step(Sum sum[M][2], __m512i w0, __m512i w1, const char* x) {
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    int32_t bits;
+    std::memcpy(&bits, x + m * kChunk, 4);
+    const __m512i all = _mm512_set1_epi32(bits);
+    Dot::add(sum[m][0], w0, all);
+    Dot::add(sum[m][1], w1, all);
+  }
+}
+
+// float32 and bfloat16. steps: of 128 bytes
+template <class Dot, int M>
+void tile_plain(const Pass& pass, int64_t steps) {
+  __m512 sum[M][2];
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
+  const char *weight = pass.begin(), *x = pass.chunk(0);
+  constexpr int64_t kSteps = kChunk / 4;  // of a chunk
+  const int64_t jump = (pass.x.rows - 1) * kChunk;
+  for (int64_t i = 0; i < steps; ++i, weight += 128) {
+    const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
+    pass.fetch(i);
+    step<Dot, M>(sum, w0, w1, x);
+    x += i % kSteps == kSteps - 1 ? jump + 4 : 4;
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    store(pass.tile + m * kPanel, sum[m][0]);
+    store(pass.tile + m * kPanel + kLanes, sum[m][1]);
+  }
+}
+
+// The sums of a group begin with these, [rows].
+template <int M>
+[[gnu::always_inline]] inline void begin_group(const int32_t* offsets, __m512i sum[M][2]) {
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    for (int z = 0; z < 2; ++z) {
+      sum[m][z] = _mm512_set1_epi32(offsets[m]);
+      asm("" : "+v"(sum[m][z]));  // a register each from the beginning, or compilers move them about in every step
+    }
+  }
+}
+
+// They, integers in registers, are added to the tile as float32. scales: of the rows
+template <int M>
+[[gnu::always_inline]] inline void add_group(float* tile, const __m512i sum[M][2], const float* scales) {
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) {
+    const __m512 scale = _mm512_set1_ps(scales[m]);
+#pragma GCC unroll 2
+    for (int z = 0; z < 2; ++z, tile += kLanes) {
+      store(tile, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[m][z]), scale, load(tile)));
+    }
+  }
+}
+
+template <int M>
+void tile_int8(const Pass& pass, int64_t groups) {
+  std::memset(pass.tile, 0, M * kPanel * sizeof(float));
+  const char* weight = pass.begin();
+  for (int64_t group = 0; group < groups; ++group) {
+    __m512i sum[M][2];
+    begin_group<M>(pass.x.offsets + group * pass.x.rows + pass.row, sum);
+    const char* x = pass.chunk(group);
+    for (int64_t i = 0; i < kGroup / 4; ++i, x += 4, weight += 128) {
+      const __m512i w0 = _mm512_loadu_si512(weight), w1 = _mm512_loadu_si512(weight + 64);
+      pass.fetch(group * kGroup / 4 + i);
+      step<Fours, M>(sum, w0, w1, x);
+    }
+    add_group<M>(pass.tile, sum, pass.x.scales + group * pass.x.rows + pass.row);
+  }
+  pass.scale_columns(M);
+}
+
+// int4 weights have scales of their own for each half of a group, and centres, which meet the sums of the rows' numbers.
+// first: [M][32] for what the first half comes to before the row's scale, taken up by the second
+template <int M, bool HIGH>
+[[gnu::always_inline]] inline void add_half(const Pass& pass, int64_t group, const __m512i sum[M][2], const char* facts,
+                                            float* first) {
+  const __m256i* halves = reinterpret_cast<const __m256i*>(facts) + HIGH * 2;
+  const float* scales = pass.x.scales + group * pass.x.rows + pass.row;
+  const uint32_t* sums = pass.x.sums + group * pass.x.rows + pass.row;
+  float* tile = pass.tile;
+#pragma GCC unroll 2
+  for (int z = 0; z < 2; ++z, tile += kLanes, first += kLanes) {  // one after the other, for want of registers
+    const __m512 column = _mm512_cvtph_ps(_mm256_loadu_si256(halves + z));
+    const __m512i centres = _mm512_loadu_si512(facts + 2 * kPanel * 2 + z * 64);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; ++m) {
+      const __m512 real = _mm512_cvtepi32_ps(sum[m][z]);
+      float *before = first + m * kPanel, *to = tile + m * kPanel;
+      if (!HIGH) {
+        store(before, _mm512_mul_ps(real, column));
+        continue;
+      }
+      const __m512 both = _mm512_fmadd_ps(real, column, load(before));
+      __m512 all = _mm512_fmadd_ps(both, _mm512_set1_ps(scales[m]), load(to));
+      Pairs::add(all, centres, _mm512_set1_epi32(int32_t(sums[m])));
+      store(to, all);
+    }
+  }
+}
+
+// 32 k of a group, the low or the high halves of its bytes. A loop with both would keep them beside all sums, and those of
+// 12 rows leave no registers for that.
+template <int M, bool HIGH>
+[[gnu::always_inline]] inline void multiply_half(const Pass& pass, int64_t group, const char* weight, float* first) {
+  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4Facts / 128;  // of 128 bytes, in a group
+  const __m512i nibble = _mm512_set1_epi8(15);
+  auto unpacked = [&](const char* from) {
+    const __m512i both = _mm512_loadu_si512(from);
+    return _mm512_and_si512(HIGH ? _mm512_srli_epi16(both, 4) : both, nibble);
+  };
+  __m512i sum[M][2];
+  begin_group<M>(pass.x.offsets + (2 * group + HIGH) * pass.x.rows + pass.row, sum);
+  const char* x = pass.chunk(group) + HIGH * kChunk / 2;
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < kLines; ++i, x += 4) {
+    if (!HIGH) pass.fetch(group * kFetches + i);
+    step<Fours, M>(sum, unpacked(weight + i * 128), unpacked(weight + i * 128 + 64), x);
+  }
+  for (int64_t i = kLines; HIGH && i < kFetches; ++i) pass.fetch(group * kFetches + i);
+  add_half<M, HIGH>(pass, group, sum, weight + kLines * 128, first);
+}
+
+template <int M>
+void tile_int4(const Pass& pass, int64_t groups) {
+  std::memset(pass.tile, 0, M * kPanel * sizeof(float));
+  alignas(64) float first[M * kPanel];
+  const char* weight = pass.begin();
+  for (int64_t group = 0; group < groups; ++group, weight += kGroup * kPanel / 2 + kInt4Facts) {
+    multiply_half<M, false>(pass, group, weight, first);
+    multiply_half<M, true>(pass, group, weight, first);
+  }
+}
+
+template <int M>
+void multiply(const Pass& pass) {
+  const int64_t k = pass.weight.k;
+  switch (pass.weight.format) {
+    case Format::kFloat32: return tile_plain<Ones, M>(pass, k);
+    case Format::kBFloat16: return tile_plain<Pairs, M>(pass, k / 2);
+    case Format::kInt8: return tile_int8<M>(pass, k / kGroup);
+    case Format::kInt4: return tile_int4<M>(pass, k / kGroup);
+  }
+}
+
+template <int... M>
+constexpr std::array<void (*)(const Pass&), sizeof...(M)> kernels_of(std::integer_sequence<int, M...>) {
+  return {multiply<M + 1>...};
+}
+constexpr auto kDots = kernels_of(std::make_integer_sequence<int, kDotRows>());
+
+}  // namespace outrider

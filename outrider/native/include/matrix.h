@@ -1,0 +1,229 @@
+// Products of rows with a panel on the processor's matrix unit (Intel's AMX), where there is one: an instruction
+// multiplies 16 rows with 16 outputs, 64 bytes of each. Operands and panels lie as it wants them.
+//
+// A row's sums do not depend on the rows beside it. Those of bfloat16 are rounded in another order than in dots.h, so a
+// machine takes one of the two for all products; of int8 both are the same whole numbers.
+#pragma once
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "pass.h"
+
+namespace outrider {
+
+constexpr int kMatrixRows = 32;  // that one pass serves: two blocks of 16, each with the panel's two halves
+
+class MatrixUnit {
+ public:
+  static bool available() { return state().load(std::memory_order_relaxed); }
+
+  // For those who compare both. Returns whether it was used before.
+  static bool use(bool wanted) { return state().exchange(wanted && usable()); }
+
+ private:
+  static std::atomic<bool>& state() {
+    static std::atomic<bool> used(usable());
+    return used;
+  }
+  static bool usable() {
+    static const bool can = has_instructions() && may_use();
+    return can;
+  }
+  static bool has_instructions() {
+    constexpr unsigned kBFloat16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25, kAll = kBFloat16 | kTiles | kInt8;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll;
+  }
+  // Linux keeps the registers' contents for those alone who asked.
+  static bool may_use() {
+    constexpr long kAskForState = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+  }
+};
+
+// The registers of a thread while it multiplies: 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
+class MatrixRegisters {
+ public:
+  explicit MatrixRegisters(int rows) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};  // of a row of each register
+      uint8_t rows[16] = {};
+    } layout;
+    const int first = std::min(rows, 16), second = std::max(rows - 16, 1);
+    const int heights[8] = {first, first, second, second, first, second, 16, 16};
+    for (int i = 0; i < 8; ++i) layout.bytes[i] = 64, layout.rows[i] = uint8_t(heights[i]);
+    asm volatile("ldtilecfg %0" ::"m"(layout));
+  }
+  ~MatrixRegisters() { asm volatile("tilerelease"); }
+  MatrixRegisters(const MatrixRegisters&) = delete;
+  MatrixRegisters& operator=(const MatrixRegisters&) = delete;
+};
+
+namespace matrix {
+
+// INDEX: of a register
+template <int INDEX>
+void clear() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(INDEX));
+}
+template <int INDEX>
+void read(const char* from, int64_t stride) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(INDEX), "r"(from), "r"(stride) : "memory");
+}
+template <int INDEX>
+void write(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(INDEX), "r"(to), "r"(stride) : "memory");
+}
+// SUM += rows x weights, of bfloat16 pairs, or of fours of signed with unsigned bytes.
+template <Format FORMAT, int SUM, int ROWS, int WEIGHTS>
+void add() {
+  if constexpr (FORMAT == Format::kBFloat16) {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROWS), "i"(WEIGHTS));
+  } else {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(ROWS), "i"(WEIGHTS));
+  }
+}
+
+template <bool MORE>
+void clear_sums() {
+  clear<0>(), clear<1>();
+  if constexpr (MORE) clear<2>(), clear<3>();
+}
+
+// The products of 64 bytes of each row. MORE: than 16 rows
+template <Format FORMAT, bool MORE>
+void add_chunk(const Pass& pass, int64_t chunk) {
+  constexpr int64_t kLines = 16;  // of 128 bytes
+  const char *weight = pass.begin() + chunk * kLines * 128, *x = pass.chunk(chunk);
+  for (int64_t i = 0; i < kLines; ++i) pass.fetch(chunk * kLines + i);
+  read<4>(x, kChunk);
+  read<6>(weight, 128);
+  add<FORMAT, 0, 4, 6>();
+  read<7>(weight + 64, 128);
+  add<FORMAT, 1, 4, 7>();
+  if constexpr (MORE) {
+    read<5>(x + 16 * kChunk, kChunk);
+    add<FORMAT, 2, 5, 6>();
+    add<FORMAT, 3, 5, 7>();
+  }
+}
+
+// to: [rows, 32] of 32 bits
+template <bool MORE>
+void write_sums(void* to) {
+  constexpr int64_t kRow = kPanel * 4;
+  char* first = static_cast<char*>(to);
+  write<0>(first, kRow);
+  write<1>(first + 64, kRow);
+  if constexpr (MORE) {
+    write<2>(first + 16 * kRow, kRow);
+    write<3>(first + 16 * kRow + 64, kRow);
+  }
+}
+
+template <bool MORE>
+void multiply_bfloat16(const Pass& pass) {
+  clear_sums<MORE>();
+  for (int64_t chunk = 0; chunk < pass.chunks(); ++chunk) add_chunk<Format::kBFloat16, MORE>(pass, chunk);
+  write_sums<MORE>(pass.tile);
+}
+
+// A group's sums, whole numbers, are added to the results. sums: [rows, 32]
+inline void add_group(const Pass& pass, int64_t rows, int64_t group, const int32_t* sums) {
+  const int64_t facts = group * pass.x.rows + pass.row;
+  float* tile = pass.tile;
+  for (int64_t m = 0; m < rows; ++m) {
+    const __m512i offset = _mm512_set1_epi32(pass.x.offsets[facts + m]);
+    const __m512 scale = _mm512_set1_ps(pass.x.scales[facts + m]);
+#pragma GCC unroll 2
+    for (int z = 0; z < 2; ++z, sums += kLanes, tile += kLanes) {
+      const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(sums), offset));
+      store(tile, _mm512_fmadd_ps(sum, scale, load(tile)));
+    }
+  }
+}
+
+template <bool MORE>
+void multiply_int8(const Pass& pass, int64_t rows) {
+  alignas(64) int32_t sums[2][(MORE ? 32 : 16) * kPanel];
+  std::memset(pass.tile, 0, size_t(rows) * kPanel * sizeof(float));
+  const int64_t groups = pass.chunks();
+  for (int64_t group = 0; group < groups; ++group) {
+    clear_sums<MORE>();
+    add_chunk<Format::kInt8, MORE>(pass, group);
+    write_sums<MORE>(sums[group % 2]);
+    if (group > 0) add_group(pass, rows, group - 1, sums[(group - 1) % 2]);  // while the unit is busy with the next
+  }
+  add_group(pass, rows, groups - 1, sums[(groups - 1) % 2]);
+  pass.scale_columns(rows);
+}
+
+// What `multiply_bfloat16` computes, to the last bit, with vectors: they are faster for a row or two where weights come
+// from a near cache. The unit sums up even and odd k apart, over 32 of them, and takes numbers below the normal ones for 0.
+template <int M>
+[[gnu::noinline]] void multiply_apart(const Pass& pass) {
+  const __m512i high = _mm512_set1_epi32(int32_t(0xffff0000));
+  __m512 total[M][2];
+  for (int m = 0; m < M; ++m) total[m][0] = total[m][1] = _mm512_setzero_ps();
+  const char* weight = pass.begin();
+  for (int64_t chunk = 0; chunk < pass.chunks(); ++chunk) {
+    const char* x = pass.chunk(chunk);
+    __m512 even[M][2], odd[M][2];
+    for (int m = 0; m < M; ++m) even[m][0] = even[m][1] = odd[m][0] = odd[m][1] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < 16; ++i, x += 4, weight += 128) {
+      pass.fetch(chunk * 16 + i);
+      __m512 w[2][2];
+#pragma GCC unroll 2
+      for (int z = 0; z < 2; ++z) {
+        const __m512i both = _mm512_loadu_si512(weight + z * 64);
+        w[z][0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+        w[z][1] = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+      }
+#pragma GCC unroll 2
+      for (int m = 0; m < M; ++m) {
+        int32_t bits;
+        std::memcpy(&bits, x + m * kChunk, 4);
+        const __m512i both = _mm512_set1_epi32(bits);
+        const __m512 x0 = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+        const __m512 x1 = _mm512_castsi512_ps(_mm512_and_si512(both, high));
+#pragma GCC unroll 2
+        for (int z = 0; z < 2; ++z) {
+          even[m][z] = _mm512_fmadd_ps(x0, w[z][0], even[m][z]);
+          odd[m][z] = _mm512_fmadd_ps(x1, w[z][1], odd[m][z]);
+        }
+      }
+    }
+    for (int m = 0; m < M; ++m) {
+      for (int z = 0; z < 2; ++z) total[m][z] = _mm512_add_ps(total[m][z], _mm512_add_ps(even[m][z], odd[m][z]));
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    for (int z = 0; z < 2; ++z) store(pass.tile + m * kPanel + z * kLanes, total[m][z]);
+  }
+}
+
+// One or two rows.
+inline void multiply_by_vectors(const Pass& pass, int64_t rows) {
+  const unsigned mode = _mm_getcsr();
+  _mm_setcsr(mode | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
+  rows == 1 ? multiply_apart<1>(pass) : multiply_apart<2>(pass);
+  _mm_setcsr(mode);
+}
+
+// rows: as the registers are laid out for
+inline void multiply(const Pass& pass, int64_t rows) {
+  if (pass.weight.format == Format::kInt8) {
+    return rows > 16 ? multiply_int8<true>(pass, rows) : multiply_int8<false>(pass, rows);
+  }
+  return rows > 16 ? multiply_bfloat16<true>(pass) : multiply_bfloat16<false>(pass);
+}
+
+}  // namespace matrix
+
+}  // namespace outrider
