@@ -128,7 +128,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     ((70, 2), (48, 80)), ((8, 1), (576, 512)),
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype):
+def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype, multiplied_by):
     """Also for many heads a key, long contexts, more nodes than fit side by side, and pages with leftovers."""
     rng = np.random.default_rng(sum(heads) * sum(dims))
     for page_size, longest, nodes in ((1, 150, 20), (16, 700, 90), (5, 10, 150)):
@@ -155,7 +155,7 @@ def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype):
 @pytest.mark.parametrize("formats", [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn),
 ])  # fmt: skip
-def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats):
+def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats, multiplied_by):
     """Keys of a single row are not laid out for the arithmetic; those of several rows, and of trees, are."""
     dtype, stored = formats
     rng = np.random.default_rng(0)

@@ -58,7 +58,7 @@ def _multiplied(x, weight, number_format):
 @needs_kernels
 @pytest.mark.parametrize("number_format", [Format.INT8, Format.INT4])
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 70), (200, 448), (17, 5)])
-def test_narrow_weights_multiply_as_their_twins(number_format, outputs, inputs):
+def test_narrow_weights_multiply_as_their_twins(number_format, outputs, inputs, multiplied_by):
     torch.manual_seed(1)
     weight = torch.randn(outputs, inputs)
     linear = nn.Linear(inputs, outputs, bias=False)
@@ -133,17 +133,6 @@ def test_weights_that_share_memory_outlive_one_another():
         torch.testing.assert_close(packed[0](x), made[0](x))
 
 
-@pytest.fixture
-def matrix_unit():
-    """Switches between products on the processor's matrix unit and those of vectors."""
-    use = library.load().outrider_use_matrix_unit
-    use(1)
-    if not use(1):
-        pytest.skip("this processor has no matrix unit")
-    yield use
-    use(1)
-
-
 @needs_kernels
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (33, 70), (200, 448), (17, 5)])
 def test_a_matrix_unit_multiplies_as_vectors_do(matrix_unit, outputs, inputs):
@@ -164,7 +153,7 @@ def test_a_matrix_unit_multiplies_as_vectors_do(matrix_unit, outputs, inputs):
 
 @needs_kernels
 @pytest.mark.parametrize("spread", [0.0, 20.0])
-def test_a_row_has_the_same_bits_in_any_company_whatever_its_size(spread):
+def test_a_row_has_the_same_bits_in_any_company_whatever_its_size(spread, multiplied_by):
     """Numbers of many sizes, and sums below the normal ones, show every difference in order and rounding."""
     torch.manual_seed(5)
     linear = nn.Linear(577, 64, bias=False, dtype=torch.bfloat16)

@@ -35,9 +35,17 @@ inline void transpose16(__m512i* r) {
   }
 }
 
+// bfloat16, multiplied on the matrix unit.
+struct MatrixBF16 {
+  uint16_t bits;
+};
+template <class T>
+constexpr bool kOnMatrixUnit = std::is_same_v<T, MatrixBF16>;
+
 // How keys are multiplied: float32 number by number, bfloat16 in pairs with queries rounded to bfloat16, too.
 template <class T>
 struct Dot {
+  using Number = std::conditional_t<std::is_same_v<T, float>, float, BF16>;
   static constexpr int kStep = 4 / int(sizeof(T));  // numbers of a key in 32 bits
   static __m512 add(__m512 sum, __m512i keys, int32_t query) {
     if constexpr (std::is_same_v<T, float>) {

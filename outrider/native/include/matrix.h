@@ -96,12 +96,13 @@ void clear_sums() {
   if constexpr (MORE) clear<2>(), clear<3>();
 }
 
-// The products of 64 bytes of each row. MORE: than 16 rows
+// The products of 64 bytes of each row. MORE: than 16 rows. The unit takes twice as long beside prefetches, so that only
+// passes which wait for memory anyway fetch ahead.
 template <Format FORMAT, bool MORE>
 void add_chunk(const Pass& pass, int64_t chunk) {
   constexpr int64_t kLines = 16;  // of 128 bytes
   const char *weight = pass.begin() + chunk * kLines * 128, *x = pass.chunk(chunk);
-  for (int64_t i = 0; i < kLines; ++i) pass.fetch(chunk * kLines + i);
+  for (int64_t i = 0; i < kLines && pass.streams; ++i) pass.fetch(chunk * kLines + i);
   read<4>(x, kChunk);
   read<6>(weight, 128);
   add<FORMAT, 0, 4, 6>();

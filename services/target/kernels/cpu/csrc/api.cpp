@@ -76,13 +76,14 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
   const AttentionPlan plan(batch, *shape, pool->threads());
   Buffer partials(plan.partials * (2 + shape->value_dim) * sizeof(float));
   std::atomic<int64_t> next{0}, next_join{0};
-  with_formats(bfloat16 != 0, PoolFormat(format), [&](auto computed, auto stored) {
+  with_arithmetic(bfloat16 != 0, PoolFormat(format), [&](auto computed, auto stored) {
     using T = decltype(computed);
     using P = decltype(stored);
     const AttentionCall<P> call{*shape, q, shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
                                 static_cast<const P*>(keys), static_cast<const P*>(values)};
     pool->run([&](int) {
       auto worker = std::make_unique<AttentionWorker<T, P>>(batch, call);
+      const Registers<T> registers;
       for (int64_t i; (i = next.fetch_add(1)) < int64_t(plan.tasks.size());) {
         worker->run(plan.tasks[i], partials.as<float>());
       }

@@ -10,6 +10,7 @@
 
 #include "attention_plan.h"
 #include "direct.h"
+#include "matrix_split.h"
 
 namespace outrider {
 
@@ -35,7 +36,7 @@ class AttentionWorker {
       : batch_(batch),
         call_(call),
         scaling_{call.shape.scaling, call.shape.softcap},
-        words_((call.shape.key_dim + kStep - 1) / kStep),
+        words_(words_of(call.shape.key_dim)),
         wide_(value_words<T>(call.shape.value_dim)) {}
 
   // partials: [..][2 + value_dim] floats, a query vector each.
@@ -62,6 +63,11 @@ class AttentionWorker {
  private:
   static constexpr int kStep = Dot<T>::kStep;
 
+  static int64_t words_of(int64_t dim) {
+    const int64_t words = (dim + kStep - 1) / kStep;
+    return kOnMatrixUnit<T> ? round_up(words, kLanes) : words;
+  }
+
   void begin(const AttentionTask& task, int head_begin, int heads) {
     const auto& shape = call_.shape;
     span_ = task.span;
@@ -84,9 +90,9 @@ class AttentionWorker {
   }
 
   void take_query(const float* from) {
-    T* to = reinterpret_cast<T*>(query_ + queries_ * words_);
+    auto* to = reinterpret_cast<typename Dot<T>::Number*>(query_ + queries_ * words_);
     const int64_t dim = call_.shape.key_dim;
-    query_[queries_ * words_ + words_ - 1] = 0;
+    std::memset(to, 0, words_ * sizeof(int32_t));
     for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(from + d, lanes(dim - d)), lanes(dim - d));
   }
 
@@ -130,16 +136,18 @@ class AttentionWorker {
   // Keys that all rows see in one order.
   void cached(int64_t from, int count) {
     batch_.slots(span_, from, from + count, slot_);
-    switch (queries_) {
-      case 1: return direct<1>(from, count);
-      case 2: return direct<2>(from, count);
-      case 3: return direct<3>(from, count);
-      case 4: return direct<4>(from, count);
+    if constexpr (!kOnMatrixUnit<T>) {
+      switch (queries_) {
+        case 1: return direct<1>(from, count);
+        case 2: return direct<2>(from, count);
+        case 3: return direct<3>(from, count);
+        case 4: return direct<4>(from, count);
+      }
     }
     lay_keys_of(count);
     lay_values_of(slot_, 0, count);
-    for (int query = 0; query < queries_; query += kTogether) {
-      const int some = std::min(kTogether, queries_ - query);
+    for (int query = 0; query < queries_; query += kTogether<T>) {
+      const int some = std::min(kTogether<T>, queries_ - query);
       score<T>(some, query_ + query * words_, words_, keys_, stride_, count, scores_);
       for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
       combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
@@ -166,25 +174,37 @@ class AttentionWorker {
       lay_keys_of(int(cached + nodes));
       lay_values_of(slot_, 0, common);
     }
-    for (int query = 0; query < queries_; query += heads_) {
-      const int count = order(query, from, std::min(to, last_[query]), base);
-      if (!together) {
-        std::copy(order_, order_ + count, slot_);
-        lay_keys_of(count);
-      }
-      lay_values_of(order_, std::min(common, count), count);
-      for (int first = query; first < query + heads_; first += kTogether) {
-        const int some = std::min(kTogether, query + heads_ - first);
-        score<T>(some, query_ + first * words_, words_, keys_, stride_, together ? int(cached + nodes) : count, scores_);
-        for (int i = 0; i < some; ++i) {
-          alignas(64) float ordered[kSplit];
-          const float* found = scores_ + i * kMaxColumns;
-          for (int j = 0; j < count; ++j) ordered[j] = found[together ? column_[j] : j];
-          take_weights(first + i, i, ordered, from, count);
+    const int rows = together ? std::max(1, kTogether<T> / heads_) : 1;  // whose scores are computed at a time
+    for (int begin = 0; begin < queries_; begin += rows * heads_) {
+      const int end = std::min(queries_, begin + rows * heads_);
+      for (int first = begin; first < end; first += kTogether<T>) {  // more than once for many heads of one row
+        const int some = std::min(kTogether<T>, end - first);
+        if (together) score<T>(some, query_ + first * words_, words_, keys_, stride_, int(cached + nodes), scores_);
+        for (int query = first; query < first + some; query += heads_) {
+          const int heads = std::min(heads_, first + some - query);
+          if (query % heads_ == 0) begin_row(query, from, std::min(to, last_[query]), base, together, common);
+          const float* scores = scores_ + (query - first) * kMaxColumns;
+          if (!together) score<T>(heads, query_ + query * words_, words_, keys_, stride_, count_, scores_);
+          for (int i = 0; i < heads; ++i, scores += kMaxColumns) {
+            alignas(64) float ordered[kSplit];
+            for (int j = 0; j < count_; ++j) ordered[j] = scores[together ? column_[j] : j];
+            take_weights(query + i, i, ordered, from, count_);
+          }
+          combine<T>(heads, weights_, values_, wide_, (count_ + kStep - 1) / kStep, sum_ + query * wide_);
         }
-        combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + first * wide_);
       }
     }
+  }
+
+  // The keys from .. to - 1 of a query's row in its own order: their values, behind those that all rows have in common, and
+  // the keys themselves if those of all rows do not fit side by side.
+  void begin_row(int query, int64_t from, int64_t to, int64_t base, bool together, int common) {
+    count_ = order(query, from, to, base);
+    if (!together) {
+      std::copy(order_, order_ + count_, slot_);
+      lay_keys_of(count_);
+    }
+    if (count_ > common) lay_values_of(order_, common, count_);
   }
 
   // The keys from .. to - 1 of a query's row: their slots, and their columns among those from `base` on, nodes behind the
@@ -253,16 +273,19 @@ class AttentionWorker {
   const int64_t words_, wide_;  // of a key; of a value
   int64_t span_ = 0, kv_head_ = 0, own_ = 0, stride_ = 0;
   int queries_ = 0, head_ = 0, heads_ = 1;
+  int count_ = 0;  // keys of the row at hand
   int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries];
   int64_t slot_[kMaxColumns], order_[kSplit];
   int column_[kSplit];
   Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the split at hand; of those before it
-  alignas(64) float scores_[kTogether * kMaxColumns];
-  alignas(64) int32_t weights_[kTogether * kSplit];
-  alignas(64) int32_t query_[kMaxQueries * kMaxDim + kLanes];
+  // The matrix unit takes 16 query vectors even where there are fewer; results of those behind the last are nobody's.
+  static constexpr int kBehind = kOnMatrixUnit<T> ? kTogether<T> : 1;
+  alignas(64) float scores_[kTogether<T> * kMaxColumns];
+  alignas(64) int32_t weights_[kTogether<T> * kSplit];
+  alignas(64) int32_t query_[(kMaxQueries + kBehind) * kMaxDim];
   alignas(64) int32_t keys_[kMaxDim * kMaxColumns];
   alignas(64) int32_t values_[kSplit * kMaxDim];
-  alignas(64) float sum_[kMaxQueries * kMaxDim];
+  alignas(64) float sum_[(kMaxQueries + kBehind) * kMaxDim];
   alignas(64) float totals_[kMaxQueries * kMaxDim];
 };
 

@@ -355,9 +355,10 @@ void Program::attend(const Attend& op, int thread, const Call& call, Counter* ne
                                    static_cast<const P*>(call.keys[op.layer]),
                                    static_cast<const P*>(call.values[op.layer])};
   const AttentionPlan& plan = plans_[op.plan];
-  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<float, float>) + 64]);
+  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<T, P>) + 64]);
   void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
   auto* worker = new (place) AttentionWorker<T, P>(call.batch, attention);
+  const Registers<T> registers;
   portions(*next, thread, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
   if (plan.joined.empty()) return;
   pool_.barrier().wait();
@@ -366,7 +367,7 @@ void Program::attend(const Attend& op, int thread, const Call& call, Counter* ne
 }
 
 void Program::execute(const Attend& op, int thread, const Call& call, Counter* next) {
-  with_formats(bfloat16_, pools_, [&](auto computed, auto stored) {
+  with_arithmetic(bfloat16_, pools_, [&](auto computed, auto stored) {
     attend<decltype(computed), decltype(stored)>(op, thread, call, next);
   });
 }

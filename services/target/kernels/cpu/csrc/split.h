@@ -14,7 +14,8 @@ namespace outrider {
 
 constexpr int64_t kSplit = 128;                // keys
 constexpr int kMaxColumns = int(kSplit) + 64;  // laid out at a time: a split of the cache, and 64 nodes behind it
-constexpr int kTogether = 4;                   // query vectors that are multiplied at a time
+template <class T>
+constexpr int kTogether = kOnMatrixUnit<T> ? 16 : 4;  // query vectors that are multiplied at a time
 
 // A value's width among words: whole vectors, of bfloat16 pairs of them.
 template <class T>
@@ -36,7 +37,7 @@ void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at) {
       for (int i = 0; i < kLanes; ++i) part[i] = Dot<T>::load_words(from[i] + d, dim - d);
       transpose16(part);
       int32_t* out = to + word * stride + column;
-      if (words - word >= kLanes) {
+      if (kOnMatrixUnit<T> || words - word >= kLanes) {  // which wants zeros behind the last word
 #pragma GCC unroll 16
         for (int i = 0; i < kLanes; ++i) _mm512_store_si512(out + i * stride, part[i]);
       } else {
@@ -65,6 +66,10 @@ void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at) {
       }
     }
   }
+  if constexpr (kOnMatrixUnit<T>) {
+    const int64_t words = (columns + Dot<T>::kStep - 1) / Dot<T>::kStep, end = (words + kLanes - 1) / kLanes * kLanes;
+    std::memset(to + words * wide, 0, size_t((end - words) * wide) * sizeof(int32_t));
+  }
 }
 
 template <class T, int N>
@@ -90,7 +95,7 @@ void score_some(const int32_t* queries, int64_t words, const int32_t* keys, int6
   }
 }
 
-// scores: [count][kMaxColumns], of up to four query vectors with all columns. stride: of keys, a multiple of 32.
+// scores: [count][kMaxColumns], of up to kTogether query vectors with all columns. stride: of keys, a multiple of 32.
 template <class T>
 void score(int count, const int32_t* queries, int64_t words, const int32_t* keys, int64_t stride, int columns,
            float* scores) {
@@ -202,7 +207,7 @@ void combine_for(const int32_t* weights, const int32_t* values, int64_t wide, in
   }
 }
 
-// sums: [count][wide], weights times values of up to four query vectors. weights: [count][kSplit] words, of which `words`
+// sums: [count][wide], weights times values of up to kTogether query vectors. weights: [count][kSplit] words, of which `words`
 // count.
 template <class T>
 void combine(int count, const int32_t* weights, const int32_t* values, int64_t wide, int words, float* sums) {
