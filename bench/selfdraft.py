@@ -2,6 +2,8 @@
 
 default  the default model, whose weights were four bits once: a copy in four bits loses nothing of them
 noisy    the same with noise within each step of those four bits: what a copy loses of weights of sixteen bits
+
+Copies are measured by themselves; `text` is what sessions' texts repeat, by itself.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ WAYS = (Way.PLAIN, Way.SELF)
 # Weights, their format, the copy's
 CASES = (
     ("default", "bfloat16", "int4"), ("default", "int8", "int4"),
+    ("default", "bfloat16", "text"), ("default", "int8", "text"), ("default", "int4", "text"),
     ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"),
 )  # fmt: skip
 
@@ -118,7 +121,7 @@ def write_noisy(source: Path, folder: Path) -> Path:
 
 def engines_of(folder: Path, number_format: str, copied: str, sessions: int) -> dict[Way, TargetEngine]:
     """Engines of one model that work in one way each."""
-    narrow = {"quantization": number_format} if number_format == "int8" else {"dtype": number_format}
+    narrow = {"dtype": number_format} if number_format == "bfloat16" else {"quantization": number_format}
     config = TargetConfig(
         device="cpu", self_draft=copied, max_running_requests=sessions, max_total_tokens=32 * 1024,
         disable_radix_cache=True, **narrow,
@@ -127,6 +130,7 @@ def engines_of(folder: Path, number_format: str, copied: str, sessions: int) -> 
     engines = {way: TargetEngine(model, config, (way,)) for way in WAYS}
     for engine in engines.values():
         warm_up(engine)
+        engine.own.looks_back = copied == "text"
     return engines
 
 
@@ -150,7 +154,7 @@ def compare(
     assert isinstance(runner, ProgramRunner), "only a compiled program drafts by itself"
     plain, own = (sums[way].tokens / sums[way].seconds for way in WAYS)
     done = sums[Way.SELF]
-    read = done.drafted / sessions * runner.draft_bytes + done.rounds / sessions * runner.weight_bytes
+    read = done.drafted / sessions * runner.draft_bytes * runner.drafts + done.rounds / sessions * runner.weight_bytes
     return {
         "plain": plain, "own": own, "ratio": own / plain, "tokens a step": done.tokens / done.rounds,
         "drafted a step": done.drafted / done.rounds, "right": done.accepted / max(done.drafted, 1),

@@ -80,11 +80,19 @@ class Session:
         """New tokens that must be committed before one may end the session; 0 or less if none."""
         return self.stop.min_tokens - self.new_tokens
 
+    def tokens_with_room(self, count: int) -> int:
+        """Where the tokens lie in memory, with room for so many more behind them."""
+        self._make_room(self.length + count)
+        return self._tokens.ctypes.data
+
+    def _make_room(self, length: int) -> None:
+        if length > len(self._tokens):
+            self._tokens = np.resize(self._tokens, 2 * length)
+
     def append(self, tokens: NDArray[np.integer]) -> None:
         """Commit tokens, [n]."""
         end = self.length + len(tokens)
-        if end > len(self._tokens):
-            self._tokens = np.resize(self._tokens, 2 * end)
+        self._make_room(end)
         self._tokens[self.length : end] = tokens
         self.length = end
         self._began = True

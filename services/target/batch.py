@@ -78,17 +78,32 @@ class DrawPlan:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """The tokens of a burst's sessions. A text repeats once its last `same` tokens have stood in it before.
+
+    places:  [S] int64 ("q"), addresses of their tokens, uint32, with room for those of the burst
+    lengths: [S] int64 ("q"), tokens of each
+    """
+
+    places: array[int]
+    lengths: array[int]
+    same: int
+
+
+@dataclass(frozen=True)
 class Burst:
     """Plain steps that may be computed one behind the other, by runners that can; others compute one.
 
-    A burst ends with a step in which a session does, and with one in which somebody calls. One with a narrow copy of
-    the weights drafts: its tokens are guesses, and what it writes into the cache is to be written anew.
+    A burst ends with a step in which a session does or its text repeats, and with one in which somebody calls. One
+    with a narrow copy of the weights drafts: its tokens are guesses, and what it writes into the cache is to be written
+    anew.
 
     steps:       at most
     stops:       int64, tokens after which a session does not go on, session after session
     stop_counts: [S] int64 ("q"), how many of them are each one's
     files:       int32 ("i"), descriptors, one of which can be read once somebody calls
     narrow:      True to draft, of models that keep such a copy alone
+    texts:       where it is to end once one of them repeats; None to go on
     """
 
     steps: int
@@ -96,6 +111,7 @@ class Burst:
     stop_counts: array[int]
     files: array[int]
     narrow: bool = False
+    texts: Texts | None = None
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,27 @@ from contextlib import contextmanager
 
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
-from services.target.batch import Burst, Work
+from services.target.batch import Burst, Texts, Work
 from services.target.drawing import Entry
 from services.target.planning import Planner
 
 _MOST = 16  # steps
 
 
-def burst_of(entries: Sequence[Entry], steps: int, files: Sequence[int], *, narrow: bool = False) -> Burst:
-    """Steps of some sessions; see Burst."""
+def burst_of(
+    entries: Sequence[Entry], steps: int, files: Sequence[int], *, narrow: bool = False, same: int = 0
+) -> Burst:
+    """Steps of some sessions; see Burst. same: as of Texts; 0 to go on where texts repeat."""
     stops = [entry.stops for entry in entries]
     counts = array("q", [len(stop) // 8 for stop in stops])
-    return Burst(steps, b"".join(stops), counts, array("i", files), narrow)
+    texts = _texts(entries, steps, same) if same else None
+    return Burst(steps, b"".join(stops), counts, array("i", files), narrow, texts)
+
+
+def _texts(entries: Sequence[Entry], steps: int, same: int) -> Texts:
+    sessions = [entry.session for entry in entries]
+    places = array("q", [session.tokens_with_room(steps) for session in sessions])
+    return Texts(places, array("q", [session.length for session in sessions]), same)
 
 
 class Bursts:
@@ -42,10 +51,10 @@ class Bursts:
         self.seconds = seconds
 
     @contextmanager
-    def planned(self, works: Sequence[Work], listen: Listen) -> Iterator[Burst | None]:
+    def planned(self, works: Sequence[Work], listen: Listen, same: int = 0) -> Iterator[Burst | None]:
         """The steps that may follow one of so many roots at once, with pages for their tokens; None for none.
 
-        listen: how somebody who calls is heard while the context lasts.
+        listen: how somebody who calls is heard while the context lasts. same: as of `burst_of`.
         """
         steps = self._steps(works)
         if steps < 2 or not self._reserve(works, steps):
@@ -53,7 +62,7 @@ class Bursts:
             return
         entries = [self._entries[work.chunk.session.id] for work in works]
         with listen() as files:
-            yield burst_of(entries, steps, files)
+            yield burst_of(entries, steps, files, same=same)
 
     def _steps(self, works: Sequence[Work]) -> int:
         """How many steps take as long as tokens gather, if nothing else is to be done in that time."""

@@ -45,6 +45,7 @@ from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
+from services.target.own import OwnDrafts
 from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, Patience
 from services.target.planning import Planner
 from services.target.selfdraft import SelfDraft
@@ -80,7 +81,8 @@ class TargetEngine(Engine):
         self._entries: dict[int, Entry] = {}
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
         self.bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
-        self._self_draft = SelfDraft(model, self.cache, self.planner, self.scheduler, self._entries)
+        parts = self.planner, self.scheduler, self._entries
+        self.own = OwnDrafts(SelfDraft(model, self.cache, *parts) if model.drafts else None, *parts)
         self.hinted_only = False  # whatever measurements say
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
@@ -93,7 +95,7 @@ class TargetEngine(Engine):
         self._gather_seconds = config.gather_seconds
         if self.planner.fixed_rows:
             ways = ALWAYS if config.speculative_always else HINTED
-        self._ways = ways if model.drafts else [way for way in ways if way is not Way.SELF]
+        self._ways = ways if model.looks_back else [way for way in ways if way is not Way.SELF]
         self._longest = AS_LONG_AS_IT_TAKES if config.speculative_always else None
         self._patience = self._new_patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
@@ -168,7 +170,7 @@ class TargetEngine(Engine):
         self._calibration = Calibration()
         self._record = HintRecord()
         self._patience = self._new_patience()
-        self._self_draft.forget()
+        self.own.forget()
         self._step_tokens = 0
 
     # --- control: see control.py ---
@@ -267,7 +269,7 @@ class TargetEngine(Engine):
         own = self._patience.way is Way.SELF and not self.hinted_only
         works: Sequence[Work] = self.planner.plan(hints=hints and not own and not self._unwanted)
         if own:
-            works = self._self_draft.extend(works, self.listen)
+            works = self.own.extend(works, self.listen)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 
@@ -286,7 +288,7 @@ class TargetEngine(Engine):
             return None
         started = time.perf_counter()
         capture = self.features.capture(works, late=self._unwanted)
-        with self.bursts.planned(works if self._may_burst else (), self.listen) as burst:
+        with self.bursts.planned(works if self._may_burst else (), self.listen, self._same(works)) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
             if behind is not None:
                 batch = behind.roots(batch, works, drawn)
@@ -295,6 +297,12 @@ class TargetEngine(Engine):
         for work in works:
             work.chunk.session.computed = work.chunk.stop + flight.steps - 1
         return flight
+
+    def _same(self, works: Sequence[Work]) -> int:
+        """How many last tokens of a session must have stood in its text before for a burst to end there."""
+        if self._patience.way is not Way.SELF or self.hinted_only:
+            return 0
+        return self.own.least(len(works), sum(work.chunk.stop for work in works))
 
     @property
     def _may_burst(self) -> bool:
@@ -396,7 +404,7 @@ class TargetEngine(Engine):
         if not work.own:
             entry.calibration.observe(promised(draft), accepted)
         elif len(draft.tokens):
-            self._self_draft.observe(len(draft.tokens), accepted, goes_on=goes_on)
+            self.own.observe(session.id, len(draft.tokens), accepted, goes_on=goes_on)
         unread = self.features.asked and not self._patience.drafted(session.id)
         wanted = self.planner.tell(entry, unwanted=self._unwanted, unread=unread) if goes_on else 0
         commit = Commit(

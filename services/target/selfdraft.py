@@ -1,4 +1,4 @@
-"""Drafts of the target's own: chains of tokens from a narrow copy of its weights, which the weights themselves verify.
+"""Chains of tokens from a narrow copy of the target's weights, which the weights themselves verify.
 
 A step of few rows takes as long as its weights are read, so one that reads a copy in fewer bits takes a part of that
 time. The copy goes on from the cache that the model has written and draws with the session's own randomness, so that
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,13 +26,13 @@ from services.target.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.planning import Planner
 
-_LONGEST = 16  # tokens
+LONGEST = 16  # tokens of a chain
 _KEPT = 0.97  # what remains of the evidence after a chain
 _PRIOR_RIGHT, _PRIOR = 6.4, 8.0  # tokens of the copy that count as right before the first, and as tried
 _PRIOR_SHARE = 0.5  # what a step of the copy takes of one of the model, as long as nobody knows
 _NEW = 0.2  # weight of the last measurement in that share
-_PARENTS = np.arange(-1, _LONGEST, dtype=np.int32)
-_DEPTHS = np.arange(1, _LONGEST + 1, dtype=np.int32)
+_PARENTS = np.arange(-1, LONGEST, dtype=np.int32)
+_DEPTHS = np.arange(1, LONGEST + 1, dtype=np.int32)
 
 
 class SelfDraft:
@@ -62,37 +61,32 @@ class SelfDraft:
         self._right = self._right * _KEPT + accepted
         self._tried = self._tried * _KEPT + accepted + (goes_on and accepted < drafted)
 
-    def extend(self, works: Sequence[Work], listen: Listen) -> Sequence[Work]:
-        """The works of a step, with chains to verify for those sessions that only decode.
+    def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
+        """Chains to verify, by session. works: of sessions that only want their next tokens.
 
         listen: how somebody who calls is heard meanwhile.
         """
-        drafting = [work for work in works if self._serves(work)]
-        if not drafting:
-            return works
-        sessions = [work.chunk.session for work in drafting]
+        sessions = [work.chunk.session for work in works]
         most = min(min(self._planner.depth(session), session.max_draft_tokens) for session in sessions)
-        steps = self._length(len(drafting), sum(work.chunk.stop for work in drafting), min(most, _LONGEST))
+        steps = self._length(len(works), sum(work.chunk.stop for work in works), min(most, LONGEST))
         if not all(self._scheduler.reserve_spare(session, session.length + steps) for session in sessions):
-            return works  # pages are short; the next commit gives back what some have got
-        tokens = self._draft(drafting, steps, listen)
-        chains = {
-            work.chunk.session.id: self._chain(self._entries[work.chunk.session.id], own)
-            for work, own in zip(drafting, tokens.T.tolist(), strict=True)
+            return {}  # pages are short; the next commit gives back what some have got
+        tokens = self._draft(works, steps, listen)
+        return {
+            session.id: chain_of(self._entries[session.id], own, self.acceptance)
+            for session, own in zip(sessions, tokens.T.tolist(), strict=True)
         }
-        none = works[0].draft  # nobody has any yet
-        return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
 
-    def _serves(self, work: Work) -> bool:
-        """True for a session that only wants its next tokens. What a grammar allows, the copy does not know."""
-        chunk = work.chunk
-        session = chunk.session
-        if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
-            return False
-        return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
+    def rate(self, sessions: int, keys: int) -> float:
+        """Tokens a second of each of so many sessions that are drafted for. keys: of all of them together."""
+        return float(self._rates(sessions, keys, LONGEST).max())
 
     def _length(self, sessions: int, keys: int, most: int) -> int:
         """Tokens of the chains that bring most for the time of drafting and verifying them."""
+        return int(np.argmax(self._rates(sessions, keys, most))) + 1
+
+    def _rates(self, sessions: int, keys: int, most: int) -> NDArray[np.float64]:
+        """Tokens a second of each session, by the length of its chain: 1 to `most`."""
         most = max(1, min(most, self._planner.max_rows - 1))
         lengths = np.arange(1, most + 1)
         chance = self.acceptance
@@ -100,7 +94,8 @@ class SelfDraft:
         cost = self._planner.budget.cost
         step, _ = cost.step(sessions, keys)
         seconds = lengths * step * self._share(sessions) + cost.seconds(sessions * (lengths + 1), keys)
-        return int(lengths[np.argmax(tokens / seconds)])
+        rates: NDArray[np.float64] = tokens / seconds
+        return rates
 
     def _share(self, rows: int) -> float:
         known = self._shares.get(rows)
@@ -126,12 +121,16 @@ class SelfDraft:
         self._shares[len(works)] = known + _NEW * (min(share, 2.0 * known) - known)
         return tokens
 
-    def _chain(self, entry: Entry, tokens: list[int]) -> TreeSlice:
-        """A session's own tokens, up to one that ends it or could not be drawn."""
-        count = 0
-        for token in tokens:
-            count += token >= 0
-            if token < 0 or token in entry.stop_ids:
-                break
-        scores = np.log(np.float32(self.acceptance)) * _DEPTHS[:count]
-        return TreeSlice(np.array(tokens[:count], np.uint32), _PARENTS[:count], _DEPTHS[:count], scores)
+
+def chain_of(entry: Entry, tokens: list[int], chance: float) -> TreeSlice:
+    """Drafted tokens, up to one that ends the session or could not be drawn.
+
+    chance: that each is right if those before it are
+    """
+    count = 0
+    for token in tokens:
+        count += token >= 0
+        if token < 0 or token in entry.stop_ids:
+            break
+    scores = np.log(np.float32(chance)) * _DEPTHS[:count]
+    return TreeSlice(np.array(tokens[:count], np.uint32), _PARENTS[:count], _DEPTHS[:count], scores)

@@ -34,9 +34,11 @@ def warm_up(engine: TargetEngine) -> None:
         _run(engine)
     engine.forget_measurements()
     if engine.model.drafts:
+        engine.own.looks_back = False  # it is the copy that is to be measured
         _open(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
+        engine.own.looks_back = True
         engine.forget_measurements()
 
 

@@ -42,7 +42,9 @@ def model(folder):
 def drafting(model, **flags):
     """An engine that drafts by itself in every step."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
-    return TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF,))
+    engine = TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF,))
+    engine.own.looks_back = False  # tests/target/test_repeats.py has what texts repeat
+    return engine
 
 
 def sessions(count, temperature=1.0, seed=0):
@@ -138,7 +140,7 @@ def test_a_useless_copy_changes_nothing_and_is_given_up(folder):
     engine = drafting(model)
     found = run(engine, requests)
     assert found.new == run(engine_of(model), requests).new
-    assert engine._self_draft.acceptance < 0.4
+    assert engine.own.copy.acceptance < 0.4
     assert found.accepted < 0.2 * found.verified
 
 
@@ -220,7 +222,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine._self_draft._shares = {1: 0.01}
+    engine.own.copy._shares = {1: 0.01}
     assert len(engine._plan()[0].draft) > 4
 
     @contextmanager
@@ -243,7 +245,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
 def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
     engine = drafting(model)
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: rows * 64e-3 if rows > 1 else 1.1e-3})
-    draft = engine._self_draft
+    draft = engine.own.copy
     draft._shares = {1: share}
     for _ in range(200):
         draft.observe(10, round(10 * right), goes_on=True)
@@ -315,8 +317,8 @@ def test_hints_are_tried_beside_it(model):
 def test_the_warm_up_times_the_model_s_own_steps(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096))
     warm_up(engine)
-    assert engine._self_draft._shares, "what the copy takes is known"
-    assert engine._self_draft.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
+    assert engine.own.copy._shares, "what the copy takes is known"
+    assert engine.own.copy.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
     assert engine._patience.way is Way.SELF
 
 

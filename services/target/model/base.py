@@ -59,6 +59,7 @@ class Model:
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
     tokenizer_file: tokenizer.json of its folder, if it has one
     drafts: True if the runner computes narrow bursts, with a copy of the weights in fewer bits
+    looks_back: True if what a session's own text repeats is verified, too
     """
 
     runner: Runner
@@ -73,3 +74,4 @@ class Model:
     shapes: tuple[LayerShape, ...]
     tokenizer_file: Path | None = None
     drafts: bool = False
+    looks_back: bool = False

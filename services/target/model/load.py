@@ -17,13 +17,14 @@ from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
 from services.target import graphs
 from services.target.kernels import Planner, choose
+from services.target.kernels.cpu import library
 from services.target.kv_cache import pick_cache_dtype
 from services.target.model import attention, deterministic, latent, native, quantized, selfcheck, shards, support
 from services.target.model.base import Model, Runner
 from services.target.model.company import check as check_company
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import copy_format, cpu_format, narrowed
+from services.target.model.narrow import cpu_format, narrowed, own_drafts
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
         drafts=isinstance(runner, native.ProgramRunner) and runner.drafts,
+        looks_back=isinstance(runner, native.ProgramRunner) and runner.looks_back,
     )
     selfcheck.check(model)
     if config.deterministic:
@@ -94,10 +96,15 @@ def _runner(
     if device.type == "cpu" and not plain:
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
-        copied = copy_format(config, module, reason)
+        looks_back, copied = own_drafts(config, module, reason)
         if reason is None:
-            runner = native.ProgramRunner(module, probe, number_format, context_length, cache_dtype, copied)
-            log.info("running as a compiled program; a step reads %.0f MB of weights", runner.weight_bytes / 1e6)
+            runner = native.ProgramRunner(
+                module, probe, number_format, context_length, cache_dtype, copied, looks_back=looks_back
+            )
+            unit = ", with a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
+            log.info(
+                "running as a compiled program%s; a step reads %.0f MB of weights", unit, runner.weight_bytes / 1e6
+            )
             if copied is not None:
                 log.info("drafting by itself, too; that reads %.0f MB a token", runner.draft_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
@@ -106,7 +113,7 @@ def _runner(
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
-    copy_format(config, module, reason)  # raises if they were asked for
+    own_drafts(config, module, reason)  # raises if they were asked for
     around = deterministic.prepare(module, how, probe, device) if config.deterministic else None
     return graphs.wrap(ModuleRunner(module, planner, around), config, device)
 

@@ -59,23 +59,25 @@ def cpu_format(choice: Quantization | None) -> Format | None:
     return {"int8": Format.INT8, "int4": Format.INT4}.get(choice or "")
 
 
-def copy_format(config: TargetConfig, module: Any, reason: str | None) -> Format | None:
-    """Format of the copy of the weights that the target drafts with; None for no copy. Raises ConfigError.
+def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> tuple[bool, Format | None]:
+    """Whether the target drafts by itself, and the format of the copy of the weights that it does it with, if any.
 
-    reason: why the model is no compiled program, if it is none
+    Without a copy, it drafts from the text alone. reason: why the model is no compiled program, if it is none. Raises
+    ConfigError.
     """
     choice = config.self_draft
     if choice == "off":
-        return None
+        return False, None
     wanted = "int4" if choice == "auto" else choice
     against = reason
-    if against is None and config.quantization in ("int4", wanted):
-        against = f"with --quantization {config.quantization} the weights are as narrow themselves"
     if against is None and config.fixed_hints:
         against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
+    narrower = wanted != "text" and config.quantization not in ("int4", wanted)
+    if against is None and choice in ("int4", "int8") and not narrower:
+        against = f"with --quantization {config.quantization} the weights are as narrow themselves"
     if choice != "auto" and against is not None:
         raise ConfigError(f"--self-draft {choice}: {against}; leave it out")
     layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     if against is not None or (choice == "auto" and sum(weight.nbytes for weight in layers) < _LEAST_BYTES):
-        return None
-    return cpu_format(wanted)
+        return False, None
+    return True, cpu_format(wanted) if narrower else None  # type: ignore[arg-type]

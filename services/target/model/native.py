@@ -81,11 +81,14 @@ class ProgramRunner:
         positions: int,
         pools: torch.dtype,
         copied: Format | None = None,
+        *,
+        looks_back: bool = False,
     ) -> None:
         """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
         number_format: of the weights; None is the model's own. positions: most tokens of a session;
         pools: dtype of the KV cache. copied: the narrow format of a copy of the weights, for bursts that draft.
+        looks_back: as of Model.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats are a reason against"
@@ -95,7 +98,7 @@ class ProgramRunner:
         self.threads = torch.get_num_threads()
         self._program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
         self.weight_bytes = self.draft_bytes = 0  # that a step reads, and one that drafts
-        self.drafts = copied is not None
+        self.drafts, self.looks_back = copied is not None, looks_back
         _Builder(self, module, probe, number_format or own, positions, copied).build()
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:

@@ -74,6 +74,9 @@ class Burst(ctypes.Structure):
         ("files", c_void_p),
         ("file_count", c_int64),
         ("narrow", c_bool),
+        ("texts", c_void_p),
+        ("lengths", c_void_p),
+        ("same", c_int64),
     )
 
 
@@ -108,6 +111,7 @@ _SIGNATURES: native.Signatures = {
     "pool_new": (c_void_p, (c_int32,)),
     "pool_free": (None, (c_void_p,)),
     "use_matrix_unit": (c_int32, (c_int32,)),
+    "has_matrix_unit": (c_int32, ()),
     "linear": (None, (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int32)),
     "product": (None, (c_void_p, POINTER(Product))),
     "apply": (None, (c_void_p, c_int32, c_void_p, c_void_p, c_int64, c_int32)),

@@ -268,4 +268,8 @@ class Program:
 def _burst(burst: Burst) -> object:
     """What the kernels take."""
     (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
-    return ctypes.byref(library.Burst(burst.steps, burst.stops, stop_counts, files, count, burst.narrow))
+    told = library.Burst(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
+    if (texts := burst.texts) is not None:
+        told.texts, told.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
+        told.same = texts.same
+    return ctypes.byref(told)

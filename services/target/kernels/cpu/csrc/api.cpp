@@ -41,6 +41,7 @@ void outrider_weight_pack_quantized(OwnWeight* weight, const int8_t* values, con
 
 // For those who compare both ways of multiplying. Returns whether the matrix unit was used before.
 int32_t outrider_use_matrix_unit(int32_t wanted) { return MatrixUnit::use(wanted != 0); }
+int32_t outrider_has_matrix_unit() { return MatrixUnit::available(); }
 
 Pool* outrider_pool_new(int32_t threads) { return new Pool(threads); }
 void outrider_pool_free(Pool* pool) { delete pool; }

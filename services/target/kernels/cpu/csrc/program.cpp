@@ -118,6 +118,32 @@ bool ends(const Burst& burst, const int64_t* tokens, int64_t rows) {
   return false;
 }
 
+// True if the last `same` tokens of a text stand in it before.
+bool stood_before(const uint32_t* text, int64_t length, int64_t same) {
+  const uint32_t* last = text + length - 1;
+  const __m512i wanted = _mm512_set1_epi32(int32_t(*last));
+  for (int64_t place = same - 1; place < length - 1; place += kLanes) {
+    const __mmask16 there = lanes(length - 1 - place);
+    __mmask16 found = _mm512_mask_cmpeq_epi32_mask(there, _mm512_maskz_loadu_epi32(there, text + place), wanted);
+    for (; found; found = __mmask16(found & (found - 1))) {
+      const uint32_t* other = text + place + __builtin_ctz(found);
+      if (std::equal(last - (same - 1), last, other - (same - 1))) return true;
+    }
+  }
+  return false;
+}
+
+// Puts what a step drew, the `done`-th of the burst, behind the texts. Returns whether one of them repeats.
+bool repeats(const Burst& burst, const int64_t* tokens, int64_t rows, int64_t done) {
+  bool any = false;
+  for (int64_t row = 0; burst.same && row < rows; ++row) {
+    const int64_t length = burst.lengths[row] + done;
+    burst.texts[row][length - 1] = uint32_t(tokens[row]);
+    any = any || (length > burst.same && stood_before(burst.texts[row], length, burst.same));
+  }
+  return any;
+}
+
 bool called(std::vector<pollfd>& files) { return !files.empty() && poll(files.data(), files.size(), 0) > 0; }
 
 }  // namespace
@@ -139,7 +165,8 @@ int64_t Program::run(Call call, const Burst& burst) {
     narrow_ = burst.narrow;
     run(call);
     narrow_ = false;
-    if (done == burst.steps || ends(burst, draws.tokens, rows) || called(files)) return done;
+    if (done == burst.steps || ends(burst, draws.tokens, rows)) return done;
+    if (repeats(burst, draws.tokens, rows, done) || called(files)) return done;
     for (int64_t row = 0; row < rows; ++row) {
       ++positions[row];
       ++start[row];

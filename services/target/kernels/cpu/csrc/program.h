@@ -107,6 +107,9 @@ struct Burst {
   const int32_t* files;       // what can be read as soon as the caller is wanted elsewhere
   int64_t file_count;
   bool narrow;                // with the narrow copies of the weights: what is drawn are drafts
+  uint32_t* const* texts;     // [rows], tokens of the sessions, with room for those of the burst
+  const int64_t* lengths;     // [rows], of them
+  int64_t same;               // ends, too, once so many last tokens of a session stood in its text before; 0 for never
 };
 
 class Program {
@@ -118,7 +121,7 @@ class Program {
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
-  // Ends early behind a step in which a session does, or in which the caller is called. Draws, and captured rows, lie step
+  // Ends early behind a step in which a session does or a text repeats, or in which the caller is called. Draws, and captured rows, lie step
   // behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how many steps were computed.
   int64_t run(Call call, const Burst& burst);
 

@@ -1,0 +1,138 @@
+"""Drafts that a target makes itself, for sessions that only want their next tokens: what their text repeats
+(repeats.py), and what a narrow copy of the weights says (selfdraft.py). Step by step, what brings more for its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.serving.loop import Listen
+from outrider.serving.scheduler import Scheduler
+from outrider.speculation.tree import TreeSlice
+from services.target.batch import Work
+from services.target.drawing import Entry
+from services.target.planning import Planner
+from services.target.repeats import LEAST, Repeats, find
+from services.target.selfdraft import LONGEST, SelfDraft, chain_of
+
+_LEAD = 1.02  # that a chain from the text must have: what is gained by less may be noise
+_AGAIN = 64  # steps after which what pays is judged again
+
+
+class OwnDrafts:
+    """Drafts for one engine's sessions."""
+
+    def __init__(
+        self, copy: SelfDraft | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
+    ) -> None:
+        """copy: of models that keep one. entries: of the sessions that are open, by id."""
+        self.copy = copy
+        self.repeats = Repeats()
+        self.looks_back = True
+        self._planner, self._scheduler, self._entries = planner, scheduler, entries
+        self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
+        self._least: tuple[int, int, int] = (0, 0, 0)  # sessions, what is paid with so many, and for how many steps yet
+
+    def forget(self) -> None:
+        """Begin anew with what texts taught."""
+        self.repeats.forget()
+        self._least = (0, 0, 0)
+        if self.copy is not None:
+            self.copy.forget()
+
+    def observe(self, session_id: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
+        """Take in what became of a session's chain. goes_on: False if the session ended with it."""
+        same = self._same.pop(session_id, 0)
+        if same:
+            self.repeats.observe(same, drafted, accepted, goes_on=goes_on)
+        elif self.copy is not None:
+            self.copy.observe(drafted, accepted, goes_on=goes_on)
+
+    def extend(self, works: Sequence[Work], listen: Listen) -> Sequence[Work]:
+        """The works of a step, with chains to verify for those sessions that only decode.
+
+        listen: how somebody who calls is heard meanwhile.
+        """
+        self._same.clear()
+        serving = [work for work in works if self._serves(work)]
+        if not serving:
+            return works
+        chains = self._repeated(serving, works) if self.looks_back else {}
+        rest = [work for work in serving if work.chunk.session.id not in chains]
+        if rest and self.copy is not None:
+            chains |= self.copy.chains(rest, listen)
+        if not chains:
+            return works
+        none = works[0].draft  # nobody has any yet
+        return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
+
+    def least(self, sessions: int, keys: int) -> int:
+        """How many last tokens must have stood in a text before for a look back to pay; 0 if none do.
+
+        A burst of plain steps ends there. keys: of all sessions together.
+        """
+        if not self.looks_back:
+            return 0
+        known, least, steps = self._least
+        if known != sessions or not steps:
+            self.repeats.fade()
+            rate = self._other_rate(sessions, keys)
+            pays = [self._gain(chance, 1, LONGEST, sessions, sessions, keys)[1] > rate for chance in self._chances()]
+            least = next((same for same, so in enumerate(pays, LEAST) if so), 0)
+            steps = _AGAIN
+        self._least = sessions, least, steps - 1
+        return least
+
+    def _chances(self) -> list[float]:
+        return self.repeats.chances().tolist()
+
+    def _serves(self, work: Work) -> bool:
+        """True for a session that only wants its next tokens. What a grammar allows, nobody here knows."""
+        chunk = work.chunk
+        session = chunk.session
+        if len(chunk) > 1 or not chunk.last or not session.max_draft_tokens:
+            return False
+        return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
+
+    def _repeated(self, serving: Sequence[Work], works: Sequence[Work]) -> dict[int, TreeSlice]:
+        """Chains from the texts of some sessions, where they pay."""
+        rows, keys = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
+        least = self.least(len(works), keys)
+        if not least:
+            return {}
+        found: list[tuple[Work, int, NDArray[np.uint32]]] = []
+        for work in serving:
+            session = work.chunk.session
+            most = min(self._planner.depth(session), session.max_draft_tokens, self._planner.max_rows - 1, LONGEST)
+            same, tokens = find(session.tokens, most)
+            if same >= least and len(tokens):
+                found.append((work, same, tokens))
+        rate = self._other_rate(len(works), keys) if found else 0.0
+        chains = {}
+        for work, same, tokens in found:
+            chance, session = self.repeats.chance(same), work.chunk.session
+            count, gained = self._gain(chance, len(found), len(tokens), len(works), rows, keys)
+            if gained <= rate or not self._scheduler.reserve_spare(session, session.length + count):
+                continue
+            chain = chain_of(self._entries[session.id], tokens[:count].tolist(), chance)
+            if len(chain):
+                chains[session.id], self._same[session.id] = chain, same
+        return chains
+
+    def _gain(self, chance: float, chains: int, most: int, sessions: int, rows: int, keys: int) -> tuple[int, float]:
+        """The best length of so many chains, and the tokens a second of all sessions with it."""
+        lengths = np.arange(1, most + 1)
+        tokens = sessions + chains * np.cumsum(chance**lengths)
+        rates = tokens / self._planner.budget.cost.seconds(rows + chains * lengths, keys)
+        best = int(np.argmax(rates))
+        return best + 1, float(rates[best])
+
+    def _other_rate(self, sessions: int, keys: int) -> float:
+        """What a chain from the text must bring, in tokens a second of all sessions."""
+        step, _ = self._planner.budget.cost.step(sessions, keys)
+        copied = 0.0 if self.copy is None else self.copy.rate(sessions, keys)
+        return max(_LEAD / step, copied) * sessions
