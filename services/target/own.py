@@ -35,7 +35,7 @@ class OwnDrafts:
         self.looks_back = True
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
-        self._least: tuple[int, int, int] = (0, 0, 0)  # sessions, what is paid with so many, and for how many steps yet
+        self._least = (0, 0, 0)  # sessions, what `least` says of so many, and how often it will say so yet
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
