@@ -266,12 +266,16 @@ class TargetEngine(Engine):
         return failures
 
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
-        own = self._patience.way is Way.SELF and not self.hinted_only
-        works: Sequence[Work] = self.planner.plan(hints=hints and not own and not self._unwanted)
-        if own:
+        works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
+        if self._by_itself:
             works = self.own.extend(works, self.listen)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
+
+    @property
+    def _by_itself(self) -> bool:
+        """Steps verify drafts of the target's own."""
+        return self._patience.way is Way.SELF and not self.hinted_only
 
     @property
     def _unwanted(self) -> bool:
@@ -288,7 +292,8 @@ class TargetEngine(Engine):
             return None
         started = time.perf_counter()
         capture = self.features.capture(works, late=self._unwanted)
-        with self.bursts.planned(works if self._may_burst else (), self.listen, self._same(works)) as burst:
+        bursting = works if self._may_burst else ()
+        with self.bursts.planned(bursting, self.listen, self._same(bursting)) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
             if behind is not None:
                 batch = behind.roots(batch, works, drawn)
@@ -300,7 +305,7 @@ class TargetEngine(Engine):
 
     def _same(self, works: Sequence[Work]) -> int:
         """How many last tokens of a session must have stood in its text before for a burst to end there."""
-        if self._patience.way is not Way.SELF or self.hinted_only:
+        if not works or not self._by_itself:
             return 0
         return self.own.least(len(works), sum(work.chunk.stop for work in works))
 

@@ -81,14 +81,12 @@ class OwnDrafts:
         if known != sessions or not steps:
             self.repeats.fade()
             rate = self._other_rate(sessions, keys)
-            pays = [self._gain(chance, 1, LONGEST, sessions, sessions, keys)[1] > rate for chance in self._chances()]
-            least = next((same for same, so in enumerate(pays, LEAST) if so), 0)
+            chances = enumerate(self.repeats.chances().tolist(), LEAST)
+            pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
+            least = next(pays, 0)
             steps = _AGAIN
         self._least = sessions, least, steps - 1
         return least
-
-    def _chances(self) -> list[float]:
-        return self.repeats.chances().tolist()
 
     def _serves(self, work: Work) -> bool:
         """True for a session that only wants its next tokens. What a grammar allows, nobody here knows."""

@@ -59,6 +59,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = _context_length(module.config.get_text_config(), config.context_length)
     runner = _runner(module, how, probe, planner, cache_dtype, context_length, config, device)
+    program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
         runner=runner,
         device=device,
@@ -71,8 +72,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
-        drafts=isinstance(runner, native.ProgramRunner) and runner.drafts,
-        looks_back=isinstance(runner, native.ProgramRunner) and runner.looks_back,
+        drafts=program is not None and program.drafts,
+        looks_back=program is not None and program.looks_back,
     )
     selfcheck.check(model)
     if config.deterministic:

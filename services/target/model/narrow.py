@@ -80,4 +80,4 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> tuple[b
     layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     if against is not None or (choice == "auto" and sum(weight.nbytes for weight in layers) < _LEAST_BYTES):
         return False, None
-    return True, cpu_format(wanted) if narrower else None  # type: ignore[arg-type]
+    return True, cpu_format(wanted) if narrower else None
