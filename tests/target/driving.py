@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,22 @@ def engine_of(model: Model, **flags) -> TargetEngine:
     comes back behind every step."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
     return TargetEngine(model, TargetConfig(**(small | flags)), HINTED)
+
+
+CACHES: Sequence[dict[str, Any]] = (
+    {}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}, {"gather_seconds": 60.0},
+)  # fmt: skip
+"""Flags of engines that keep tokens in other ways, or tell of them later."""
+
+
+def run_as_plain(drafting: Callable[..., TargetEngine], model: Model, requests: Sequence[OpenSession], **flags) -> Run:
+    """Runs an engine that drafts: texts and ends must be those of one that does not, and some drafts right."""
+    expected = run(engine_of(model, **flags | {"gather_seconds": 0.0}), requests)
+    found = run(drafting(model, **flags), requests)
+    assert (found.new, found.reasons) == (expected.new, expected.reasons)
+    assert found.accepted > 0
+    assert found.steps < expected.steps
+    return found
 
 
 def opening(
