@@ -35,7 +35,7 @@ from services.target.warmup import warm_up
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 LONGEST = 1000  # tokens of a prompt
-WAYS = (Way.PLAIN, Way.SELF)
+WAYS = ("plain", "own")
 # Weights, their format, the copy's
 CASES = (
     ("default", "bfloat16", "int4"), ("default", "int8", "int4"),
@@ -119,7 +119,7 @@ def write_noisy(source: Path, folder: Path) -> Path:
     return folder
 
 
-def engines_of(folder: Path, number_format: str, copied: str, sessions: int) -> dict[Way, TargetEngine]:
+def engines_of(folder: Path, number_format: str, copied: str, sessions: int) -> dict[str, TargetEngine]:
     """Engines of one model that work in one way each."""
     narrow = {"dtype": number_format} if number_format == "bfloat16" else {"quantization": number_format}
     config = TargetConfig(
@@ -127,15 +127,16 @@ def engines_of(folder: Path, number_format: str, copied: str, sessions: int) -> 
         disable_radix_cache=True, **narrow,
     )  # type: ignore[arg-type]  # fmt: skip
     model = load(folder, config)
-    engines = {way: TargetEngine(model, config, (way,)) for way in WAYS}
-    for engine in engines.values():
+    works = Way.PLAIN, Way.SELF if model.drafts else Way.PLAIN
+    engines = {way: TargetEngine(model, config, (work,)) for way, work in zip(WAYS, works, strict=True)}
+    for way, engine in engines.items():
         warm_up(engine)
-        engine.own.looks_back = copied == "text"
+        engine.own.looks_back = (way, copied) == ("own", "text")
     return engines
 
 
 def compare(
-    engines: dict[Way, TargetEngine],
+    engines: dict[str, TargetEngine],
     prompts: Sequence[NDArray[np.uint32]],
     params: SamplingParams,
     sessions: int,
@@ -150,10 +151,10 @@ def compare(
             sums[way] = sums[way].plus(some)
             texts.append(said)
         assert texts[0] == texts[1], "drafts changed a text"
-    runner = engines[Way.SELF].model.runner
+    runner = engines["own"].model.runner
     assert isinstance(runner, ProgramRunner), "only a compiled program drafts by itself"
     plain, own = (sums[way].tokens / sums[way].seconds for way in WAYS)
-    done = sums[Way.SELF]
+    done = sums["own"]
     read = done.drafted / sessions * runner.draft_bytes * runner.drafts + done.rounds / sessions * runner.weight_bytes
     return {
         "plain": plain, "own": own, "ratio": own / plain, "tokens a step": done.tokens / done.rounds,

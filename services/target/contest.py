@@ -40,8 +40,8 @@ class Way(Enum):
 
     WAIT = auto()
     GO = auto()
-    PLAIN = auto()
     SELF = auto()
+    PLAIN = auto()
 
 
 HINTED = (Way.WAIT, Way.GO)  # what needs drafters

@@ -95,7 +95,8 @@ class TargetEngine(Engine):
         self._gather_seconds = config.gather_seconds
         if self.planner.fixed_rows:
             ways = ALWAYS if config.speculative_always else HINTED
-        self._ways = ways if model.looks_back else [way for way in ways if way is not Way.SELF]
+        ways = [way for way in ways if model.drafts or way is not Way.SELF]
+        self._ways = sorted(ways, key=lambda way: way in HINTED) if model.looks_back else ways  # it begins with the first
         self._longest = AS_LONG_AS_IT_TAKES if config.speculative_always else None
         self._patience = self._new_patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin
@@ -268,14 +269,14 @@ class TargetEngine(Engine):
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
         if self._by_itself:
-            works = self.own.extend(works, self.listen)
+            works = self.own.extend(works, self.listen, copying=self._patience.way is Way.SELF)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 
     @property
     def _by_itself(self) -> bool:
-        """Steps verify drafts of the target's own."""
-        return self._patience.way is Way.SELF and not self.hinted_only
+        """Steps verify drafts of the target's own, where they pay."""
+        return self.model.looks_back and self._patience.way not in HINTED and not self.hinted_only
 
     @property
     def _unwanted(self) -> bool:
@@ -307,7 +308,8 @@ class TargetEngine(Engine):
         """How many last tokens of a session must have stood in its text before for a burst to end there."""
         if not works or not self._by_itself:
             return 0
-        return self.own.least(len(works), sum(work.chunk.stop for work in works))
+        keys = sum(work.chunk.stop for work in works)
+        return self.own.least(len(works), keys, copying=self._patience.way is Way.SELF)
 
     @property
     def _may_burst(self) -> bool:

@@ -35,12 +35,13 @@ class OwnDrafts:
         self.looks_back = True
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
-        self._least = (0, 0, 0)  # sessions, what `least` says of so many, and how often it will say so yet
+        # What `least` says of so many sessions, with the copy or without, and how often it will say so yet.
+        self._least: tuple[tuple[int, bool], int, int] = (0, False), 0, 0
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
         self.repeats.forget()
-        self._least = (0, 0, 0)
+        self._least = (0, False), 0, 0
         if self.copy is not None:
             self.copy.forget()
 
@@ -52,40 +53,40 @@ class OwnDrafts:
         elif self.copy is not None:
             self.copy.observe(drafted, accepted, goes_on=goes_on)
 
-    def extend(self, works: Sequence[Work], listen: Listen) -> Sequence[Work]:
+    def extend(self, works: Sequence[Work], listen: Listen, *, copying: bool) -> Sequence[Work]:
         """The works of a step, with chains to verify for those sessions that only decode.
 
-        listen: how somebody who calls is heard meanwhile.
+        listen: how somebody who calls is heard meanwhile. copying: the copy drafts where texts say nothing.
         """
         self._same.clear()
         serving = [work for work in works if self._serves(work)]
         if not serving:
             return works
-        chains = self._repeated(serving, works) if self.looks_back else {}
+        chains = self._repeated(serving, works, copying) if self.looks_back else {}
         rest = [work for work in serving if work.chunk.session.id not in chains]
-        if rest and self.copy is not None:
+        if rest and copying and self.copy is not None:
             chains |= self.copy.chains(rest, listen)
         if not chains:
             return works
         none = works[0].draft  # nobody has any yet
         return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
 
-    def least(self, sessions: int, keys: int) -> int:
+    def least(self, sessions: int, keys: int, *, copying: bool) -> int:
         """How many last tokens must have stood in a text before for a look back to pay; 0 if none do.
 
-        A burst of plain steps ends there. keys: of all sessions together.
+        A burst of plain steps ends there. keys: of all sessions together. copying: as of `extend`.
         """
         if not self.looks_back:
             return 0
         known, least, steps = self._least
-        if known != sessions or not steps:
+        if known != (sessions, copying) or not steps:
             self.repeats.fade()
-            rate = self._other_rate(sessions, keys)
+            rate = self._other_rate(sessions, keys, copying)
             chances = enumerate(self.repeats.chances().tolist(), LEAST)
             pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
             least = next(pays, 0)
             steps = _AGAIN
-        self._least = sessions, least, steps - 1
+        self._least = (sessions, copying), least, steps - 1
         return least
 
     def _serves(self, work: Work) -> bool:
@@ -96,10 +97,10 @@ class OwnDrafts:
             return False
         return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
 
-    def _repeated(self, serving: Sequence[Work], works: Sequence[Work]) -> dict[int, TreeSlice]:
+    def _repeated(self, serving: Sequence[Work], works: Sequence[Work], copying: bool) -> dict[int, TreeSlice]:
         """Chains from the texts of some sessions, where they pay."""
         rows, keys = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
-        least = self.least(len(works), keys)
+        least = self.least(len(works), keys, copying=copying)
         if not least:
             return {}
         found: list[tuple[Work, int, NDArray[np.uint32]]] = []
@@ -109,7 +110,7 @@ class OwnDrafts:
             same, tokens = find(session.tokens, most)
             if same >= least and len(tokens):
                 found.append((work, same, tokens))
-        rate = self._other_rate(len(works), keys) if found else 0.0
+        rate = self._other_rate(len(works), keys, copying) if found else 0.0
         chains = {}
         for work, same, tokens in found:
             chance, session = self.repeats.chance(same), work.chunk.session
@@ -129,8 +130,8 @@ class OwnDrafts:
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
-    def _other_rate(self, sessions: int, keys: int) -> float:
+    def _other_rate(self, sessions: int, keys: int, copying: bool) -> float:
         """What a chain from the text must bring, in tokens a second of all sessions."""
         step, _ = self._planner.budget.cost.step(sessions, keys)
-        copied = 0.0 if self.copy is None else self.copy.rate(sessions, keys)
+        copied = self.copy.rate(sessions, keys) if copying and self.copy is not None else 0.0
         return max(_LEAD / step, copied) * sessions

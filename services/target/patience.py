@@ -6,8 +6,8 @@ measured against one another, in turns of some steps, at each load by itself (co
 
     WAIT   until every session that is drafted for has had an answer, at most as long as two steps take
     GO     with the hints that lie there
-    PLAIN  without hints; drafters are told that none are wanted
-    SELF   so, too, but with drafts of the target's own, where it has a copy of its weights for them (selfdraft.py)
+    PLAIN  without hints; drafters are told that none are wanted. What texts repeat may be verified (own.py)
+    SELF   so, too, and with drafts from a copy of the target's weights, where it has one (selfdraft.py)
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class Patience:
         longest: float | None = None,
         dear: Callable[[], bool] = lambda: False,
     ) -> None:
-        """longest: seconds that a step is held at most, also for a first answer; by default the time of two steps.
+        """ways: those that are weighed; the first one begins.
 
+        longest: seconds that a step is held at most, also for a first answer; by default the time of two steps.
         dear: says whether hints are so dear that few sessions, too, begin without, as many do.
         """
         self._clock = clock
         self._ways = ways
         self._own_ways = [way for way in ways if way not in HINTED]  # as long as there is no drafter
-        self._first = Way.SELF if Way.SELF in ways else ways[0]
+        self._first = ways[0]
         self._longest = longest
         self._dear = dear
         self._contests: dict[int, Contest] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on

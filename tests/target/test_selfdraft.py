@@ -270,6 +270,7 @@ def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
         return rows, verified
 
     plain = TargetEngine(model, TargetConfig(max_total_tokens=4096, gather_seconds=0.0), (Way.PLAIN,))
+    plain.own.looks_back = False
     (expected, none), (found, some) = states(plain), states(drafting(model))
     assert none == 0 < some
     both = expected.keys() & found.keys()
