@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -33,11 +33,12 @@ from outrider.config import (
     format_cores,
     to_argv,
 )
-from outrider.drafts import DEFAULT_HEAD, with_drafter
+from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.serving.ports import take_port
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
+from outrider.supervisor.drafting import choose_drafters
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
 from outrider.supervisor.trees import draft_niceness, draft_tree, tree_shape
 from outrider.telemetry import setup_logging
@@ -57,8 +58,7 @@ class Processes:
 def serve(config: ServeConfig) -> int:
     """Serve until a signal. Returns the exit code. Raises ConfigError and EngineFault for what cannot start."""
     setup_logging("serve", config.log_level, config.log_format)
-    config = with_self_draft(config)
-    config = replace(config, draft=with_drafter(config.draft, config.target.model_path))
+    config = choose_drafters(config)
     check_flags(config)
     cores = choose_cores(config)
     display = Display()
@@ -71,13 +71,6 @@ def serve(config: ServeConfig) -> int:
         return 0
     finally:
         display.close()
-
-
-def with_self_draft(config: ServeConfig) -> ServeConfig:
-    """Where a drafter is named, or none is wanted, the target drafts by itself only if that is said, too."""
-    if config.target.self_draft != "auto" or config.draft.speculative_algorithm == "AUTO":
-        return config
-    return replace(config, target=replace(config.target, self_draft="off"))
 
 
 def check_flags(config: ServeConfig) -> None:

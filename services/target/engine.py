@@ -95,8 +95,9 @@ class TargetEngine(Engine):
         self._gather_seconds = config.gather_seconds
         if self.planner.fixed_rows:
             ways = ALWAYS if config.speculative_always else HINTED
-        ways = [way for way in ways if model.drafts or way is not Way.SELF]
-        self._ways = sorted(ways, key=lambda way: way in HINTED) if model.looks_back else ways  # it begins with the first
+        self._ways = [way for way in ways if model.drafts or way is not Way.SELF]
+        if model.looks_back:  # it begins with the first
+            self._ways.sort(key=lambda way: way in HINTED)
         self._longest = AS_LONG_AS_IT_TAKES if config.speculative_always else None
         self._patience = self._new_patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin

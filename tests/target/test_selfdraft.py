@@ -9,13 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.config import ServeConfig, TargetConfig
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from outrider.supervisor.app import with_self_draft
 from services.target import features
 from services.target.contest import Way
 from services.target.cost import StepCost
@@ -348,16 +347,5 @@ def test_small_models_are_left_alone(folder, tmp_path):
     assert not load_model(folder).drafts
     large = write_model(tmp_path, hidden_size=512, intermediate_size=4096)
     assert load_model(large).drafts
-    assert not load_model(large, quantization="int4").drafts
+    assert not load_model(large, quantization="int8").drafts
     assert not load_model(large, speculative_num_draft_tokens=4).drafts
-
-
-def test_a_drafter_that_is_named_is_the_only_one():
-    def chosen(algorithm, **target):
-        config = ServeConfig()
-        config = replace(config, draft=replace(config.draft, speculative_algorithm=algorithm))
-        return with_self_draft(replace(config, target=replace(config.target, **target))).target.self_draft
-
-    assert chosen("AUTO") == "auto"
-    assert chosen("NONE") == chosen("NGRAM") == "off"
-    assert chosen("NGRAM", self_draft="int4") == "int4"

@@ -68,7 +68,9 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> tuple[b
     choice = config.self_draft
     if choice == "off":
         return False, None
-    wanted = "int4" if choice == "auto" else choice
+    # Beside weights of eight bits a copy in four saves too little for its own steps: what texts repeat costs nothing.
+    wide = config.quantization is None
+    wanted = choice if choice != "auto" else "int4" if wide else "text"
     against = reason
     if against is None and config.fixed_hints:
         against = "--speculative-num-draft-tokens and --speculative-always say what is verified"

@@ -1,0 +1,87 @@
+"""Who drafts where nobody says."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from outrider.config import ServeConfig
+from outrider.errors import ConfigError
+from outrider.supervisor import drafting
+from outrider.supervisor.drafting import choose_drafters
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch, tmp_path):
+    """Two cores that everybody shares, and no GPU."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(drafting, "_GPU", tmp_path / "none")
+
+
+def chosen(**parts):
+    """What becomes of some flags: the drafter's name, and who drafts in the target."""
+    config = ServeConfig()
+    for name, flags in parts.items():
+        value = flags if not isinstance(flags, dict) else replace(getattr(config, name), **flags)
+        config = replace(config, **{name: value})
+    config = choose_drafters(config)
+    return config.draft.speculative_algorithm, config.target.self_draft
+
+
+def test_the_target_drafts_alone_where_its_cores_would_be_shared():
+    assert chosen() == ("NONE", "auto")
+    assert chosen(target={"quantization": "int8"}) == ("NONE", "auto")
+    assert chosen(target={"self_draft": "text", "device": "cpu"}) == ("NONE", "text")
+    assert chosen(shared={"max_running_requests": 4}) == ("NONE", "auto")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"target": {"device": "cuda"}},
+        {"target": {"tp_size": 2}},
+        {"target": {"enable_torch_compile": True}},
+        {"target": {"attention_backend": "torch_native"}},
+        {"target": {"speculative_always": True}},
+        {"shared": {"speculative_num_draft_tokens": 8}},
+        {"shared": {"speculative_num_steps": 3}},
+        {"draft": {"speculative_ngram_beside": True}},
+        {"listen_draft": "127.0.0.1:1"},
+        {"cores_draft": "1"},
+    ],
+)
+def test_whatever_asks_for_a_draft_gets_one(parts):
+    assert chosen(**parts) == ("EAGLE3", "auto")
+
+
+def test_so_does_a_draft_with_cores_of_its_own(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert chosen() == ("EAGLE3", "auto")
+
+
+def test_and_a_machine_with_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(drafting, "_GPU", tmp_path)
+    assert chosen() == ("EAGLE3", "auto")
+    assert chosen(target={"device": "cpu"}) == ("NONE", "auto")
+
+
+def test_and_a_target_that_may_not_draft():
+    assert chosen(target={"self_draft": "off"}) == ("EAGLE3", "off")
+
+
+def test_models_without_a_head_keep_their_n_grams():
+    assert chosen(target={"model_path": "some/model"}) == ("NGRAM", "auto")
+
+
+def test_a_drafter_that_is_named_is_the_only_one():
+    def named(algorithm, **target):
+        return chosen(draft={"speculative_algorithm": algorithm}, target=target)
+
+    assert named("NONE") == ("NONE", "off")
+    assert named("NGRAM") == ("NGRAM", "off")
+    assert named("NGRAM", self_draft="int4") == ("NGRAM", "int4")
+
+
+def test_a_model_of_its_own_needs_its_algorithm():
+    with pytest.raises(ConfigError, match="needs --speculative-algorithm"):
+        chosen(draft={"speculative_draft_model_path": "some/draft"})
