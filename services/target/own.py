@@ -19,7 +19,9 @@ from services.target.planning import Planner
 from services.target.repeats import LEAST, Repeats, find
 from services.target.selfdraft import LONGEST, SelfDraft, chain_of
 
-_LEAD = 1.02  # that a chain from the text must have: what is gained by less may be noise
+# That a chain from the text must have over plain steps, whose burst it ends for all sessions. With a lead of 1.02 eight
+# at once in int8 had 0.97 times the tokens of plain steps at temperature 1, with 1.08 0.99, with 1.15 1.00.
+_LEAD = 1.1
 _AGAIN = 64  # steps after which what pays is judged again
 
 
