@@ -79,7 +79,7 @@ class TargetOptions(KernelOptions):
     """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
     self_draft: SelfDraft = "auto"
     """Where measurements favour it, draft what a session's own text repeats, and with a copy of the weights in int4 or
-    int8; `text` keeps none. Auto keeps one in int4 of weights that are wider. It is for models on CPUs that are larger
+    int8; `text` keeps none. Auto keeps one in int4 of weights wider than int8. It is for models on CPUs that are larger
     than caches, unless `outrider serve` was told a --speculative-algorithm."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;

@@ -191,7 +191,8 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
 def _facts(processes: Processes) -> list[tuple[str, str]]:
     """What a user wants to know first."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
-    drafter: str = draft.speculative_algorithm if draft else "none"
+    itself = "none" if target.self_draft == "off" else "the target itself, where it can and that pays"
+    drafter: str = draft.speculative_algorithm if draft else itself
     if draft is not None and draft.speculative_draft_model_path == str(DEFAULT_HEAD):
         drafter += ", the head that comes along"
     elif draft is not None and draft.speculative_draft_model_path is not None:

@@ -23,10 +23,8 @@ def choose_drafters(config: ServeConfig) -> ServeConfig:
 
     Raises ConfigError for a draft that is named without its algorithm, and for cores that are not there.
     """
-    if config.draft.speculative_algorithm != "AUTO":
-        return with_self_draft(config)
-    chosen = replace(config, draft=with_drafter(config.draft, config.target.model_path))
-    if not _drafts_alone(config, chosen):
+    chosen = replace(with_self_draft(config), draft=with_drafter(config.draft, config.target.model_path))
+    if config.draft.speculative_algorithm != "AUTO" or not _drafts_alone(config, chosen):
         return chosen
     log.info(
         "no draft service: on its cores the target drafts better by itself; --speculative-algorithm EAGLE3 starts one"

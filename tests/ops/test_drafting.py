@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from outrider.config import ServeConfig
+from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from outrider.supervisor import drafting
+from outrider.supervisor.app import check_flags
 from outrider.supervisor.drafting import choose_drafters
 
 
@@ -80,6 +82,13 @@ def test_a_drafter_that_is_named_is_the_only_one():
     assert named("NONE") == ("NONE", "off")
     assert named("NGRAM") == ("NGRAM", "off")
     assert named("NGRAM", self_draft="int4") == ("NGRAM", "int4")
+
+
+def test_the_head_that_comes_along_is_found_by_its_algorithm():
+    draft = replace(ServeConfig().draft, speculative_algorithm="EAGLE3")
+    config = choose_drafters(replace(ServeConfig(), draft=draft))
+    assert config.draft.speculative_draft_model_path == str(DEFAULT_HEAD)
+    check_flags(config)
 
 
 def test_a_model_of_its_own_needs_its_algorithm():
