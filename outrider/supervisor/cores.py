@@ -29,6 +29,11 @@ class CorePlan:
     shared: tuple[int, ...] = ()
 
     @property
+    def together(self) -> bool:
+        """True if target and draft share a core."""
+        return not set(self.target).isdisjoint(self.draft)
+
+    @property
     def network(self) -> tuple[int, ...]:
         """Cores of the draft's network threads."""
         return tuple(sorted({*self.draft, *self.shared}))

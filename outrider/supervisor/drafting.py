@@ -23,7 +23,7 @@ def choose_drafters(config: ServeConfig) -> ServeConfig:
 
     Raises ConfigError for a draft that is named without its algorithm, and for cores that are not there.
     """
-    chosen = replace(with_self_draft(config), draft=with_drafter(config.draft, config.target.model_path))
+    chosen = replace(_with_self_draft(config), draft=with_drafter(config.draft, config.target.model_path))
     if config.draft.speculative_algorithm != "AUTO" or not _drafts_alone(config, chosen):
         return chosen
     log.info(
@@ -32,7 +32,7 @@ def choose_drafters(config: ServeConfig) -> ServeConfig:
     return replace(config, draft=replace(config.draft, speculative_algorithm="NONE"))
 
 
-def with_self_draft(config: ServeConfig) -> ServeConfig:
+def _with_self_draft(config: ServeConfig) -> ServeConfig:
     """Where a drafter is named, or none is wanted, the target drafts by itself only if that is said, too."""
     if config.target.self_draft != "auto" or config.draft.speculative_algorithm == "AUTO":
         return config
@@ -42,8 +42,8 @@ def with_self_draft(config: ServeConfig) -> ServeConfig:
 def _drafts_alone(config: ServeConfig, chosen: ServeConfig) -> bool:
     """True for the default model on a CPU whose cores its head would share, as long as no flag asks for either.
 
-    Measured there in all number formats: what the head brings beside the target's own drafts is less than what its
-    trials cost (docs/benchmarks/speculation-int8.md). With cores or a device of its own it costs the target nothing.
+    Measured in bfloat16 and int8: what the head brings beside the target's own drafts is less than what its trials
+    cost (docs/decisions/0020-the-target-alone-on-shared-cores.md).
     """
     target = config.target
     if not has_head(target.model_path) or target.self_draft == "off" or not _unsaid(target, *_OF_TARGETS):
@@ -53,8 +53,7 @@ def _drafts_alone(config: ServeConfig, chosen: ServeConfig) -> bool:
     if config.listen_draft is not None or config.cores_draft is not None:
         return False
     on_cpu = target.device == "cpu" or (target.device == "auto" and not _GPU.exists())
-    cores = choose_cores(chosen)
-    return on_cpu and bool(set(cores.target) & set(cores.draft))
+    return on_cpu and choose_cores(chosen).together
 
 
 def _unsaid(options: object, *names: str) -> bool:

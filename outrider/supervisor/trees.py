@@ -29,7 +29,7 @@ def draft_tree(flags: SharedOptions, algorithm: str, cores: CorePlan) -> TreeSha
     verified, and whether it is waited for at all, the target decides by what it measures.
     """
     shape = tree_shape(flags, algorithm)
-    if shape is None and _together(cores) and algorithm in _HEADS:
+    if shape is None and cores.together and algorithm in _HEADS:
         return _ON_SHARED_CORES
     return shape
 
@@ -38,7 +38,3 @@ def draft_niceness(flags: SharedOptions, algorithm: str, cores: CorePlan) -> int
     """How far the draft gives way on the target's cores. One that drafts ahead there must not hold it up."""
     waited_for = draft_tree(flags, algorithm, cores) is not None
     return min(cores.niceness, _WAITED_FOR) if waited_for else cores.niceness
-
-
-def _together(cores: CorePlan) -> bool:
-    return bool(set(cores.target) & set(cores.draft))

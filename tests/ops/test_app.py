@@ -8,7 +8,7 @@ import tyro
 
 from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, plain_argv, to_argv
 from outrider.errors import ConfigError
-from outrider.supervisor.app import base_url, check_flags, configure, make_children
+from outrider.supervisor.app import _facts, base_url, check_flags, configure, make_children
 from outrider.supervisor.cores import CorePlan
 from outrider.supervisor.display import Display, first_curl
 from tests.ops.children import free_port
@@ -119,6 +119,9 @@ def test_without_a_drafter_there_is_no_draft(tmp_path):
     assert made.draft is None
     assert made.gateway.draft == ()
     assert [child.name for child in make_children(made, Display())] == ["target", "gateway"]
+    assert "itself" in dict(_facts(made))["drafter"]
+    made = configure(parse("--speculative-algorithm", "NONE", "--self-draft", "off"), CORES, tmp_path)
+    assert dict(_facts(made))["drafter"] == "none"
 
 
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
