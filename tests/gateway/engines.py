@@ -182,7 +182,7 @@ class FakeTarget(FakeEngine):
             token = sequence.next()
             children = {tree.token[child]: child for child in tree.children_of(node)}
             reason = sequence.append(token)
-            if token not in children:
+            if token not in children or reason == FinishReason.LENGTH:  # the last token that fits is the bonus token
                 break
             node = children[token]
             accepted += 1
