@@ -14,7 +14,7 @@ KVCacheDType = Literal["auto", "bf16", "bfloat16", "fp8_e5m2", "fp8_e4m3"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 AttentionBackend = Literal["auto", "native", "triton", "torch_native"]
 Quantization = Literal["fp8", "int8", "int4"]
-SelfDraft = Literal["auto", "text", "int4", "int8", "off"]
+SelfDraft = Literal["auto", "text", "head", "int4", "int8", "off"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,13 @@ class TargetOptions(KernelOptions):
     speculative_always: bool = False
     """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
     self_draft: SelfDraft = "auto"
-    """Where measurements favour it, draft what a session's own text repeats, and with a copy of the weights in int4 or
-    int8; `text` keeps none. Auto keeps one in int4 of weights wider than int8. It is for models on CPUs that are larger
-    than caches, unless `outrider serve` was told a --speculative-algorithm."""
+    """Where measurements favour it, draft what a session's own text repeats, and with an EAGLE-3 head or a copy of the
+    weights in int4 or int8; `text` does without. Auto takes a copy in int4 of weights wider than int8; beside others a
+    head, if it has one. It is for models on CPUs that are larger than caches, unless `outrider serve` was told a
+    --speculative-algorithm."""
+    self_draft_head: str | None = None
+    """Folder of the EAGLE-3 head that `--self-draft head` drafts with; by default the one that comes along for the
+    default model."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
     -1 computes every prompt in one piece."""

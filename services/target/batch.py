@@ -103,6 +103,7 @@ class Burst:
     stop_counts: [S] int64 ("q"), how many of them are each one's
     files:       int32 ("i"), descriptors, one of which can be read once somebody calls
     narrow:      True to draft, of models that keep such a copy alone
+    follows:     of a head that drafts behind the model: the first step computes rows of committed tokens
     texts:       where it is to end once one of them repeats; None to go on
     """
 
@@ -111,6 +112,7 @@ class Burst:
     stop_counts: array[int]
     files: array[int]
     narrow: bool = False
+    follows: bool = False
     texts: Texts | None = None
 
 
@@ -223,9 +225,12 @@ def build(
     capture: Capture | None = None,
     draws: DrawPlan | None = None,
     burst: Burst | None = None,
+    ahead: int = 0,
 ) -> Batch:
     """Lay out a step's work. The page tables must hold start + rows tokens of every session, and one more for each step
     of a burst behind the first.
+
+    ahead: how many places behind its own the token of a row stands; the chunks end so many tokens earlier
 
     Numbers gather in lists and become arrays at the end: a step is laid out on caches that the model's weights have
     swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.
@@ -248,7 +253,7 @@ def build(
         committed.append(own)
         nodes.append(hints)
         tables.append(page)
-        ids += session.tokens[start:stop].tolist()
+        ids += session.tokens[start + ahead : stop + ahead].tolist()
         positions += range(start, stop)
         pages.append(session.table.pages[:needed])
         if hints:
@@ -256,7 +261,7 @@ def build(
             ids += draft.tokens.tolist()
             positions += [stop - 1 + depth for depth in draft.depths.tolist()]
             parents.append(draft.parents)
-        if chunk.last:
+        if stop + ahead == session.length:
             sampled += range(row + own - 1, row + own + hints)
         row += own + hints
         page += needed

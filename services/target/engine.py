@@ -40,15 +40,15 @@ from services.target.contest import HINTED, Way
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
+from services.target.guessers import guesser_of
 from services.target.hints import HintRecord
-from services.target.kv_cache import KVCache, pages_that_fit, token_bytes
+from services.target.kv_cache import pages_that_fit
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
 from services.target.own import OwnDrafts
 from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, Patience
 from services.target.planning import Planner
-from services.target.selfdraft import SelfDraft
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -64,13 +64,13 @@ class TargetEngine(Engine):
         check_limits(config)
         self.model = model
         pages = pages_that_fit(
-            token_bytes(model.shapes, model.cache_dtype),
+            model.token_bytes,
             config.page_size,
             config.max_total_tokens,
             config.mem_fraction_static,
             model.device,
         )
-        self.cache = KVCache(model.shapes, pages, config.page_size, model.cache_dtype, model.device)
+        self.cache = model.new_cache(pages, config.page_size)
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
@@ -82,7 +82,7 @@ class TargetEngine(Engine):
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
         self.bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
         parts = self.planner, self.scheduler, self._entries
-        self.own = OwnDrafts(SelfDraft(model, self.cache, *parts) if model.drafts else None, *parts)
+        self.own = OwnDrafts(guesser_of(model, self.cache, prefix), *parts)
         self.hinted_only = False  # whatever measurements say
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
@@ -148,6 +148,7 @@ class TargetEngine(Engine):
                 spans.tell(self.tracing, entry.session)
             self.scheduler.remove(entry.session, trusted=trusted)
             self.features.close(session_id)
+            self.own.close(session_id)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Merge hints. Those with tokens that the model does not know are dropped."""
@@ -270,7 +271,7 @@ class TargetEngine(Engine):
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
         if self._by_itself:
-            works = self.own.extend(works, self.listen, copying=self._copying)
+            works = self.own.extend(works, self.listen, guessing=self._guessing)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 
@@ -280,8 +281,8 @@ class TargetEngine(Engine):
         return self.model.looks_back and self._patience.way not in HINTED and not self.hinted_only
 
     @property
-    def _copying(self) -> bool:
-        """Those drafts come from the copy of the weights, too."""
+    def _guessing(self) -> bool:
+        """Those drafts are guessed, too, where texts say nothing."""
         return self._patience.way is Way.SELF
 
     @property
@@ -306,6 +307,7 @@ class TargetEngine(Engine):
                 batch = behind.roots(batch, works, drawn)
             self._step_tokens = len(batch)
             flight = Flight(works, self._drawing.launch(batch, works, self._entries), started)
+        self.own.computed(works)
         for work in works:
             work.chunk.session.computed = work.chunk.stop + flight.steps - 1
         return flight
@@ -314,7 +316,7 @@ class TargetEngine(Engine):
         """How many last tokens of a session must have stood in its text before for a burst to end there."""
         if not works or not self._by_itself:
             return 0
-        return self.own.least(len(works), sum(work.chunk.stop for work in works), copying=self._copying)
+        return self.own.least(len(works), sum(work.chunk.stop for work in works), guessing=self._guessing)
 
     @property
     def _may_burst(self) -> bool:

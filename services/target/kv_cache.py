@@ -54,13 +54,35 @@ class LayerShape:
         return self.kv_heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
+@dataclass(frozen=True)
+class States:
+    """What a cache keeps of each row beside keys and values. width: numbers a token."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes a token."""
+        return self.width * self.dtype.itemsize
+
+
 class KVCache:
     """Pools of all layers; layers may differ in shape."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kept: States | None = None,
     ) -> None:
-        """pages: usable pages; NULL_PAGE comes on top. dtype: of the pools, see `pick_cache_dtype`."""
+        """pages: usable pages; NULL_PAGE comes on top. dtype: of the pools, see `pick_cache_dtype`.
+
+        kept: hidden states of every row, which a head reads that drafts behind the model
+        """
         self.pages, self.page_size = pages, page_size
 
         def pool(kv_heads: int, dim: int) -> Tensor:
@@ -78,7 +100,10 @@ class KVCache:
         ]
         own_values = [values for shape, values in zip(shapes, self.values, strict=True) if not shape.shared]
         self._shared = [shape.shared for shape in shapes]
-        self._pools = [*self.keys, *own_values]
+        self.states: Tensor | None = None
+        if kept is not None:  # zeros, because a head may meet rows that nobody has written for it
+            self.states = torch.zeros(pages + 1, page_size, kept.width, dtype=kept.dtype, device=device)
+        self._pools = [*self.keys, *own_values, *([] if self.states is None else [self.states])]
         self._on_device: Any = None
         self._mover: Any = None
         if device.type == "cpu":

@@ -1,5 +1,6 @@
 """Drafts that a target makes itself, for sessions that only want their next tokens: what their text repeats
-(repeats.py), and what a narrow copy of the weights says (selfdraft.py). Step by step, what brings more for its time.
+(repeats.py), and what a narrow copy of the weights or a head guesses (selfdraft.py). Step by step, what brings more for
+its time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from outrider.serving.scheduler import Scheduler
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Work
 from services.target.drawing import Entry
+from services.target.guessers import Guesser
 from services.target.planning import Planner
 from services.target.repeats import LEAST, Repeats, find
 from services.target.selfdraft import LONGEST, SelfDraft, chain_of
@@ -29,66 +31,76 @@ class OwnDrafts:
     """Drafts for one engine's sessions."""
 
     def __init__(
-        self, copy: SelfDraft | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
+        self, guesser: Guesser | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
     ) -> None:
-        """copy: of models that keep one. entries: of the sessions that are open, by id."""
-        self.copy = copy
+        """guesser: of models that have one. entries: of the sessions that are open, by id."""
+        self.chains = None if guesser is None else SelfDraft(guesser, planner, scheduler, entries)
         self.repeats = Repeats()
         self.looks_back = True
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
-        # What `least` says of so many sessions, with the copy or without, and how often it will say so yet.
+        # What `least` says of so many sessions, with guesses or without, and how often it will say so yet.
         self._least: tuple[tuple[int, bool], int, int] = (0, False), 0, 0
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
         self.repeats.forget()
         self._least = (0, False), 0, 0
-        if self.copy is not None:
-            self.copy.forget()
+        if self.chains is not None:
+            self.chains.forget()
 
     def observe(self, session_id: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Take in what became of a session's chain. goes_on: False if the session ended with it."""
         same = self._same.pop(session_id, 0)
         if same:
             self.repeats.observe(same, drafted, accepted, goes_on=goes_on)
-        elif self.copy is not None:
-            self.copy.observe(drafted, accepted, goes_on=goes_on)
+        elif self.chains is not None:
+            self.chains.observe(drafted, accepted, goes_on=goes_on)
 
-    def extend(self, works: Sequence[Work], listen: Listen, *, copying: bool) -> Sequence[Work]:
+    def computed(self, works: Sequence[Work]) -> None:
+        """A step is launched that writes these rows."""
+        if self.chains is not None:
+            self.chains.guesser.computed(works)
+
+    def close(self, session_id: int) -> None:
+        """A session has ended, and its pages are home."""
+        if self.chains is not None:
+            self.chains.guesser.close(session_id)
+
+    def extend(self, works: Sequence[Work], listen: Listen, *, guessing: bool) -> Sequence[Work]:
         """The works of a step, with chains to verify for those sessions that only decode.
 
-        listen: how somebody who calls is heard meanwhile. copying: the copy drafts where texts say nothing.
+        listen: how somebody who calls is heard meanwhile. guessing: chains are guessed where texts say nothing.
         """
         self._same.clear()
         serving = [work for work in works if self._serves(work)]
         if not serving:
             return works
-        chains = self._repeated(serving, works, copying) if self.looks_back else {}
+        chains = self._repeated(serving, works, guessing) if self.looks_back else {}
         rest = [work for work in serving if work.chunk.session.id not in chains]
-        if rest and copying and self.copy is not None:
-            chains |= self.copy.chains(rest, listen)
+        if rest and guessing and self.chains is not None:
+            chains |= self.chains.chains(rest, listen)
         if not chains:
             return works
         none = works[0].draft  # nobody has any yet
         return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
 
-    def least(self, sessions: int, keys: int, *, copying: bool) -> int:
+    def least(self, sessions: int, keys: int, *, guessing: bool) -> int:
         """How many last tokens must have stood in a text before for a look back to pay; 0 if none do.
 
-        A burst of plain steps ends there. keys: of all sessions together. copying: as of `extend`.
+        A burst of plain steps ends there. keys: of all sessions together. guessing: as of `extend`.
         """
         if not self.looks_back:
             return 0
         known, least, steps = self._least
-        if known != (sessions, copying) or not steps:
+        if known != (sessions, guessing) or not steps:
             self.repeats.fade()
-            rate = self._other_rate(sessions, keys, copying)
+            rate = self._other_rate(sessions, keys, guessing)
             chances = enumerate(self.repeats.chances().tolist(), LEAST)
             pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
             least = next(pays, 0)
             steps = _AGAIN
-        self._least = (sessions, copying), least, steps - 1
+        self._least = (sessions, guessing), least, steps - 1
         return least
 
     def _serves(self, work: Work) -> bool:
@@ -99,10 +111,10 @@ class OwnDrafts:
             return False
         return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
 
-    def _repeated(self, serving: Sequence[Work], works: Sequence[Work], copying: bool) -> dict[int, TreeSlice]:
+    def _repeated(self, serving: Sequence[Work], works: Sequence[Work], guessing: bool) -> dict[int, TreeSlice]:
         """Chains from the texts of some sessions, where they pay."""
         rows, keys = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
-        least = self.least(len(works), keys, copying=copying)
+        least = self.least(len(works), keys, guessing=guessing)
         if not least:
             return {}
         found: list[tuple[Work, int, NDArray[np.uint32]]] = []
@@ -112,7 +124,7 @@ class OwnDrafts:
             same, tokens = find(session.tokens, most)
             if same >= least and len(tokens):
                 found.append((work, same, tokens))
-        rate = self._other_rate(len(works), keys, copying) if found else 0.0
+        rate = self._other_rate(len(works), keys, guessing) if found else 0.0
         chains = {}
         for work, same, tokens in found:
             chance, session = self.repeats.chance(same), work.chunk.session
@@ -132,8 +144,8 @@ class OwnDrafts:
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
-    def _other_rate(self, sessions: int, keys: int, copying: bool) -> float:
+    def _other_rate(self, sessions: int, keys: int, guessing: bool) -> float:
         """What a chain from the text must bring, in tokens a second of all sessions."""
         step, _ = self._planner.budget.cost.step(sessions, keys)
-        copied = self.copy.rate(sessions, keys) if copying and self.copy is not None else 0.0
-        return max(_LEAD / step, copied) * sessions
+        guessed = self.chains.rate(sessions, keys) if guessing and self.chains is not None else 0.0
+        return max(_LEAD / step, guessed) * sessions

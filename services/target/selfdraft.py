@@ -1,35 +1,29 @@
-"""Chains of tokens from a narrow copy of the target's weights, which the weights themselves verify.
+"""Chains of tokens that the target guesses (guessers.py), and verifies in its next step.
 
-A step of few rows takes as long as its weights are read, so one that reads a copy in fewer bits takes a part of that
-time. The copy goes on from the cache that the model has written and draws with the session's own randomness, so that
-most of its tokens are the model's. It writes where the verification writes next: nothing of it is left in the cache.
+A step of few rows takes as long as its weights are read, so one that reads fewer of them takes a part of that time.
+Guesses are drawn with the session's own randomness, so that many of them are the model's.
 
-How long chains are is measured: what a step of the copy takes, what verification takes, and how many were right.
+How long chains are is measured: what a guess takes, what verification takes, and how many were right.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import Work, build
-from services.target.bursts import burst_of
-from services.target.drawing import Entry, draw_plan
-from services.target.kv_cache import KVCache
-from services.target.model.base import Model
+from services.target.batch import Work
+from services.target.drawing import Entry
+from services.target.guessers import Guesser
 from services.target.planning import Planner
 
 LONGEST = 16  # tokens of a chain
 _KEPT = 0.97  # what remains of the evidence after a chain
-_PRIOR_RIGHT, _PRIOR = 6.4, 8.0  # tokens of the copy that count as right before the first, and as tried
-_PRIOR_SHARE = 0.5  # what a step of the copy takes of one of the model, as long as nobody knows
+_PRIOR = 8.0  # tokens that count as tried before the first
 _NEW = 0.2  # weight of the last measurement in that share
 _PARENTS = np.arange(-1, LONGEST, dtype=np.int32)
 _DEPTHS = np.arange(1, LONGEST + 1, dtype=np.int32)
@@ -38,13 +32,11 @@ _DEPTHS = np.arange(1, LONGEST + 1, dtype=np.int32)
 class SelfDraft:
     """Drafts for one engine's sessions."""
 
-    def __init__(
-        self, model: Model, cache: KVCache, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
-    ) -> None:
+    def __init__(self, guesser: Guesser, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]) -> None:
         """entries: of the sessions that are open, by id."""
-        self._model, self._cache = model, cache
+        self.guesser = guesser
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
-        self._shares: dict[int, float] = {}  # of a step of the copy, over one of the model, by their rows
+        self._shares: dict[int, float] = {}  # of a guess, over a step of the model, by their rows
         self.forget()
 
     def forget(self) -> None:
@@ -53,8 +45,8 @@ class SelfDraft:
 
     @property
     def acceptance(self) -> float:
-        """The chance that a token of the copy is the model's, if those before it are."""
-        return (self._right + _PRIOR_RIGHT) / (self._tried + _PRIOR)
+        """The chance that a guess is the model's token, if those before it are."""
+        return (self._right + _PRIOR * self.guesser.prior[0]) / (self._tried + _PRIOR)
 
     def observe(self, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Take in what became of a chain. goes_on: False if its session ended with it, right as it may have been."""
@@ -66,6 +58,9 @@ class SelfDraft:
 
         listen: how somebody who calls is heard meanwhile.
         """
+        works = [work for work in works if work.chunk.session.length >= self.guesser.least]
+        if not works:
+            return {}
         sessions = [work.chunk.session for work in works]
         most = min(min(self._planner.depth(session), session.max_draft_tokens) for session in sessions)
         steps = self._length(len(works), sum(work.chunk.stop for work in works), min(most, LONGEST))
@@ -101,25 +96,18 @@ class SelfDraft:
         known = self._shares.get(rows)
         if known is None:
             nearest = min(self._shares, key=lambda other: abs(other - rows), default=None)
-            return _PRIOR_SHARE if nearest is None else self._shares[nearest]
+            return self.guesser.prior[1] if nearest is None else self._shares[nearest]
         return known
 
-    @torch.inference_mode()
     def _draft(self, works: Sequence[Work], steps: int, listen: Listen) -> NDArray[np.int64]:
         """Up to so many tokens of each session, [n, S]. Less if one of them ends, or somebody calls."""
-        entries = [self._entries[work.chunk.session.id] for work in works]
-        started = time.perf_counter()
-        with listen() as files:
-            burst = burst_of(entries, steps, files, narrow=True)
-            batch = build(works, self._model.device, draws=draw_plan(works, entries), burst=burst)
-            drawn = self._model.runner.forward(batch, self._cache).tokens
-        assert drawn is not None, "a model that drafts draws its tokens"
-        tokens = drawn.reshape(-1, len(works))
-        plain, _ = self._planner.budget.cost.step(len(works), sum(work.chunk.stop for work in works))
-        share = (time.perf_counter() - started) / len(tokens) / plain
-        known = self._shares.setdefault(len(works), share)
-        self._shares[len(works)] = known + _NEW * (min(share, 2.0 * known) - known)
-        return tokens
+        guesses = self.guesser.guess(works, [self._entries[work.chunk.session.id] for work in works], steps, listen)
+        if guesses.seconds is not None:
+            plain, _ = self._planner.budget.cost.step(len(works), sum(work.chunk.stop for work in works))
+            share = guesses.seconds / plain
+            known = self._shares.setdefault(len(works), share)
+            self._shares[len(works)] = known + _NEW * (min(share, 2.0 * known) - known)
+        return guesses.tokens
 
 
 def chain_of(entry: Entry, tokens: list[int], chance: float) -> TreeSlice:

@@ -25,7 +25,7 @@ Hints = Callable[[int, list[int]], Sequence[Proposal]]
 
 def load_model(folder: Path, **flags) -> Model:
     """A model on the CPU, in float32 unless flags say otherwise, also where the checkpoint is narrower."""
-    return load(folder, TargetConfig(**({"device": "cpu", "dtype": "float32"} | flags)))
+    return load(folder, TargetConfig(**({"model_path": str(folder), "device": "cpu", "dtype": "float32"} | flags)))
 
 
 def load_modules(folder: Path) -> Model:

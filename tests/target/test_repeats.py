@@ -88,15 +88,15 @@ def test_a_copy_drafts_where_nothing_repeats(folder):
     expected = run(engine_of(model), requests)
     engine = looking_back(model)
     asked = []
-    chains, engine.own.copy.chains = (
-        engine.own.copy.chains,
+    chains, engine.own.chains.chains = (
+        engine.own.chains.chains,
         lambda works, listen: asked.append(works) or chains(works, listen),
     )
     found = run(engine, requests)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert asked
     assert engine.own.repeats._tried.sum() > 0
-    assert engine.own.copy._tried > 0
+    assert engine.own.chains._tried > 0
 
 
 def test_a_burst_ends_where_a_text_repeats(model):
@@ -122,14 +122,14 @@ def test_a_burst_ends_where_a_text_repeats(model):
 def test_what_never_comes_true_is_left_and_tried_again(model):
     engine = looking_back(model)
     own = engine.own
-    assert own.least(1, 100, copying=False) == LEAST
+    assert own.least(1, 100, guessing=False) == LEAST
     for same in range(LEAST, LEAST + len(own.repeats.chances())):
         for _ in range(200):
             own.repeats.observe(same, 8, 0, goes_on=True)
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: 8e-3})
-    assert own.least(2, 100, copying=False) == 0, "other sessions, so it is judged anew"
+    assert own.least(2, 100, guessing=False) == 0, "other sessions, so it is judged anew"
     judged = 0
-    while not own.least(2, 100, copying=False):
+    while not own.least(2, 100, guessing=False):
         judged += 1
         assert judged < 64 * 400
     assert judged > 64
@@ -137,9 +137,9 @@ def test_what_never_comes_true_is_left_and_tried_again(model):
 
 def test_dear_rows_are_spent_on_likely_chains_alone(model):
     own = looking_back(model).own
-    assert own.least(1, 100, copying=False) == LEAST
+    assert own.least(1, 100, guessing=False) == LEAST
     own._planner.budget.cost = StepCost({1: 1e-3, 2: 1.7e-3, 64: 45e-3})
-    least = own.least(2, 100, copying=False)
+    least = own.least(2, 100, guessing=False)
     assert least == 0 or own.repeats.chance(least) > 0.7
 
 
@@ -166,7 +166,7 @@ def test_it_is_a_part_of_plain_steps(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, gather_seconds=0.0))
     warm_up(engine)
     assert engine._patience.way is Way.PLAIN
-    assert engine.own.copy is None
+    assert engine.own.chains is None
     requests = [opening(1, [5, 6, 7], max_tokens=400)]
     assert run(engine, requests).new == run(engine_of(model), requests).new
 

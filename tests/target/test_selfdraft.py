@@ -133,7 +133,7 @@ def test_a_useless_copy_changes_nothing_and_is_given_up(folder):
     engine = drafting(model)
     found = run(engine, requests)
     assert found.new == run(engine_of(model), requests).new
-    assert engine.own.copy.acceptance < 0.4
+    assert engine.own.chains.acceptance < 0.4
     assert found.accepted < 0.2 * found.verified
 
 
@@ -215,7 +215,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine.own.copy._shares = {1: 0.01}
+    engine.own.chains._shares = {1: 0.01}
     assert len(engine._plan()[0].draft) > 4
 
     @contextmanager
@@ -238,7 +238,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
 def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
     engine = drafting(model)
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: rows * 64e-3 if rows > 1 else 1.1e-3})
-    draft = engine.own.copy
+    draft = engine.own.chains
     draft._shares = {1: share}
     for _ in range(200):
         draft.observe(10, round(10 * right), goes_on=True)
@@ -311,8 +311,8 @@ def test_hints_are_tried_beside_it(model):
 def test_the_warm_up_times_the_model_s_own_steps(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096))
     warm_up(engine)
-    assert engine.own.copy._shares, "what the copy takes is known"
-    assert engine.own.copy.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
+    assert engine.own.chains._shares, "what the copy takes is known"
+    assert engine.own.chains.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
     assert engine._patience.way is Way.SELF
 
 

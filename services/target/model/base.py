@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.target.batch import Batch
-from services.target.kv_cache import KVCache, LayerShape
+from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.model.head import Head
 
 
 class Outputs(NamedTuple):
@@ -58,7 +59,8 @@ class Model:
     hidden_size: width of a hidden state
     context_length: longest sequence, in tokens; eos_token_ids: the model's own end-of-sequence ids
     tokenizer_file: tokenizer.json of its folder, if it has one
-    drafts: True if the runner computes narrow bursts, with a copy of the weights in fewer bits
+    copied: True if the runner computes narrow bursts, with a copy of the weights in fewer bits
+    head: what drafts behind it, if anything
     looks_back: True if what a session's own text repeats is verified, too
     """
 
@@ -73,5 +75,26 @@ class Model:
     eos_token_ids: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
     tokenizer_file: Path | None = None
-    drafts: bool = False
+    copied: bool = False
+    head: Head | None = None
     looks_back: bool = False
+
+    @property
+    def drafts(self) -> bool:
+        """True if it can guess its next tokens."""
+        return self.copied or self.head is not None
+
+    @property
+    def _stored(self) -> tuple[LayerShape, ...]:
+        return self.shapes if self.head is None else (*self.shapes, self.head.shape)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in the cache."""
+        states = 0 if self.head is None else self.head.states.token_bytes
+        return states + token_bytes(self._stored, self.cache_dtype)
+
+    def new_cache(self, pages: int, page_size: int) -> KVCache:
+        """An empty cache of so many usable pages."""
+        states = None if self.head is None else self.head.states
+        return KVCache(self._stored, pages, page_size, self.cache_dtype, self.device, states)

@@ -24,7 +24,6 @@ from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.batch import Batch, Work, build
-from services.target.kv_cache import KVCache
 from services.target.model.base import Model
 
 _TOKENS = 6  # of the session that is watched
@@ -100,7 +99,7 @@ class _Scene:
     def _start_anew(self) -> None:
         model = self._model
         self._prefix = PrefixCache(PageAllocator(_PAGES, _PAGE), enabled=False)
-        self._cache = KVCache(model.shapes, _PAGES, _PAGE, model.cache_dtype, model.device)
+        self._cache = model.new_cache(_PAGES, _PAGE)
 
     def _session(self, tokens: np.ndarray) -> Session:
         session = Session(OpenSession(0, tokens, len(tokens), SamplingParams(), StopConditions(1)), self._prefix)

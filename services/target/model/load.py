@@ -22,9 +22,11 @@ from services.target.kv_cache import pick_cache_dtype
 from services.target.model import attention, deterministic, latent, native, quantized, selfcheck, shards, support
 from services.target.model.base import Model, Runner
 from services.target.model.company import check as check_company
+from services.target.model.drafting import own_drafts
+from services.target.model.head import read_head
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import cpu_format, narrowed, own_drafts
+from services.target.model.narrow import cpu_format, narrowed
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,8 @@ def load(folder: Path, config: TargetConfig) -> Model:
         eos_token_ids=_eos_token_ids(module),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
-        drafts=program is not None and program.drafts,
+        copied=program is not None and program.copied,
+        head=None if program is None else program.head,
         looks_back=program is not None and program.looks_back,
     )
     selfcheck.check(model)
@@ -97,16 +100,21 @@ def _runner(
     if device.type == "cpu" and not plain:
         number_format = cpu_format(config.quantization)
         reason = native.reason_against(module, config.attention_backend, cache_dtype)
-        looks_back, copied = own_drafts(config, module, reason)
+        means = own_drafts(config, module, reason)
         if reason is None:
+            head = None
+            if means.head is not None:
+                vocab, hidden = module.get_input_embeddings().weight.shape
+                head = read_head(means.head, len(probe.shapes), hidden, vocab, context_length)
             runner = native.ProgramRunner(
-                module, probe, number_format, context_length, cache_dtype, copied, looks_back=looks_back
-            )
+                module, probe, number_format, context_length, cache_dtype, means.copied,
+                looks_back=means.looks_back, head=head,
+            )  # fmt: skip
             unit = ", with a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
             log.info(
                 "running as a compiled program%s; a step reads %.0f MB of weights", unit, runner.weight_bytes / 1e6
             )
-            if copied is not None:
+            if runner.drafts:
                 log.info("drafting by itself, too; that reads %.0f MB a token", runner.draft_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
             return runner

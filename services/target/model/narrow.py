@@ -11,14 +11,11 @@ import importlib.util
 from typing import Any
 
 import torch
-from torch import nn
 
-from outrider.config import Quantization, TargetConfig
+from outrider.config import Quantization
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
-
-_LEAST_BYTES = 32e6  # of linear layers: smaller ones are read from caches, where narrower ones gain nothing
 
 _FP8_CAPABILITY = (8, 9)
 _INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
@@ -57,29 +54,3 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
 def cpu_format(choice: Quantization | None) -> Format | None:
     """The kernels' number format for a choice that `narrowed` let pass on the CPU; None is the model's own."""
     return {"int8": Format.INT8, "int4": Format.INT4}.get(choice or "")
-
-
-def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> tuple[bool, Format | None]:
-    """Whether the target drafts by itself, and the format of the copy of the weights that it does it with, if any.
-
-    Without a copy, it drafts from the text alone. reason: why the model is no compiled program, if it is none. Raises
-    ConfigError.
-    """
-    choice = config.self_draft
-    if choice == "off":
-        return False, None
-    # Beside weights of eight bits a copy in four saves too little for its own steps: what texts repeat costs nothing.
-    wide = config.quantization is None
-    wanted = choice if choice != "auto" else "int4" if wide else "text"
-    against = reason
-    if against is None and config.fixed_hints:
-        against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
-    narrower = wanted != "text" and config.quantization not in ("int4", wanted)
-    if against is None and choice in ("int4", "int8") and not narrower:
-        against = f"with --quantization {config.quantization} the weights are as narrow themselves"
-    if choice != "auto" and against is not None:
-        raise ConfigError(f"--self-draft {choice}: {against}; leave it out")
-    layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
-    if against is not None or (choice == "auto" and sum(weight.nbytes for weight in layers) < _LEAST_BYTES):
-        return False, None
-    return True, cpu_format(wanted) if narrower else None

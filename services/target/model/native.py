@@ -7,14 +7,14 @@ caps) is read from the modules. Any other model runs module by module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from services.target.batch import Batch
-from services.target.kernels.cpu import library
+from services.target.kernels.cpu import library, weights
 from services.target.kernels.cpu.attention import reads
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
@@ -23,6 +23,7 @@ from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
+from services.target.model.head import Head, HeadWeights
 from services.target.model.linear import head_format, plain_format
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
@@ -83,12 +84,13 @@ class ProgramRunner:
         copied: Format | None = None,
         *,
         looks_back: bool = False,
+        head: HeadWeights | None = None,
     ) -> None:
         """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
         number_format: of the weights; None is the model's own. positions: most tokens of a session;
         pools: dtype of the KV cache. copied: the narrow format of a copy of the weights, for bursts that draft.
-        looks_back: as of Model.
+        looks_back: as of Model. head: what drafts behind it.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats are a reason against"
@@ -98,8 +100,19 @@ class ProgramRunner:
         self.threads = torch.get_num_threads()
         self._program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
         self.weight_bytes = self.draft_bytes = 0  # that a step reads, and one that drafts
-        self.drafts, self.looks_back = copied is not None, looks_back
-        _Builder(self, module, probe, number_format or own, positions, copied).build()
+        self.copied, self.looks_back = copied is not None, looks_back
+        kept = () if head is None else head.layers
+        table = _Builder(self, module, probe, number_format or own, positions, copied, kept).build()
+        self.head: Head | None = None
+        if head is not None:
+            depth = len(module.model.layers)
+            self.head = Head(head, self._program, self.threads, table, pools, depth, positions)
+            self.draft_bytes = self.head.bytes
+
+    @property
+    def drafts(self) -> bool:
+        """True if it guesses tokens, with a copy of its weights or a head."""
+        return self.copied or self.head is not None
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
@@ -133,7 +146,10 @@ class _Builder:
         number_format: Format,
         positions: int,
         copied: Format | None,
+        kept: Sequence[int],
     ) -> None:
+        """kept: layers whose inputs a head reads."""
+        self._kept = {layer: column for column, layer in enumerate(kept)}
         self._runner, self._module, self._probe, self._format = runner, module, probe, number_format
         self._narrow = copied
         self._config = module.config
@@ -141,18 +157,18 @@ class _Builder:
         self._turns = _Rotation(module, positions)
         self._activation = _ACTIVATIONS[_activation(module.config)]
 
-    def build(self) -> None:
-        """The whole program."""
+    def build(self) -> Tensor:
+        """The whole program. Returns the embedding, [V, H]."""
         program, model = self._runner._program, self._module.model
         table = model.embed_tokens.weight.data.contiguous()
         scale = float(getattr(model.embed_tokens, "scalar_embed_scale", 1.0))
         program.embed(table, float(torch.tensor(scale).to(table.dtype)))
         self._runner.place("model.embed_tokens.weight", tuple(table.shape), table.copy_)
         for index, layer in enumerate(model.layers):
-            program.mark()
+            self._mark(index)
             self._attention(index, layer)
             self._feed_forward(layer)
-        program.mark()
+        self._mark(len(model.layers))
         norm = self._norm(model.norm)
         self._format = head_format(self._format) or self._format
         self._narrow = head_format(self._narrow)
@@ -168,6 +184,14 @@ class _Builder:
             self._runner.draft_bytes += narrow.bytes - head.bytes
         program.mark(norm)
         program.head(head, norm, softcap, screen, narrow)
+        return table
+
+    def _mark(self, layer: int) -> None:
+        """A place where states can be captured, and are kept for a head that wants them."""
+        program = self._runner._program
+        program.mark()
+        if layer in self._kept:
+            program.keep(self._kept[layer] * self._config.hidden_size)
 
     @property
     def _tied(self) -> bool:
@@ -228,11 +252,10 @@ class _Builder:
         narrow = None if self._narrow is None else PackedWeight(width, inputs, self._narrow, rough=True)
         first = 0
         for part, linear in enumerate(linears):
-            outputs = torch.arange(counts[part])
             if interleaved:
-                outputs = outputs // _LANES * 2 * _LANES + outputs % _LANES + part * _LANES
+                outputs = weights.interleaved(counts[part], part)
             else:
-                outputs, first = outputs + first, first + counts[part]
+                outputs, first = torch.arange(first, first + counts[part]), first + counts[part]
             name = (tied or self._names[id(linear)]) + ".weight"
             for one in (packed, narrow):
                 if one is not None:

@@ -18,7 +18,6 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.batch import Work, build
-from services.target.kv_cache import KVCache
 from services.target.model.base import Model
 
 _TOKENS = 12
@@ -35,7 +34,7 @@ def check(model: Model) -> None:
     if count <= _CUT:
         return
     prefix = PrefixCache(PageAllocator(1, _TOKENS), enabled=False)
-    cache = KVCache(model.shapes, 1, _TOKENS, model.cache_dtype, model.device)
+    cache = model.new_cache(1, _TOKENS)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.uint32)
     session = Session(OpenSession(0, tokens, count, SamplingParams(), StopConditions(1)), prefix)
     session.table.reserve(count)

@@ -4,14 +4,11 @@
 attention takes [norm(embedding); norm(feature)]; the head has a small vocabulary of its own, and `d2t` holds for each
 of its entries what must be added to get the target's id.
 
-    flags             at the top of config.json or in eagle_config
-    speculators       the layer's fields stand in transformer_layer_config; norm_before_residual is true by default;
-                      layer ids name the layer that a state enters, elsewhere the one that it leaves
+What its config.json may say, and how its tensors may be named: outrider/eagle3.py.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save
 
 from outrider.checkpoint import load_json
+from outrider.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of, check_activation
@@ -34,7 +32,6 @@ from services.draft.model.weights import layer_params, layer_shapes, putter
 _WHAT = "an EAGLE-3 head"
 _EMBED, _NORM, _HEAD, _OFFSETS, _MEMBERS = "embed_tokens.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"
 _NOT_READ = (_EMBED, _MEMBERS, _OFFSETS, "verifier_norm.weight", "verifier_lm_head.weight")
-_DEFAULT_STATES = 3
 _Shapes = dict[str, tuple[int, ...]]
 
 
@@ -43,24 +40,10 @@ def read_eagle3(folder: Path, target: Target) -> Draft:
     raw = load_json(folder / "config.json")
     with Tensors(folder, plain_name) as tensors:
         try:
-            reader = _Reader(folder, _flat(raw), tensors, target, speculators="transformer_layer_config" in raw)
+            reader = _Reader(folder, flat(raw), tensors, target, speculators=is_speculators(raw))
             return reader.draft()
         except KeyError as error:
             raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
-
-
-def plain_name(name: str) -> str:
-    """A published tensor's name as this reader knows it."""
-    name = re.sub("^(model\\.)?(midlayer\\.)?", lambda found: "layers.0." if found[2] else "", name)
-    for i, old in enumerate(("aux_norm_low", "aux_norm_mid", "aux_norm_high")):
-        name = name.replace(old, f"fc_norm.{i}")
-    return "norm_before_fc.weight" if name == "input_norm.weight" else name
-
-
-def _flat(raw: dict[str, Any]) -> dict[str, Any]:
-    """All keys side by side; those at the top win over those of eagle_config."""
-    inner = raw.get("transformer_layer_config") or {}
-    return inner | (raw.get("eagle_config") or {}) | {k: v for k, v in raw.items() if k not in inner or v is not None}
 
 
 @dataclass
@@ -121,8 +104,7 @@ class _Reader:
         return bool(self.raw.get("use_aux_hidden_state", True))
 
     def _layer_ids(self) -> tuple[int, ...]:
-        ids = self.raw.get("eagle_aux_hidden_state_layer_ids") or ()
-        return tuple(sorted(int(i) + (0 if self.speculators else 1) for i in ids))
+        return layer_ids(self.raw, speculators=self.speculators)
 
     def _states(self) -> int:
         """How many states of the target stand side by side."""
@@ -134,13 +116,13 @@ class _Reader:
             raise ConfigError(
                 f"{self.folder / 'config.json'} names {len(ids)} layers, but num_aux_hidden_states {said}"
             )
-        return len(ids) or said or _DEFAULT_STATES
+        return len(ids) or said or DEFAULT_STATES
 
     def _features(self) -> FeatureSpec:
         epsilon = self.raw.get("rms_norm_eps", 1e-6)
         if not self._aux:
             return FeatureSpec(final=True, norm_epsilon=epsilon)
-        if not self._layer_ids() and self._states() != _DEFAULT_STATES:
+        if not self._layer_ids() and self._states() != DEFAULT_STATES:
             raise ConfigError(
                 f"{self.folder / 'config.json'} wants {self._states()} states of the target without naming their "
                 "layers in eagle_aux_hidden_state_layer_ids"
@@ -217,9 +199,8 @@ class _Reader:
                     f"{vocab} tokens of the target"
                 )
             return None
-        offsets = self.tensors.read(_OFFSETS, (entries,), integers=True).astype(np.int64)
-        ids = np.arange(entries) + offsets
-        if np.any(ids < 0) or np.any(ids >= vocab) or np.any(np.diff(ids) <= 0):
+        ids = target_ids(self.tensors.read(_OFFSETS, (entries,), integers=True), vocab)
+        if ids is None:
             raise ConfigError(
                 f"tensor {_OFFSETS} of {self.folder} must hold offsets, so that {_OFFSETS}[i] + i ascends and stays "
                 f"below the target's {vocab} tokens; it looks as if it held ids, or were another vocabulary's"

@@ -22,6 +22,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from outrider.checkpoint import load_json
+from outrider.eagle3 import plain_name
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat
 from services.draft.model.config import Attention, Mlp
@@ -199,7 +200,7 @@ class ServedEagle3(ServedHead):
 
     def known_as(self, name: str) -> str:
         """As the reader."""
-        return eagle3.plain_name(name)
+        return plain_name(name)
 
     def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
         """As of ServedHead."""

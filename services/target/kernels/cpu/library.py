@@ -77,6 +77,7 @@ class Burst(ctypes.Structure):
         ("texts", c_void_p),
         ("lengths", c_void_p),
         ("same", c_int64),
+        ("follows", c_bool),
     )
 
 
@@ -118,7 +119,7 @@ _SIGNATURES: native.Signatures = {
     "attention": (None, (c_void_p, _BATCH, _SHAPE, c_void_p, c_void_p, c_void_p, c_void_p, c_int32, c_int32)),
     "move_rows": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "draw": (None, (c_void_p, POINTER(DrawCall))),
-    "program_new": (c_void_p, (c_int32, c_int32, c_int32)),
+    "program_new": (c_void_p, (c_int32, c_int32, c_int32, c_void_p)),
     "program_free": (None, (c_void_p,)),
     "program_width": (None, (c_void_p, c_int32, c_int64)),
     "program_embed": (None, (c_void_p, c_void_p, c_int32, c_int64, c_float)),
@@ -134,11 +135,15 @@ _SIGNATURES: native.Signatures = {
     ),
     "program_attend": (None, (c_void_p, c_int32, _SHAPE)),
     "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
+    "program_place": (None, (c_void_p, c_void_p, c_int64)),
+    "program_keep": (None, (c_void_p, c_int64, c_int64)),
+    "program_feed": (None, (c_void_p, c_int64)),
+    "program_join": (None, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_float, c_int32)),
     "program_run": (
         c_int64,
         (
-            c_void_p, _BATCH, *(c_void_p,) * 3, POINTER(DrawCall), *(c_void_p,) * 2, c_int64, c_void_p, c_int64,
-            *(c_void_p,) * 3, POINTER(Burst),
+            c_void_p, _BATCH, *(c_void_p,) * 3, c_int64, c_void_p, POINTER(DrawCall), *(c_void_p,) * 2, c_int64,
+            c_void_p, c_int64, *(c_void_p,) * 3, POINTER(Burst),
         ),
     ),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),

@@ -60,24 +60,27 @@ class Norm:
 class Program:
     """Operations over a step's rows. Tensors that are handed over are kept, and may be overwritten where they lie."""
 
-    def __init__(self, threads: int, computed: torch.dtype, pools: torch.dtype, width: int) -> None:
+    def __init__(
+        self, threads: int, computed: torch.dtype, pools: torch.dtype, width: int, beside: Program | None = None
+    ) -> None:
         """computed: what keys and queries are multiplied in; pools: of the KV cache, see `attention.reads`.
 
-        width: of the residual stream.
+        width: of the residual stream. beside: a program whose threads it shares, as long as they never run at once.
         """
         assert reads(computed, pools), "the kernels read these"
         self._functions = library.load()
         self._handle: int = self._functions.outrider_program_new(
-            threads, computed == torch.bfloat16, POOL_FORMATS[pools]
+            threads, computed == torch.bfloat16, POOL_FORMATS[pools], beside and beside._handle
         )
         weakref.finalize(self, self._functions.outrider_program_free, self._handle)
-        self._kept: list[object] = []
-        self._caches: dict[int, tuple[KVCache, object, object]] = {}
+        self._kept: list[object] = [beside]
+        self._caches: dict[int, tuple[object, ...]] = {}
         self._width = width
         self._marks = 0
         self._captured = torch.bfloat16 if computed == torch.bfloat16 else torch.float32
         self._columns: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._vocab = 0
+        self._sparse = False  # logits of some tokens are never written
         self._passing: dict[int, Tensor] = {}  # room for logits that are drawn from at once, by rows; all lie in one
         self._passing_address = 0
         for buffer in (Buffer.RESIDUAL, Buffer.BRANCH):
@@ -126,14 +129,24 @@ class Program:
         softcap: float = 0.0,
         screen: Screen | None = None,
         narrow: PackedWeight | None = None,
+        places: Tensor | None = None,
+        vocab: int | None = None,
     ) -> None:
         """logits = softcapped norm(residual) W^T, of the sampled rows.
+
+        places: [outputs] int32, the tokens of a vocabulary of `vocab` that the outputs stand for, where these are not
+        all in order; the others' logits are -inf then
 
         screen: of the weight, in float32 or bfloat16, without a softcap. Where the largest logits are all that draws
         need, the others are the screen's. narrow: as of `linear`
         """
         self._vocab = weight.outputs
         self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
+        if places is not None:
+            assert vocab is not None, "a row of logits has a place for every token"
+            assert places.dtype == torch.int32, "the kernels read these"
+            self._vocab, self._sparse = vocab, True
+            self._functions.outrider_program_place(self._handle, self._address(places), vocab)
         self._draft_with(narrow)
         if screen is not None:
             assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "others are narrow themselves"
@@ -200,6 +213,27 @@ class Program:
         )  # fmt: skip
         self._marks += 1
 
+    def keep(self, column: int) -> None:
+        """Copy the residual stream of every row to its slot in the cache's states, from a column on."""
+        self._functions.outrider_program_keep(self._handle, column, self._width)
+
+    def feed(self, width: int) -> None:
+        """hidden = the rows' states in the cache, which are so wide."""
+        self._functions.outrider_program_width(self._handle, Buffer.HIDDEN, width)
+        self._functions.outrider_program_feed(self._handle, width)
+
+    def join(self, table: Tensor, embedding: Norm, state: Norm, *, after_norm: bool) -> None:
+        """hidden = [embedding(table[ids]), state(residual)]; the later steps of a burst that follows begin here.
+
+        after_norm: the residual stream goes on normalised
+        """
+        assert embedding.epsilon == state.epsilon, "there is one for both"
+        self._functions.outrider_program_width(self._handle, Buffer.HIDDEN, 2 * self._width)
+        self._functions.outrider_program_join(
+            self._handle, self._address(table), table.dtype == torch.bfloat16, self._width,
+            self._address(embedding.weight), self._address(state.weight), state.epsilon, after_norm,
+        )  # fmt: skip
+
     def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None, NDArray[np.int64] | None]:
         """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
 
@@ -210,7 +244,7 @@ class Program:
         assert not (batch.burst and batch.capture and batch.capture.fusion), "nothing is fused in a burst"
         steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, _burst(batch.burst))
         view = View(batch)
-        keys, values = self._pools(cache)
+        keys, values, *states = self._pools(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
         logits, address = self._logits(rows, passing=batch.draws is not None)
         draws = None if batch.draws is None else Draws(address, self._vocab, batch.draws, steps=steps)
@@ -218,7 +252,7 @@ class Program:
         if capture is None:
             nothing = (None, None, 0, None, 0, None, None, None)
             done = self._functions.outrider_program_run(
-                self._handle, view.pointer, keys, values, address, pointer, *nothing, burst
+                self._handle, view.pointer, keys, values, *states, address, pointer, *nothing, burst
             )
             return logits, None, tokens if done == steps else tokens[: done * rows]
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
@@ -232,7 +266,7 @@ class Program:
             fused = torch.empty(len(taken), weight.outputs, dtype=self._captured)
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         done = self._functions.outrider_program_run(
-            self._handle, view.pointer, keys, values, address, pointer, self._columns[marks].ctypes.data,
+            self._handle, view.pointer, keys, values, *states, address, pointer, self._columns[marks].ctypes.data,
             taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, burst,
         )  # fmt: skip
         return (logits, fused, tokens) if done == steps else (logits, fused[: done * len(taken)], tokens[: done * rows])
@@ -240,14 +274,19 @@ class Program:
     def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
         """Room for logits, and its address. passing: they are of use until the next run alone."""
         if not passing or rows > _PASSING_ROWS:
-            logits = torch.empty(rows, self._vocab)
+            logits = self._room(rows)
             return logits, logits.data_ptr()
         if rows not in self._passing:
             if not self._passing:
-                self._passing[_PASSING_ROWS] = torch.empty(_PASSING_ROWS, self._vocab)
+                self._passing[_PASSING_ROWS] = self._room(_PASSING_ROWS)
                 self._passing_address = self._passing[_PASSING_ROWS].data_ptr()
             self._passing[rows] = self._passing[_PASSING_ROWS][:rows]
         return self._passing[rows], self._passing_address
+
+    def _room(self, rows: int) -> Tensor:
+        if self._sparse:
+            return torch.full((rows, self._vocab), -torch.inf)
+        return torch.empty(rows, self._vocab)
 
     def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
         """Where in a row of features each mark's state begins; -1 for those that are not among these."""
@@ -255,13 +294,14 @@ class Program:
         columns[list(marks)] = np.arange(len(marks)) * self._width
         return columns
 
-    def _pools(self, cache: KVCache) -> tuple[object, object]:
-        """Addresses of the layers' pools, as C arrays."""
+    def _pools(self, cache: KVCache) -> tuple[object, ...]:
+        """Addresses of the layers' pools, as C arrays; that of the pool of states, and its width."""
         if id(cache) not in self._caches:
             sides = [
                 (ctypes.c_void_p * len(pools))(*(p.data_ptr() for p in pools)) for pools in (cache.keys, cache.values)
             ]
-            self._caches = {id(cache): (cache, *sides)}
+            states = (None, 0) if cache.states is None else (cache.states.data_ptr(), cache.states.shape[-1])
+            self._caches = {id(cache): (cache, *sides, *states)}
         return self._caches[id(cache)][1:]
 
 
@@ -269,6 +309,7 @@ def _burst(burst: Burst) -> object:
     """What the kernels take."""
     (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
     told = library.Burst(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
+    told.follows = burst.follows
     if (texts := burst.texts) is not None:
         told.texts, told.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
         told.same = texts.same

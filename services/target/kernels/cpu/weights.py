@@ -69,6 +69,12 @@ class PackedWeight:
         functions.outrider_weight_pack_quantized(self.handle, *addresses, *where)
 
 
+def interleaved(count: int, part: int) -> Tensor:
+    """Where so many gates (part 0) or values (part 1) go in a weight of 16 gates, their 16 values, ... [count]."""
+    outputs = torch.arange(count)
+    return outputs // 16 * 32 + outputs % 16 + part * 16
+
+
 def packed(weight: Tensor, number_format: Format) -> PackedWeight:
     """A whole weight, [outputs, inputs], laid out."""
     made = PackedWeight(*weight.shape, number_format)

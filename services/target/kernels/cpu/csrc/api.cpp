@@ -158,8 +158,9 @@ void outrider_draw(Pool* pool, const DrawCall* call) {
 
 // --- programs ---
 
-Program* outrider_program_new(int32_t threads, int32_t bfloat16, int32_t pools) {
-  return new Program(threads, bfloat16 != 0, PoolFormat(pools));
+// beside: a program whose threads it shares; null for threads of its own
+Program* outrider_program_new(int32_t threads, int32_t bfloat16, int32_t pools, const Program* beside) {
+  return new Program(threads, bfloat16 != 0, PoolFormat(pools), beside);
 }
 void outrider_program_free(Program* program) { delete program; }
 void outrider_program_width(Program* program, int32_t buffer, int64_t width) {
@@ -174,7 +175,7 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                              float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
                              int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
-                      output_width, add != 0, Activation(activation), head != 0, softcap, {}, {}});
+                      output_width, add != 0, Activation(activation), head != 0, nullptr, weight->outputs, softcap, {}, {}});
 }
 // A copy of the weight that was added last in fewer bits, for bursts that draft.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }
@@ -199,16 +200,27 @@ void outrider_program_attend(Program* program, int32_t layer, const AttentionSha
 void outrider_program_capture(Program* program, int32_t mark, int64_t width, const float* norm, float epsilon) {
   program->add(Capture{mark, width, Norm{norm, epsilon}});
 }
-// draws: of the first rows of `logits`; null for none. columns: [marks], where each captured state goes in a row of
+// Of the head that was added last: which tokens its outputs are, of so many.
+void outrider_program_place(Program* program, const int32_t* places, int64_t vocab) { program->place(places, vocab); }
+void outrider_program_keep(Program* program, int64_t column, int64_t width) { program->add(Keep{column, width}); }
+void outrider_program_feed(Program* program, int64_t width) { program->add(Feed{width}); }
+void outrider_program_join(Program* program, const void* table, int32_t bfloat16, int64_t width, const float* embedding,
+                           const float* state, float epsilon, int32_t after_norm) {
+  program->add(Join{bfloat16 ? static_cast<const BF16*>(table) : nullptr,
+                    bfloat16 ? nullptr : static_cast<const float*>(table), width, Norm{embedding, epsilon},
+                    Norm{state, epsilon}, after_norm != 0});
+}
+
+// states: the pool of states, and how wide it is; null where nothing is kept. draws: of the first rows of `logits`; null for none. columns: [marks], where each captured state goes in a row of
 // features, or -1; null if none is wanted
 // Returns how many steps were computed: one, or those of a burst.
 int64_t outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
-                          float* logits, const DrawCall* draws, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
+                          void* states, int64_t state_width, float* logits, const DrawCall* draws, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
                           int64_t width, const Weight* fusion, const float* fusion_bias, void* fused,
                           const Burst* burst) {
-  const Call call{Batch(*batch), keys, values, logits, draws, columns, rows, count, features, width, fusion, fusion_bias,
+  const Call call{Batch(*batch), keys, values, states, state_width, logits, draws, columns, rows, count, features, width, fusion, fusion_bias,
                   fused};
-  if (burst) return program->run(call, *burst);
+  if (burst) return burst->follows ? program->follow(call, *burst) : program->run(call, *burst);
   program->run(call);
   return 1;
 }

@@ -11,9 +11,8 @@ namespace {
 // Bytes of a weight that are asked for before the operation begins.
 constexpr int64_t kAhead = 8192;
 
-template <class T>
-void copy_as(T* to, const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
+bool reads_the_stream(const Operation& operation) {
+  return std::holds_alternative<Capture>(operation) || std::holds_alternative<Keep>(operation);
 }
 
 // Where portions of neighbouring panels begin: long ones first, because memory is fastest when read on and on, then
@@ -31,15 +30,17 @@ std::vector<int64_t> portions_of(int64_t panels, int threads) {
 
 }  // namespace
 
-Program::Program(int threads, bool bfloat16, PoolFormat pools) : pool_(threads), bfloat16_(bfloat16), pools_(pools) {
-  scratch_.resize(threads);
+Program::Program(int threads, bool bfloat16, PoolFormat pools, const Program* beside)
+    : pool_(beside ? beside->pool_ : std::make_shared<Pool>(threads)), bfloat16_(bfloat16), pools_(pools) {
+  scratch_.resize(pool_->threads());
 }
 
 void Program::add(Operation operation) {
   if (auto* linear = std::get_if<Linear>(&operation)) {
-    linear->portions = portions_of(linear->weight->panels, pool_.threads());
+    linear->portions = portions_of(linear->weight->panels, pool_->threads());
     if (linear->head) head_ = operations_.size();
   }
+  if (std::holds_alternative<Join>(operation)) join_ = operations_.size();
   operations_.push_back(std::move(operation));
 }
 
@@ -87,7 +88,7 @@ void Program::prepare(const Call& call) {
   plans_.clear();
   size_t bytes = 0;
   for (const auto& shape : shapes_) {
-    plans_.emplace_back(batch, shape, pool_.threads());
+    plans_.emplace_back(batch, shape, pool_->threads());
     bytes = std::max<size_t>(bytes, plans_.back().partials * (2 + shape.value_dim) * sizeof(float));
   }
   if (bytes > partials_.bytes()) partials_ = Buffer(bytes);
@@ -102,13 +103,10 @@ void Program::prepare(const Call& call) {
 
 void Program::run(const Call& call) {
   prepare(call);
-  pool_.run([this, &call](int thread) { work(thread, call); });
+  pool_->run([this, &call](int thread) { work(thread, call); });
   if (screened_) worth_.saw(panels_.share());
 }
 
-namespace {
-
-// True if a token ends its session, or none could be drawn.
 bool ends(const Burst& burst, const int64_t* tokens, int64_t rows) {
   const int64_t* stop = burst.stops;
   for (int64_t row = 0; row < rows; stop += burst.stop_counts[row++]) {
@@ -117,6 +115,8 @@ bool ends(const Burst& burst, const int64_t* tokens, int64_t rows) {
   }
   return false;
 }
+
+namespace {
 
 // True if the last `same` tokens of a text stand in it before.
 bool stood_before(const uint32_t* text, int64_t length, int64_t same) {
@@ -179,20 +179,26 @@ int64_t Program::run(Call call, const Burst& burst) {
 }
 
 void Program::work(int thread, const Call& call) {
-  for (size_t i = 0; i < operations_.size(); ++i) {
-    const auto* capture = std::get_if<Capture>(&operations_[i]);
-    if (capture && (call.columns == nullptr || call.columns[capture->mark] < 0)) continue;
+  for (size_t i = begin_; i < operations_.size(); ++i) {
+    if (skips(operations_[i], call)) continue;
     std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
+    if (std::holds_alternative<Keep>(operations_[i])) continue;  // the next one only reads the stream, too
     fetch_ahead(thread, i + 1);
-    pool_.barrier().wait();
+    pool_->barrier().wait();
   }
   if (screened_) draw_screened(thread, call);
   else if (draws_) draw(thread);
   if (call.fusion) bfloat16_ ? fuse<BF16>(thread, call) : fuse<float>(thread, call);
 }
 
+bool Program::skips(const Operation& operation, const Call& call) const {
+  if (std::holds_alternative<Keep>(operation)) return call.states == nullptr;
+  const auto* capture = std::get_if<Capture>(&operation);
+  return capture && (call.columns == nullptr || call.columns[capture->mark] < 0);
+}
+
 void Program::fetch_ahead(int thread, size_t operation) const {
-  while (operation < operations_.size() && std::holds_alternative<Capture>(operations_[operation])) ++operation;
+  while (operation < operations_.size() && reads_the_stream(operations_[operation])) ++operation;
   if (operation == operations_.size()) return;
   const auto* linear = std::get_if<Linear>(&operations_[operation]);
   if (linear == nullptr || thread + 1 >= int64_t(linear->portions.size())) return;
@@ -238,6 +244,7 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
     for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
       multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
         if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
+        else if (op.places) store_placed(op, call, panel, first, count, tile);
         else store_plain(op, call, panel, first, count, tile);
       });
     }
@@ -388,7 +395,7 @@ void Program::attend(const Attend& op, int thread, const Call& call, Counter* ne
   const Registers<T> registers;
   portions(*next, thread, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
   if (plan.joined.empty()) return;
-  pool_.barrier().wait();
+  pool_->barrier().wait();
   portions(next[1], thread, int64_t(plan.joined.size()),
            [&](int64_t i) { join_splits(attention, plan.joined[i], partials_.as<float>()); });
 }

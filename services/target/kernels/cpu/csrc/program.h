@@ -46,6 +46,8 @@ struct Linear {
   bool add;               // to what the output holds
   Activation activation;  // of gated pairs: outputs come as 16 gates, 16 values, ...
   bool head;              // of sampled rows alone, into the caller's logits
+  const int32_t* places;  // [outputs], the tokens that a head's outputs stand for; null if they are all tokens in order
+  int64_t vocab;          // numbers of a row of logits
   float softcap;          // of the head; 0 is off
   Screen screen;          // of the head, if it has one
   std::vector<int64_t> portions;  // first panels of what a thread takes at once, and the end
@@ -81,12 +83,33 @@ struct Capture {
   Norm norm;
 };
 
-using Operation = std::variant<Embed, Linear, AddNorm, Rotate, Attend, Capture>;
+// A copy of every row's residual stream into the pool of states, from `column` on, for a head that follows.
+struct Keep {
+  int64_t column, width;
+};
+
+// Of a head, see follow.cpp: kHidden = the row's state in the pool.
+struct Feed {
+  int64_t width;
+};
+
+// Of a head: kHidden = [norm(embedding), norm(residual)] side by side.
+struct Join {
+  const BF16* table16;  // one of the two is null
+  const float* table32;
+  int64_t width;
+  Norm embedding, state;
+  bool after_norm;  // the normalised state is the residual stream from here on
+};
+
+using Operation = std::variant<Embed, Linear, AddNorm, Rotate, Attend, Capture, Keep, Feed, Join>;
 
 struct Call {
   Batch batch;  // of one step
   const void* const* keys;  // [layers], pools
   const void* const* values;
+  void* states;  // the pool of states, as wide as they are together, in the format that is computed in; null for none
+  int64_t state_width;
   float* logits;  // [sampled_rows, vocab]
   const DrawCall* draws;  // of the first of them; null for none. If all are drawn from, logits may be a screen's
   const int64_t* columns;  // [marks], first column of each captured state, or -1; null if none is wanted
@@ -110,20 +133,25 @@ struct Burst {
   uint32_t* const* texts;     // [rows], tokens of the sessions, with room for those of the burst
   const int64_t* lengths;     // [rows], of them
   int64_t same;               // ends, too, once so many last tokens of a session stood in its text before; 0 for never
+  bool follows;               // of a head: the first step's rows are committed tokens; see follow.cpp
 };
 
 class Program {
  public:
-  Program(int threads, bool bfloat16, PoolFormat pools);
+  // beside: a program whose threads it shares, as long as they never run at once; null for threads of its own.
+  Program(int threads, bool bfloat16, PoolFormat pools, const Program* beside = nullptr);
   void add(Operation operation);
   void screen(const Screen& screen) { std::get<Linear>(operations_[head_]).screen = screen; }
   void narrow(const Weight& weight) { std::get<Linear>(operations_.back()).narrow = &weight; }
+  void place(const int32_t* places, int64_t vocab);
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
-  // Ends early behind a step in which a session does or a text repeats, or in which the caller is called. Draws, and captured rows, lie step
-  // behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how many steps were computed.
+  // Ends early behind a step in which a session does or a text repeats, or in which the caller is called. Draws, and
+  // captured rows, lie step behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how
+  // many steps were computed.
   int64_t run(Call call, const Burst& burst);
+  int64_t follow(Call call, const Burst& burst);
 
  private:
   struct alignas(64) Counter {
@@ -135,7 +163,7 @@ class Program {
   void fetch_ahead(int thread, size_t operation) const;
   template <class Function>
   void portions(Counter& next, int thread, int64_t count, Function&& function) {
-    const int threads = pool_.threads();
+    const int threads = pool_->threads();
     for (int64_t i = thread; i < count; i = threads + next.next.fetch_add(1, std::memory_order_relaxed)) function(i);
   }
   void execute(const Embed& op, int thread, const Call& call, Counter* next);
@@ -144,6 +172,10 @@ class Program {
   void execute(const Rotate& op, int thread, const Call& call, Counter* next);
   void execute(const Attend& op, int thread, const Call& call, Counter* next);
   void execute(const Capture& op, int thread, const Call& call, Counter* next);
+  void execute(const Keep& op, int thread, const Call& call, Counter* next);
+  void execute(const Feed& op, int thread, const Call& call, Counter* next);
+  void execute(const Join& op, int thread, const Call& call, Counter* next);
+  bool skips(const Operation& operation, const Call& call) const;
   template <class T>
   void capture(const Capture& op, const Call& call, int64_t index, T* to);
   const Weight& weight_of(const Linear& op) const {
@@ -169,15 +201,18 @@ class Program {
 
   void store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile);
   void store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
+  void store_placed(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
 
   float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
 
-  Pool pool_;
+  std::shared_ptr<Pool> pool_;
   const bool bfloat16_;  // keys and queries are multiplied in it, and states captured, else in float32
   const PoolFormat pools_;
   std::vector<Operation> operations_;
   size_t head_ = 0;        // which of them is the head
   bool narrow_ = false;    // this call drafts
+  size_t join_ = 0;        // where a head goes on with states of its own
+  size_t begin_ = 0;       // which operation this call begins with
   bool screened_ = false;  // the logits of this call are those of its screen
   bool all_greedy_ = true;
   ScreenWorth worth_;
@@ -198,6 +233,14 @@ class Program {
   Buffer partials_;
 };
 
+template <class T>
+void copy_as(T* to, const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i, lanes(count - i)), lanes(count - i));
+}
+
+// True if a token ends its session, or none could be drawn.
+bool ends(const Burst& burst, const int64_t* tokens, int64_t rows);
+
 // fill(operand, row): lays a row out
 template <class Fill>
 Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill) {
@@ -210,7 +253,7 @@ Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int
   portions(*next, thread, (rows + 7) / 8, [&](int64_t part) {
     for (int64_t i = 8 * part; i < std::min(rows, 8 * part + 8); ++i) fill(operand, i);
   });
-  pool_.barrier().wait();
+  pool_->barrier().wait();
   return operand;
 }
 

@@ -29,14 +29,14 @@ void Program::draw_screened(int thread, const Call& call) {
     const float* logits = call.logits + row * op.weight->outputs;
     screened_rows_[row].rough(logits, op.weight->outputs, bounds_of_row(op, thread, call, row), panels_);
   });
-  pool_.barrier().wait();
+  pool_->barrier().wait();
   make_exact(op, thread, call, next);
   next += 2;
   portions(*next++, thread, draws.rows, [&](int64_t row) {
     draws.tokens[row] = screened_rows_[row].settle(draws_->how(row), draws.positions[row], panels_);
   });
   if (all_greedy_) return;
-  pool_.barrier().wait();
+  pool_->barrier().wait();
   make_exact(op, thread, call, next);
   next += 2;
   portions(*next, thread, draws.rows, [&](int64_t row) {
@@ -75,7 +75,7 @@ void Program::make_exact(const Linear& op, int thread, const Call& call, Counter
       panels_.settle(panel);
     }
   });
-  pool_.barrier().wait();
+  pool_->barrier().wait();
 }
 
 void Program::prepare_screen() {

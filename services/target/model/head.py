@@ -1,0 +1,203 @@
+"""An EAGLE-3 head behind a compiled program: drafts at the price of a layer, in the target's own process.
+
+The program keeps three of its hidden states of every row in the cache (`States`); the head fuses them, and writes keys
+and values of its own into a layer behind the model's. Its rows take the token that stands one place behind them.
+
+This is for cores that a draft service would share: it costs no process, no stream and no copy of the states. Heads with
+biases, further norms or more than one layer are left to the draft service.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.checkpoint import load_json, weight_files
+from outrider.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
+from outrider.errors import ConfigError
+from services.target.batch import Batch
+from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
+from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
+from services.target.kv_cache import KVCache, LayerShape, States
+from services.target.model.linear import plain_format
+
+_FORMAT = Format.INT4  # a draft's numbers need no more
+_NOT_READ = {"embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
+_LAYER = "layers.0."
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """A head as it was read. layers: whose inputs are the states; epsilon: of its norms."""
+
+    tensors: dict[str, Tensor]
+    layers: tuple[int, ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    epsilon: float
+    after_norm: bool
+    ids: NDArray[np.int64]
+    rope: Any
+
+    @property
+    def shape(self) -> LayerShape:
+        """What its layer stores for a token."""
+        return LayerShape(self.kv_heads, self.head_dim, self.head_dim)
+
+    def norm(self, name: str) -> Norm:
+        """A norm as programs take it."""
+        return Norm(self.tensors[name + ".weight"].float(), self.epsilon)
+
+    def packed(self, *names: str) -> PackedWeight:
+        """Weights below one another."""
+        return packed(torch.cat([self.tensors[name + ".weight"] for name in names]), _FORMAT)
+
+    def gates(self) -> PackedWeight:
+        """The gated feed-forward layer's first weights, as programs take them."""
+        gate, value = (self.tensors[f"{_LAYER}mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        weight = PackedWeight(2 * -(-len(gate) // 16) * 16, gate.shape[1], _FORMAT)
+        for part, rows in enumerate((gate, value)):
+            weight.fill(interleaved(len(rows), part), rows)
+        return weight
+
+    def turns(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of so many positions, [positions, head_dim / 2] float32 each."""
+        cosines, sines = self.rope(torch.empty(0), torch.arange(positions)[None])
+        half = cosines.shape[2] // 2
+        return cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous()
+
+
+def read_head(folder: Path, depth: int, hidden: int, vocab: int, positions: int) -> HeadWeights:
+    """Read the head in a folder for a model of so many layers. Raises ConfigError saying what does not fit."""
+    raw = load_json(folder / "config.json")
+    speculators, facts = is_speculators(raw), flat(raw)
+    _check(folder, facts, hidden, vocab)
+    layers = layer_ids(facts, speculators=speculators) or (2, depth // 2, depth - 3)
+    proper = (
+        len(set(layers)) == DEFAULT_STATES and layers == tuple(sorted(layers)) and 0 <= layers[0] <= layers[-1] <= depth
+    )
+    if not proper or facts.get("use_aux_hidden_state") is False:
+        raise ConfigError(f"{folder}: its {DEFAULT_STATES} states must be of layers up to {depth}, not {list(layers)}")
+    tensors = _read(folder)
+    heads = facts["num_attention_heads"]
+    kv_heads = facts.get("num_key_value_heads") or heads
+    head_dim = facts.get("head_dim") or hidden // heads
+    entries = facts.get("draft_vocab_size") or vocab
+    _check_shapes(
+        folder, tensors,
+        {
+            "fc.weight": (hidden, DEFAULT_STATES * hidden),
+            "norm.weight": (hidden,),
+            "lm_head.weight": (entries, hidden),
+            _LAYER + "hidden_norm.weight": (hidden,),
+            _LAYER + "input_layernorm.weight": (hidden,),
+            _LAYER + "post_attention_layernorm.weight": (hidden,),
+            _LAYER + "self_attn.q_proj.weight": (heads * head_dim, 2 * hidden),
+            _LAYER + "self_attn.k_proj.weight": (kv_heads * head_dim, 2 * hidden),
+            _LAYER + "self_attn.v_proj.weight": (kv_heads * head_dim, 2 * hidden),
+            _LAYER + "self_attn.o_proj.weight": (hidden, heads * head_dim),
+            _LAYER + "mlp.gate_proj.weight": (facts["intermediate_size"], hidden),
+            _LAYER + "mlp.up_proj.weight": (facts["intermediate_size"], hidden),
+            _LAYER + "mlp.down_proj.weight": (hidden, facts["intermediate_size"]),
+        },
+    )  # fmt: skip
+    offsets = tensors.pop("d2t", None)
+    ids = np.arange(vocab) if offsets is None else target_ids(offsets.numpy(), vocab)
+    if ids is None or len(ids) != entries:
+        raise ConfigError(f"{folder}: d2t does not say which of the target's {vocab} tokens its {entries} entries are")
+    names = set(LlamaConfig().to_dict()) & set(facts) - {"torch_dtype", "dtype", "architectures", "model_type"}
+    rope = LlamaRotaryEmbedding(LlamaConfig(**{name: facts[name] for name in names} | {
+        "max_position_embeddings": max(positions, facts.get("max_position_embeddings", 0))
+    }))  # fmt: skip
+    after_norm = bool(facts.get("norm_before_residual", speculators))
+    epsilon = float(facts.get("rms_norm_eps", 1e-6))
+    return HeadWeights(tensors, layers, heads, kv_heads, head_dim, epsilon, after_norm, ids, rope)
+
+
+def _check(folder: Path, facts: dict[str, Any], hidden: int, vocab: int) -> None:
+    found = {
+        "vocab_size": (facts.get("vocab_size"), vocab),
+        "hidden_size": (facts.get("hidden_size"), hidden),
+        "target_hidden_size": (facts.get("target_hidden_size") or hidden, hidden),
+        "num_hidden_layers": (facts.get("num_hidden_layers", 1), 1),
+        "hidden_act": (facts.get("hidden_act", "silu"), "silu"),
+        **{name: (bool(facts.get(name, False)), False) for name in ("attention_bias", "mlp_bias", "norm_output")},
+    }
+    for name, (value, wanted) in found.items():
+        if value != wanted:
+            raise ConfigError(f"{folder}: {name} is {value}; a head in the target's own process has {wanted}")
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    tensors = {}
+    for file in weight_files(folder):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
+                if (known := plain_name(name)) not in _NOT_READ:
+                    tensors[known] = opened.get_tensor(name)
+    return tensors
+
+
+def _check_shapes(folder: Path, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        if name not in tensors or tuple(tensors[name].shape) != shape:
+            found = list(tensors[name].shape) if name in tensors else "missing"
+            raise ConfigError(f"{folder}: tensor {name} is {found}; {list(shape)} is expected")
+    if spare := sorted(set(tensors) - set(shapes) - {"d2t"}):
+        raise ConfigError(f"{folder}: a head in the target's own process has no {', '.join(spare[:3])}")
+
+
+class Head:
+    """A head that runs beside a program. shape: of its layer, behind the model's; states: what the cache keeps.
+
+    bytes: of weights that a draft of one token reads
+    """
+
+    def __init__(
+        self, weights: HeadWeights, beside: Program, threads: int, table: Tensor, pools: torch.dtype, depth: int,
+        positions: int,
+    ) -> None:  # fmt: skip
+        """table: the model's embedding, [V, H], in the format that is computed in. depth: layers of the model.
+
+        pools: of the cache; positions: most tokens of a session
+        """
+        vocab, hidden = table.shape
+        self.shape = weights.shape
+        self.states = States(DEFAULT_STATES * hidden, table.dtype)
+        self._program = program = Program(threads, table.dtype, pools, hidden, beside=beside)
+        fc = packed(weights.tensors["fc.weight"], plain_format(table.dtype) or Format.FLOAT32)
+        projections = weights.packed(*(f"{_LAYER}self_attn.{name}_proj" for name in "qkv"))
+        output, down = weights.packed(_LAYER + "self_attn.o_proj"), weights.packed(_LAYER + "mlp.down_proj")
+        gates, head = weights.gates(), weights.packed("lm_head")
+        self.bytes = sum(part.bytes for part in (projections, output, gates, down, head))
+        program.feed(self.states.width)
+        program.linear(fc, Buffer.HIDDEN, Buffer.RESIDUAL)
+        join = weights.norm(_LAYER + "input_layernorm"), weights.norm(_LAYER + "hidden_norm")
+        program.join(table, *join, after_norm=weights.after_norm)
+        program.linear(projections, Buffer.HIDDEN, Buffer.WIDE)
+        dim = weights.head_dim
+        attention = AttentionShape(weights.heads, weights.kv_heads, dim, dim, dim**-0.5, 0, 0.0, None)
+        program.attend(depth, attention, *weights.turns(positions))
+        program.linear(output, Buffer.ATTENDED, Buffer.RESIDUAL, add=True)
+        norm = weights.norm(_LAYER + "post_attention_layernorm")
+        program.linear(gates, Buffer.RESIDUAL, Buffer.HIDDEN, norm=norm, activation=Activation.SILU)
+        program.linear(down, Buffer.HIDDEN, Buffer.RESIDUAL, add=True)
+        places = torch.from_numpy(weights.ids.astype(np.int32))
+        program.head(head, weights.norm("norm"), places=places, vocab=vocab)
+
+    def draft(self, batch: Batch, cache: KVCache) -> NDArray[np.int64]:
+        """The tokens that a batch draws, step behind step of its burst. Its rows are `ahead` by one; see `build`."""
+        _, _, tokens = self._program.run(batch, cache)
+        assert tokens is not None, "drafts are drawn"
+        return tokens

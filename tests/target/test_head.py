@@ -1,0 +1,232 @@
+"""A head in the target's own process drafts what its formulas say, and changes no text."""
+
+import numpy as np
+import pytest
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from outrider.speculation.sampling import SamplingParams
+from services.target.contest import Way
+from services.target.engine import TargetEngine
+from services.target.kernels.cpu import library
+from services.target.kernels.cpu.weights import Format
+from services.target.model import head
+from tests.checkpoints.heads import write_head, write_pair
+from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
+from tests.draft.twin import Twin
+from tests.target.driving import CACHES, engine_of, load_model, opening, run, run_as_plain
+from tests.tiny import VOCAB
+
+LAYERS = [-1, 0, 1]  # whose outputs are the states, of a target of two layers; -1 is the embedding
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("pair"), "EAGLE3", eagle_aux_hidden_state_layer_ids=LAYERS)
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Heads in the format of their twin."""
+    monkeypatch.setattr(head, "_FORMAT", Format.FLOAT32)
+
+
+def with_head(target, folder, **flags):
+    return load_model(target, self_draft="head", self_draft_head=str(folder), **flags)
+
+
+def drafting(model, **flags):
+    """An engine whose head drafts in every step."""
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
+    engine = TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF,))
+    engine.own.looks_back = False  # tests/target/test_repeats.py has what texts repeat
+    return engine
+
+
+def foretold(twin, engine, session, count):
+    """What the twin says of a session, from the states in the cache."""
+    slots = session.table.slots(0, session.length - 1)
+    states = engine.cache.states.flatten(0, 1)[slots].numpy()
+    features = states @ twin.tensors["fc.weight"].T
+    tokens = session.tokens.tolist()
+    for _ in range(count):
+        says = twin.log_probs(tokens, features)
+        tokens.append(max(says, key=says.get))
+    return tokens[session.length :]
+
+
+def check_drafts(twin, engine):
+    """Every session of a plan has the drafts that its twin foretells. Returns how many tokens that were."""
+    count = 0
+    for work in engine._plan():
+        drafts = work.draft.tokens.tolist()
+        assert drafts == foretold(twin, engine, work.chunk.session, len(drafts))
+        count += len(drafts)
+    return count
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("options", [
+    {}, {"norm_before_residual": True}, {"rope_theta": 500.0}, {"first": "layers.0."},
+])  # fmt: skip
+def test_it_drafts_what_its_twin_says(tmp_path, options):
+    target, folder, made = write_pair(tmp_path, "EAGLE3", eagle_aux_hidden_state_layer_ids=LAYERS, **options)
+    twin, model = Twin.of("EAGLE3", *made, target), with_head(target, folder)
+    for page_size in (1, 16):
+        engine = drafting(model, page_size=page_size)
+        rng = np.random.default_rng(0)
+        for i, length in enumerate((1, 2, 3, 16, 17, 40), 1):
+            engine.open(opening(i, rng.integers(3, VOCAB, length).tolist(), max_tokens=40))
+        engine.step()
+        assert sum(check_drafts(twin, engine) for _ in range(6) if engine.step()) > 30
+
+
+@pytest.mark.usefixtures("exact")
+def test_pages_of_others_are_as_good_as_its_own(pair):
+    target, folder, made = pair
+    twin, model = Twin.of("EAGLE3", *made, target), with_head(target, folder)
+    rng = np.random.default_rng(3)
+    prompt = rng.integers(3, VOCAB, 70).tolist()
+    engine = drafting(model)
+    guesser = engine.own.chains.guesser
+
+    def first_drafts(session_id, tokens):
+        engine.open(opening(session_id, tokens, max_tokens=9))
+        engine.step()
+        works = [work for work in engine._plan() if work.chunk.session.id == session_id]
+        drafts = works[0].draft.tokens.tolist()
+        assert drafts == foretold(twin, engine, works[0].chunk.session, len(drafts))
+
+    engine.open(opening(1, prompt, max_tokens=2))  # ends before anything is drafted: the head has written no page
+    while not engine.idle:
+        engine.step()
+    assert not any(guesser._written.values())
+    first_drafts(2, [*prompt[:64], 5, 6])
+    assert guesser._known[2] == 66
+    assert sum(guesser._written.values()) == 4
+    first_drafts(3, [*prompt[:48], 7, 8, 9])  # finds three pages, all of which the head has written
+    engine.abort()
+    first_drafts(4, prompt)
+    engine.flush()
+    assert not guesser._written
+    engine.abort()
+    assert not guesser._known
+
+
+@pytest.mark.usefixtures("exact")
+def test_rows_that_were_lost_are_written_again(pair):
+    """A session loses its pages, computes its prompt again, and is drafted for as before."""
+    target, folder, made = pair
+    twin, model = Twin.of("EAGLE3", *made, target), with_head(target, folder)
+    engine = drafting(model, max_total_tokens=256, disable_radix_cache=True)
+    rng = np.random.default_rng(5)
+    for i in (1, 2, 3):
+        engine.open(opening(i, rng.integers(3, VOCAB, 60).tolist(), max_tokens=60))
+    drafted = 0
+    while not engine.idle:
+        engine.step()
+        if engine.scheduler.preemptions:
+            drafted += check_drafts(twin, engine)
+    assert engine.scheduler.preemptions > 0
+    assert drafted > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("flags", [*CACHES, {"max_total_tokens": 256}])
+def test_texts_are_those_of_plain_steps(tmp_path, temperature, flags):
+    target = write_cyclic_target(tmp_path / "target", sharpness=0.2 if temperature else 1.0)
+    model = with_head(target, write_perfect_eagle3(tmp_path / "head", target))
+    rng = np.random.default_rng(1)
+    requests = [
+        opening(i, rng.choice(CYCLE, rng.integers(1, 60)).tolist(), SamplingParams(temperature, seed=i), max_tokens=50)
+        for i in range(1, 9)
+    ]
+    run_as_plain(drafting, model, requests, **flags)
+    run_as_plain(drafting, model, requests[:1], **flags)
+
+
+@pytest.mark.parametrize("flags", [{"quantization": "int8"}, {"quantization": "int4"}, {"dtype": "bfloat16"},
+                                   {"kv_cache_dtype": "fp8_e4m3"}])  # fmt: skip
+def test_in_other_formats_too(tmp_path, flags):
+    target = write_cyclic_target(tmp_path / "target")
+    model = with_head(target, write_perfect_eagle3(tmp_path / "head", target), **flags)
+    found = run_as_plain(drafting, model, [opening(1, [int(CYCLE[3])] * 20, max_tokens=200)])
+    assert found.new[1] == cycle_text(int(CYCLE[3]), 200)
+    assert found.accepted > 0.9 * found.verified, "what can be known is known"
+
+
+def test_a_random_head_changes_nothing(pair):
+    target, folder, _ = pair
+    model = with_head(target, folder)
+    rng = np.random.default_rng(2)
+    requests = [
+        opening(i, rng.integers(3, VOCAB, 30).tolist(), SamplingParams(1.0, seed=i), max_tokens=60) for i in range(1, 6)
+    ]
+    found = run(drafting(model), requests)
+    assert found.new == run(engine_of(model), requests).new
+    assert 0 < found.accepted < found.verified
+
+
+def test_a_page_that_another_session_computed_first(pair):
+    """Both compute the same tokens; the second one's table takes the first one's page, which no head has written."""
+    target, folder, _ = pair
+    guesser = drafting(with_head(target, folder)).own.chains.guesser
+    guesser._known = {1: 10, 2: 40}
+    guesser.page_cached(1, 0, 7)
+    assert guesser._written == {7: False}
+    guesser.page_cached(2, 0, 7)
+    assert guesser._known[2] == 0, "its rows are those of the other page now"
+    guesser.page_cached(2, 1, 8)
+    guesser.page_taken(3, 0, 7)
+    assert guesser._known[3] == 0
+    guesser._written[7] = guesser._written[8] = True
+    guesser.page_taken(3, 0, 7)
+    guesser.page_taken(3, 1, 8)
+    assert guesser._known[3] == 32
+    guesser.page_dropped(8)
+    assert guesser._written == {7: True}
+
+
+@pytest.mark.parametrize(("wrong", "message"), [
+    ({"vocab_size": 99}, "vocab_size is 99"),
+    ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+    ({"norm_output": True}, "norm_output is True"),
+    ({"eagle_aux_hidden_state_layer_ids": [0, 1, 77]}, "states must be of layers up to"),
+    ({"intermediate_size": 11}, "mlp.gate_proj.weight is"),
+])  # fmt: skip
+def test_heads_that_do_not_fit(pair, tmp_path, wrong, message):
+    target, _, (config, tensors) = pair
+    folder = write_head(tmp_path, config | wrong, tensors)
+    with pytest.raises(ConfigError, match=message):
+        with_head(target, folder)
+
+
+def test_tensors_that_do_not_fit(pair, tmp_path):
+    target, _, (config, tensors) = pair
+    wrong = {
+        "whose head is the target's": (
+            {n: t for n, t in tensors.items() if "lm_head" not in n},
+            "lm_head.weight is missing",
+        ),
+        "lacks": ({name: t for name, t in tensors.items() if "o_proj" not in name}, "o_proj.weight is missing"),
+        "more": (tensors | {"midlayer.self_attn.q_proj.bias": np.zeros(64, np.float32)}, "has no layers.0.*bias"),
+        "ids": (tensors | {"d2t": tensors["d2t"] + 1000}, "d2t does not say"),
+    }
+    for name, (changed, message) in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            with_head(target, write_head(tmp_path / name, config, changed))
+
+
+def test_flags(pair, tmp_path):
+    target, folder, _ = pair
+    assert load_model(target, self_draft_head=str(folder)).head is not None, "who names one wants it"
+    with pytest.raises(ConfigError, match="--self-draft-head says what"):
+        load_model(target, self_draft="text", self_draft_head=str(folder))
+    with pytest.raises(ConfigError, match=r"name its folder with --self-draft-head$"):
+        load_model(target, self_draft="head")
+    with pytest.raises(ConfigError, match=r"--self-draft head: .*leave it out"):
+        load_model(target, self_draft="head", self_draft_head=str(folder), attention_backend="torch_native")
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        with_head(target, tmp_path)
