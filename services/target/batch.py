@@ -91,6 +91,22 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Worth:
+    """What guesses cost and bring, in seconds.
+
+    next:  of a token of which nothing is known yet but that those before it are right
+    token: of one that is right
+    row:   of verifying a token
+    step:  of guessing another token for every session
+    """
+
+    next: float
+    token: float
+    row: float
+    step: float
+
+
+@dataclass(frozen=True)
 class Burst:
     """Plain steps that may be computed one behind the other, by runners that can; others compute one.
 
@@ -104,6 +120,8 @@ class Burst:
     files:       int32 ("i"), descriptors, one of which can be read once somebody calls
     narrow:      True to draft, of models that keep such a copy alone
     follows:     of a head that drafts behind the model: the first step computes rows of committed tokens
+    worth:       of one that follows: it ends when another guess is not worth its time; second guesses and odds are told
+    odds:        of one that follows: chances by what the head says, see odds.py
     texts:       where it is to end once one of them repeats; None to go on
     """
 
@@ -113,6 +131,8 @@ class Burst:
     files: array[int]
     narrow: bool = False
     follows: bool = False
+    worth: Worth | None = None
+    odds: array[float] | None = None
     texts: Texts | None = None
 
 

@@ -27,14 +27,13 @@ def burst_of(
     files: Sequence[int],
     *,
     narrow: bool = False,
-    follows: bool = False,
     same: int = 0,
 ) -> Burst:
     """Steps of some sessions; see Burst. same: as of Texts; 0 to go on where texts repeat."""
     stops = [entry.stops for entry in entries]
     counts = array("q", [len(stop) // 8 for stop in stops])
     texts = _texts(entries, steps, same) if same else None
-    return Burst(steps, b"".join(stops), counts, array("i", files), narrow, follows, texts)
+    return Burst(steps, b"".join(stops), counts, array("i", files), narrow, texts=texts)
 
 
 def _texts(entries: Sequence[Entry], steps: int, same: int) -> Texts:

@@ -40,13 +40,12 @@ from services.target.contest import HINTED, Way
 from services.target.drawing import Drawing, Draws, Entry
 from services.target.features import Features
 from services.target.grammar import Grammars
-from services.target.guessers import guesser_of
 from services.target.hints import HintRecord
 from services.target.kv_cache import pages_that_fit
 from services.target.limits import check_limits, scheduling, thresholds
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
-from services.target.own import OwnDrafts
+from services.target.own import OwnDrafts, self_draft
 from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, Patience
 from services.target.planning import Planner
 from services.target.verifier import Verdict, settle
@@ -82,7 +81,7 @@ class TargetEngine(Engine):
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
         self.bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
         parts = self.planner, self.scheduler, self._entries
-        self.own = OwnDrafts(guesser_of(model, self.cache, prefix), *parts)
+        self.own = OwnDrafts(self_draft(model, self.cache, prefix, *parts), *parts)
         self.hinted_only = False  # whatever measurements say
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
@@ -418,7 +417,7 @@ class TargetEngine(Engine):
         if not work.own:
             entry.calibration.observe(promised(draft), accepted)
         elif len(draft.tokens):
-            self.own.observe(session.id, len(draft.tokens), accepted, goes_on=goes_on)
+            self.own.observe(session.id, draft, verdict.path, goes_on=goes_on)
         unread = self.features.asked and not self._patience.drafted(session.id)
         wanted = self.planner.tell(entry, unwanted=self._unwanted, unread=unread) if goes_on else 0
         commit = Commit(

@@ -11,12 +11,16 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Work
+from services.target.copydraft import CopyDraft
 from services.target.drawing import Entry
-from services.target.guessers import Guesser
+from services.target.headdraft import HeadDraft
+from services.target.kv_cache import KVCache
+from services.target.model.base import Model
 from services.target.planning import Planner
 from services.target.repeats import LEAST, Repeats, find
 from services.target.selfdraft import LONGEST, SelfDraft, chain_of
@@ -31,10 +35,10 @@ class OwnDrafts:
     """Drafts for one engine's sessions."""
 
     def __init__(
-        self, guesser: Guesser | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
+        self, chains: SelfDraft | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
     ) -> None:
-        """guesser: of models that have one. entries: of the sessions that are open, by id."""
-        self.chains = None if guesser is None else SelfDraft(guesser, planner, scheduler, entries)
+        """chains: of models that guess. entries: of the sessions that are open, by id."""
+        self.chains = chains
         self.repeats = Repeats()
         self.looks_back = True
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
@@ -49,23 +53,23 @@ class OwnDrafts:
         if self.chains is not None:
             self.chains.forget()
 
-    def observe(self, session_id: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
-        """Take in what became of a session's chain. goes_on: False if the session ended with it."""
+    def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
+        """Take in what became of a session's chain. path: accepted nodes; goes_on: False if the session ended there."""
         same = self._same.pop(session_id, 0)
         if same:
-            self.repeats.observe(same, drafted, accepted, goes_on=goes_on)
+            self.repeats.observe(same, len(draft), len(path), goes_on=goes_on)
         elif self.chains is not None:
-            self.chains.observe(drafted, accepted, goes_on=goes_on)
+            self.chains.observe(session_id, draft, path, goes_on=goes_on)
 
     def computed(self, works: Sequence[Work]) -> None:
         """A step is launched that writes these rows."""
         if self.chains is not None:
-            self.chains.guesser.computed(works)
+            self.chains.computed(works)
 
     def close(self, session_id: int) -> None:
         """A session has ended, and its pages are home."""
         if self.chains is not None:
-            self.chains.guesser.close(session_id)
+            self.chains.close(session_id)
 
     def extend(self, works: Sequence[Work], listen: Listen, *, guessing: bool) -> Sequence[Work]:
         """The works of a step, with chains to verify for those sessions that only decode.
@@ -149,3 +153,17 @@ class OwnDrafts:
         step, _ = self._planner.budget.cost.step(sessions, keys)
         guessed = self.chains.rate(sessions, keys) if guessing and self.chains is not None else 0.0
         return max(_LEAD / step, guessed) * sessions
+
+
+def self_draft(
+    model: Model,
+    cache: KVCache,
+    prefix: PrefixCache,
+    planner: Planner,
+    scheduler: Scheduler,
+    entries: Mapping[int, Entry],
+) -> SelfDraft | None:
+    """What guesses for a model's sessions, if it has anything that does."""
+    if model.head is not None:
+        return HeadDraft(model, model.head, cache, prefix, planner, scheduler, entries)
+    return CopyDraft(model, cache, planner, scheduler, entries) if model.copied else None

@@ -17,10 +17,10 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target import features
 from services.target.contest import Way
+from services.target.copydraft import CopyDraft
 from services.target.cost import StepCost
 from services.target.engine import TargetEngine
 from services.target.kernels.cpu import library, weights
-from services.target.selfdraft import SelfDraft
 from services.target.warmup import warm_up
 from tests.target.driving import CACHES, GREEDY, chain, engine_of, load_model, opening, run, run_as_plain
 from tests.tiny import VOCAB, write_model, write_tokenizer
@@ -241,7 +241,7 @@ def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
     draft = engine.own.chains
     draft._shares = {1: share}
     for _ in range(200):
-        draft.observe(10, round(10 * right), goes_on=True)
+        draft.learn(10, round(10 * right), goes_on=True)
         draft._tried = draft._right / right
     assert least <= draft._length(1, 0, 16) <= most
     assert draft._length(1, 0, 2) <= 2, "no longer than there is room for"
@@ -284,7 +284,7 @@ def test_new_weights_are_drafted_with(tmp_path, monkeypatch):
     model.runner.update(load_file(second / "model.safetensors"))
     requests = [opening(i, [5 + i, 6], max_tokens=50) for i in range(8)]
     other = drafting(load_model(second, self_draft="int4"))
-    monkeypatch.setattr(SelfDraft, "_length", lambda *_: 4)  # whatever steps take
+    monkeypatch.setattr(CopyDraft, "_length", lambda *_: 4)  # whatever steps take
     found, fresh = run(engine, requests), run(other, requests)
     assert found.new == fresh.new
     assert (found.verified, found.accepted) == (fresh.verified, fresh.accepted)

@@ -25,6 +25,7 @@ from outrider.checkpoint import load_json, weight_files
 from outrider.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
 from services.target.batch import Batch
+from services.target.kernels.cpu.draw import Guesses
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
 from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
@@ -34,6 +35,8 @@ from services.target.model.linear import plain_format
 _FORMAT = Format.INT4  # a draft's numbers need no more
 _NOT_READ = {"embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
 _LAYER = "layers.0."
+# What its rotary embedding is made of.
+_ROPE = ("hidden_size", "num_attention_heads", "head_dim", "rope_theta", "rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,7 @@ def read_head(folder: Path, depth: int, hidden: int, vocab: int, positions: int)
     ids = np.arange(vocab) if offsets is None else target_ids(offsets.numpy(), vocab)
     if ids is None or len(ids) != entries:
         raise ConfigError(f"{folder}: d2t does not say which of the target's {vocab} tokens its {entries} entries are")
-    names = set(LlamaConfig().to_dict()) & set(facts) - {"torch_dtype", "dtype", "architectures", "model_type"}
+    names = {name for name in _ROPE if facts.get(name) is not None}
     rope = LlamaRotaryEmbedding(LlamaConfig(**{name: facts[name] for name in names} | {
         "max_position_embeddings": max(positions, facts.get("max_position_embeddings", 0))
     }))  # fmt: skip
@@ -196,8 +199,6 @@ class Head:
         places = torch.from_numpy(weights.ids.astype(np.int32))
         program.head(head, weights.norm("norm"), places=places, vocab=vocab)
 
-    def draft(self, batch: Batch, cache: KVCache) -> NDArray[np.int64]:
-        """The tokens that a batch draws, step behind step of its burst. Its rows are `ahead` by one; see `build`."""
-        _, _, tokens = self._program.run(batch, cache)
-        assert tokens is not None, "drafts are drawn"
-        return tokens
+    def draft(self, batch: Batch, cache: KVCache) -> Guesses:
+        """The tokens of a batch's burst; see `Program.follow`."""
+        return self._program.follow(batch, cache)

@@ -61,6 +61,8 @@ class DrawCall(ctypes.Structure):
         ("masks", c_void_p),
         ("words", c_void_p),
         ("tokens", c_void_p),
+        ("seconds", c_void_p),
+        ("odds", c_void_p),
     )
 
 
@@ -78,6 +80,10 @@ class Burst(ctypes.Structure):
         ("lengths", c_void_p),
         ("same", c_int64),
         ("follows", c_bool),
+        ("odds", c_void_p),
+        ("next", c_double),
+        ("row", c_double),
+        ("step", c_double),
     )
 
 

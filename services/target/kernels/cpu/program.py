@@ -21,13 +21,14 @@ from torch import Tensor
 from services.target.batch import Batch, Burst
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
-from services.target.kernels.cpu.draw import Draws
+from services.target.kernels.cpu.draw import Draws, Guesses
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
 
+_NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time
 
 
@@ -250,9 +251,8 @@ class Program:
         draws = None if batch.draws is None else Draws(address, self._vocab, batch.draws, steps=steps)
         pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
         if capture is None:
-            nothing = (None, None, 0, None, 0, None, None, None)
             done = self._functions.outrider_program_run(
-                self._handle, view.pointer, keys, values, *states, address, pointer, *nothing, burst
+                self._handle, view.pointer, keys, values, *states, address, pointer, *_NOTHING, burst
             )
             return logits, None, tokens if done == steps else tokens[: done * rows]
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
@@ -270,6 +270,20 @@ class Program:
             taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, burst,
         )  # fmt: skip
         return (logits, fused, tokens) if done == steps else (logits, fused[: done * len(taken)], tokens[: done * rows])
+
+    def follow(self, batch: Batch, cache: KVCache) -> Guesses:
+        """Draft a burst of a head: its rows are committed tokens, `ahead` by one (see `build`), those of later steps a
+        row a session. Keys and values are written."""
+        assert batch.burst is not None, "drafts are drawn one behind the other"
+        assert batch.draws is not None, "drafts are drawn"
+        sessions = len(batch.rows.sampled)
+        view, (keys, values, *states) = View(batch), self._pools(cache)
+        _, address = self._logits(sessions, passing=True)
+        draws = Draws(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True)
+        done = self._functions.outrider_program_run(
+            self._handle, view.pointer, keys, values, *states, address, draws.pointer, *_NOTHING, _burst(batch.burst)
+        )
+        return draws.guesses(done)
 
     def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
         """Room for logits, and its address. passing: they are of use until the next run alone."""
@@ -310,6 +324,10 @@ def _burst(burst: Burst) -> object:
     (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
     told = library.Burst(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
     told.follows = burst.follows
+    if burst.worth is not None and burst.odds is not None:
+        worth = burst.worth
+        told.odds = burst.odds.buffer_info()[0]
+        told.next, told.row, told.step = worth.next, worth.row, worth.step
     if (texts := burst.texts) is not None:
         told.texts, told.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
         told.same = texts.same

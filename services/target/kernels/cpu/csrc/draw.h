@@ -310,6 +310,29 @@ class Drawer {
   int64_t count_ = 0;
 };
 
+// What a row's softmax is made of, whatever filters say.
+struct Weights {
+  const LogitRow& row;
+  const double temperature;
+  float best = kNone;
+  double total = 0.0;
+
+  Weights(const LogitRow& numbers, double heat) : row(numbers), temperature(heat) {
+    __m512 top = _mm512_set1_ps(kNone), sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < row.vocab; i += kLanes) top = _mm512_max_ps(top, row.at(i));
+    best = _mm512_reduce_max_ps(top);
+    const __m512 inverse = _mm512_set1_ps(float(1.0 / temperature));
+    for (int64_t i = 0; i < row.vocab; i += kLanes) {
+      const __m512 x = row.at(i);
+      if (!_mm512_cmp_ps_mask(x, _mm512_set1_ps(kNone), _CMP_GT_OQ)) continue;
+      sum = _mm512_add_ps(sum, exp512(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(best)), inverse)));
+    }
+    total = _mm512_reduce_add_ps(sum);
+  }
+
+  double of(int64_t token) const { return std::exp((double(row.logits[token]) - double(best)) / temperature); }
+};
+
 // Rows after each of which a token is drawn.
 struct DrawCall {
   const float* logits;  // [rows, vocab]
@@ -320,6 +343,8 @@ struct DrawCall {
   const int64_t* masks;      // [rows], which line of `words` says what a row allows, or -1; null if all do all
   const uint32_t* words;     // [lines, ceil(vocab / 32)]
   int64_t* tokens;           // [rows]
+  int64_t* seconds;          // [rows], what is drawn if that is not; null for nothing. Logits are overwritten for it
+  float* odds;               // [rows, 2], with seconds: a token's probability, and the second one's if it is not that
 };
 
 // The draws of a call; threads may take any rows, each for itself.
@@ -343,10 +368,25 @@ class Draws {
     const uint32_t* allowed =
         call_.masks && call_.masks[row] >= 0 ? call_.words + call_.masks[row] * ((vocab + 31) / 32) : nullptr;
     const LogitRow numbers{call_.logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab};
-    call_.tokens[row] = drawer.draw(numbers, *how_[row], call_.positions[row]);
+    const int64_t token = call_.tokens[row] = drawer.draw(numbers, *how_[row], call_.positions[row]);
+    if (call_.seconds) draw_second(drawer, numbers, row, token);
   }
 
  private:
+  void draw_second(Drawer& drawer, const LogitRow& numbers, int64_t row, int64_t token) const {
+    const Sampling& how = *how_[row];
+    float* odds = call_.odds + 2 * row;
+    odds[0] = odds[1] = 0.0f;
+    call_.seconds[row] = -1;
+    if (token < 0) return;
+    const Weights weights(numbers, how.temperature == 0.0 ? 1.0 : how.temperature);
+    odds[0] = float(weights.of(token) / weights.total);
+    const double others = std::max(weights.total - weights.of(token), 1e-30);
+    const_cast<float*>(numbers.logits)[token] = kNone;
+    const int64_t second = call_.seconds[row] = drawer.draw(numbers, how, call_.positions[row]);
+    if (second >= 0) odds[1] = float(weights.of(second) / others);
+  }
+
   const DrawCall call_;
   std::vector<const Sampling*> how_;  // [rows]
 };

@@ -66,7 +66,8 @@ void Program::store_placed(const Linear& op, const Call& call, int64_t panel, in
 int64_t Program::follow(Call call, const Burst& burst) {
   run(call);
   const int64_t sessions = call.batch.sampled_rows;
-  if (burst.steps == 1 || ends(burst, call.draws->tokens, sessions)) return 1;
+  Confidence confidence(burst, sessions);
+  if (burst.steps == 1 || ends(burst, call.draws->tokens, sessions) || !confidence.goes_on(*call.draws)) return 1;
   std::vector<int64_t> positions(sessions), drawn(sessions), rows(sessions + 1), ones(sessions, 1);
   for (int64_t i = 0; i < sessions; ++i) {
     const int64_t last = call.batch.sampled[i];  // i or more, so that no stream is lost
@@ -85,11 +86,12 @@ int64_t Program::follow(Call call, const Burst& burst) {
   DrawCall draws = *call.draws;
   draws.positions = drawn.data();
   draws.tokens += sessions;
+  if (draws.seconds) draws.seconds += sessions, draws.odds += 2 * sessions;
   call.draws = &draws;
   Burst rest = burst;
   --rest.steps;
   begin_ = join_;
-  const int64_t done = run(call, rest);
+  const int64_t done = run(call, rest, &confidence);
   begin_ = 0;
   return 1 + done;
 }

@@ -148,7 +148,7 @@ bool called(std::vector<pollfd>& files) { return !files.empty() && poll(files.da
 
 }  // namespace
 
-int64_t Program::run(Call call, const Burst& burst) {
+int64_t Program::run(Call call, const Burst& burst, Confidence* confidence) {
   const int64_t rows = call.batch.rows;
   std::vector<int64_t> positions(call.batch.positions, call.batch.positions + rows);
   std::vector<int64_t> start(call.batch.start, call.batch.start + rows);
@@ -167,6 +167,7 @@ int64_t Program::run(Call call, const Burst& burst) {
     narrow_ = false;
     if (done == burst.steps || ends(burst, draws.tokens, rows)) return done;
     if (repeats(burst, draws.tokens, rows, done) || called(files)) return done;
+    if (confidence && !confidence->goes_on(draws)) return done;
     for (int64_t row = 0; row < rows; ++row) {
       ++positions[row];
       ++start[row];
@@ -174,6 +175,7 @@ int64_t Program::run(Call call, const Burst& burst) {
     }
     call.batch.ids = draws.tokens;
     draws.tokens += rows;
+    if (draws.seconds) draws.seconds += rows, draws.odds += 2 * rows;
     call.features = static_cast<char*>(call.features) + captured;
   }
 }

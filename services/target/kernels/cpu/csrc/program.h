@@ -134,6 +134,30 @@ struct Burst {
   const int64_t* lengths;     // [rows], of them
   int64_t same;               // ends, too, once so many last tokens of a session stood in its text before; 0 for never
   bool follows;               // of a head: the first step's rows are committed tokens; see follow.cpp
+  const float* odds;          // of a head, [2, 16]: chances of a token by its probability, greedy sessions first; or null
+  double next, row, step;     // seconds that a guess brings if those before it are right, and that it takes
+};
+
+// How far guesses are still right, and whether another one is worth its time.
+class Confidence {
+ public:
+  Confidence(const Burst& burst, int64_t sessions) : burst_(burst), reach_(sessions, 1.0) {}
+
+  bool goes_on(const DrawCall& draws) {
+    if (burst_.odds == nullptr) return true;
+    double gain = 0.0;
+    for (size_t i = 0; i < reach_.size(); ++i) {
+      const int64_t place = std::min<int64_t>(int64_t(draws.odds[2 * i] * kBins), kBins - 1);
+      reach_[i] *= burst_.odds[place + (draws.sessions[i].temperature == 0.0 ? 0 : kBins)];
+      gain += std::max(0.0, reach_[i] * burst_.next - burst_.row);
+    }
+    return gain > burst_.step;
+  }
+
+ private:
+  static constexpr int64_t kBins = 16;
+  const Burst& burst_;
+  std::vector<double> reach_;
 };
 
 class Program {
@@ -150,7 +174,7 @@ class Program {
   // Ends early behind a step in which a session does or a text repeats, or in which the caller is called. Draws, and
   // captured rows, lie step behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how
   // many steps were computed.
-  int64_t run(Call call, const Burst& burst);
+  int64_t run(Call call, const Burst& burst, Confidence* confidence = nullptr);
   int64_t follow(Call call, const Burst& burst);
 
  private:

@@ -1,0 +1,192 @@
+"""Chains from a head behind the model (model/head.py), as long as it is sure of them.
+
+    root ── guess 1 ── guess 2 ── guess 3        beside a guess may stand the one that comes next if it is wrong
+        └── other 1
+
+The head says how probable its guesses are. How often guesses of such a probability were right is counted, and chains
+are drafted and verified as far as the tokens that they promise are worth the time that they take.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.loop import Listen
+from outrider.serving.scheduler import Scheduler
+from outrider.speculation.tree import TreeSlice
+from services.target.batch import DrawPlan, Work, Worth, build
+from services.target.bursts import burst_of
+from services.target.drawing import Entry
+from services.target.headrows import HeadRows
+from services.target.kv_cache import KVCache
+from services.target.line import Line
+from services.target.model.base import Model
+from services.target.model.head import Guesses, Head
+from services.target.odds import Odds
+from services.target.planning import Planner
+from services.target.selfdraft import SelfDraft, drawable
+
+_NEW = 0.05  # weight of the last chain in what chains are like
+_NEXT = 0.6  # chance that a guess is right of which nothing is known yet
+_OTHERS = 2  # guesses beside which another may stand
+_USUAL_ROWS = 4  # of a session that a head has to write before it drafts; more are no example of others
+_PRIOR_SHARES = (0.06, 0.05)  # of a step of the model: what guesses take once, and each, as long as nobody knows
+# Of a chain, as long as nobody knows: accepted tokens, guesses that were drafted, and rows that were verified.
+_PRIOR = (0.9, 2.5, 2.5)
+
+
+class _Chain(NamedTuple):
+    """What is verified of a session. odds: what the head said of its guesses; others: of those beside, by place."""
+
+    odds: list[float]
+    others: dict[int, float]
+    greedy: bool
+
+
+class HeadDraft(SelfDraft):
+    """Drafts for one engine's sessions."""
+
+    def __init__(
+        self,
+        model: Model,
+        head: Head,
+        cache: KVCache,
+        prefix: PrefixCache,
+        planner: Planner,
+        scheduler: Scheduler,
+        entries: Mapping[int, Entry],
+    ) -> None:
+        """entries: of the sessions that are open, by id."""
+        super().__init__(planner, scheduler, entries)
+        self._device, self._head, self._cache = model.device, head, cache
+        self.rows = HeadRows(prefix)
+        self._lines: dict[int, Line] = {}  # what guesses take, by sessions
+        self._chains: dict[int, _Chain] = {}
+
+    def forget(self) -> None:
+        """Begin anew with what texts taught."""
+        self.guesses, self.others = Odds(), Odds()
+        self._accepted, self._drafted, self._verified = _PRIOR
+
+    def computed(self, works: Sequence[Work]) -> None:
+        """As of SelfDraft."""
+        self.rows.computed(works)
+
+    def close(self, session_id: int) -> None:
+        """As of SelfDraft."""
+        self.rows.close(session_id)
+
+    def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
+        """As of SelfDraft."""
+        chain = self._chains.pop(session_id)
+        length = len(draft) - len(chain.others)
+        right = sum(node < length for node in path)
+        self._accepted += _NEW * (len(path) - self._accepted)
+        for odds in chain.odds[:right]:
+            self.guesses.observe(odds, right=True, greedy=chain.greedy)
+        if goes_on and right < length:
+            self.guesses.observe(chain.odds[right], right=False, greedy=chain.greedy)
+            if right in chain.others:
+                self.others.observe(chain.others[right], right=len(path) > right, greedy=chain.greedy)
+
+    def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
+        """As of SelfDraft."""
+        self._chains.clear()
+        works = [work for work in works if work.chunk.session.length > 1]
+        if not works:
+            return {}
+        most = min(self._most(works), self._planner.max_rows - 1 - _OTHERS)
+        if most < 1 or not self._reserve(works, most + _OTHERS):
+            return {}
+        worth = self._worth(len(works), sum(work.chunk.stop for work in works))
+        drafts = self._draft(works, most, worth, listen)
+        chains = {}
+        rows = 0
+        for place, work in enumerate(works):
+            session_id = work.chunk.session.id
+            chain = self._chosen(session_id, place, drafts, worth)
+            rows += len(chain)
+            if len(chain):
+                chains[session_id] = chain
+            else:
+                self._accepted -= _NEW * self._accepted
+        self._drafted += _NEW * (len(drafts.tokens) - self._drafted)
+        self._verified += _NEW * (rows / len(works) - self._verified)
+        return chains
+
+    def rate(self, sessions: int, keys: int) -> float:
+        """As of SelfDraft."""
+        cost = self._planner.budget.cost
+        drafting = self._line(sessions).seconds(self._drafted)
+        verifying = float(cost.seconds(round(sessions * (1.0 + self._verified)), keys))
+        return (1.0 + self._accepted) / (drafting + verifying)
+
+    def _line(self, sessions: int) -> Line:
+        """What guesses of so many sessions take."""
+        if sessions not in self._lines:
+            step, _ = self._planner.budget.cost.step(sessions, 0)
+            self._lines[sessions] = Line(*(share * step for share in _PRIOR_SHARES))
+        return self._lines[sessions]
+
+    def _worth(self, sessions: int, keys: int) -> Worth:
+        cost = self._planner.budget.cost
+        few, more = float(cost.seconds(2 * sessions, keys)), float(cost.seconds(4 * sessions, keys))
+        token = 1.0 / (self.rate(sessions, keys) * sessions)
+        return Worth(_NEXT * token, token, max(more - few, 0.0) / (2 * sessions), self._line(sessions).each)
+
+    @torch.inference_mode()
+    def _draft(self, works: Sequence[Work], most: int, worth: Worth, listen: Listen) -> Guesses:
+        """Guesses of each session, as long as another one is worth its time."""
+        started = time.perf_counter()
+        entries = [self._entries[work.chunk.session.id] for work in works]
+        lacking = [self.rows.lacking(work.chunk.session) for work in works]
+        places = array("q", [work.chunk.session.length for work in works])
+        draws = DrawPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), places)
+        with listen() as files:
+            burst = replace(burst_of(entries, most, files), follows=True, worth=worth, odds=self.guesses.table)
+            batch = build(lacking, self._device, draws=draws, burst=burst, ahead=1)
+            drafts = self._head.draft(batch, self._cache)
+        for work in lacking:
+            self.rows.wrote(work.chunk)
+        if len(batch) <= _USUAL_ROWS * len(works):
+            self._line(len(works)).observe(len(drafts.tokens), time.perf_counter() - started)
+        return drafts
+
+    def _chosen(self, session_id: int, place: int, drafts: Guesses, worth: Worth) -> TreeSlice:
+        """Those of a session's guesses whose verification is worth its time. place: of the session among all."""
+        entry = self._entries[session_id]
+        greedy = entry.session.sampling.greedy
+        tokens, odds = drafts.tokens[:, place].tolist(), drafts.odds[:, place].tolist()
+        least, reach = worth.row / worth.token, 1.0
+        scores: list[float] = []
+        others: dict[int, float] = {}
+        beside: list[float] = []
+        for i in range(drawable(entry, tokens)):
+            chance = self.guesses.chance(odds[i][0], greedy=greedy)
+            if i and reach * chance < least:  # the first one is verified in any case: a step of a row costs as much
+                break
+            if i < _OTHERS and drafts.seconds[i, place] >= 0:
+                score = reach * (1.0 - chance) * self.others.chance(odds[i][1], greedy=greedy)
+                if score >= least:
+                    others[i] = odds[i][1]
+                    beside.append(score)
+            reach *= chance
+            scores.append(reach)
+        count = len(scores)
+        self._chains[session_id] = _Chain([one[0] for one in odds[:count]], others, greedy)
+        return tree_of(tokens[:count], [int(drafts.seconds[i, place]) for i in others], list(others), scores + beside)
+
+
+def tree_of(chain: list[int], others: list[int], places: list[int], scores: list[float]) -> TreeSlice:
+    """A chain with other tokens beside it. places: beside which of its tokens; scores: of the chain, then of others."""
+    parents = [*range(-1, len(chain) - 1), *(place - 1 for place in places)]
+    above = np.array(parents, np.int32)  # of a chain, a node's place is its depth, counted from 0
+    return TreeSlice(np.array(chain + others, np.uint32), above, above + 2, np.log(np.array(scores, np.float32)))
