@@ -270,7 +270,7 @@ class TargetEngine(Engine):
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
         if self._by_itself:
-            works = self.own.extend(works, self.listen, guessing=self._guessing)
+            works = self.own.extend(works, self.listen, guessing=self._patience.way is Way.SELF)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 
@@ -278,11 +278,6 @@ class TargetEngine(Engine):
     def _by_itself(self) -> bool:
         """Steps verify drafts of the target's own, where they pay."""
         return self.model.looks_back and self._patience.way not in HINTED and not self.hinted_only
-
-    @property
-    def _guessing(self) -> bool:
-        """Those drafts are guessed, too, where texts say nothing."""
-        return self._patience.way is Way.SELF
 
     @property
     def _unwanted(self) -> bool:
@@ -315,7 +310,7 @@ class TargetEngine(Engine):
         """How many last tokens of a session must have stood in its text before for a burst to end there."""
         if not works or not self._by_itself:
             return 0
-        return self.own.least(len(works), sum(work.chunk.stop for work in works), guessing=self._guessing)
+        return self.own.least(len(works), sum(work.chunk.stop for work in works))
 
     @property
     def _may_burst(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +39,12 @@ _NEXT = 0.6  # chance that a guess is right of which nothing is known yet
 _OTHERS = 2  # guesses beside which another may stand
 _USUAL_ROWS = 4  # of a session that a head has to write before it drafts; more are no example of others
 _PRIOR_SHARES = (0.06, 0.05)  # of a step of the model: what guesses take once, and each, as long as nobody knows
-# Of a chain, as long as nobody knows: accepted tokens, guesses that were drafted, and rows that were verified.
-_PRIOR = (0.9, 2.5, 2.5)
+# Of a chain, as long as nobody knows, of sampled sessions and of greedy ones: accepted tokens, guesses that were
+# drafted, and rows that were verified.
+_PRIOR = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
+_LEAD = 1.1  # that guesses must promise over plain steps, whose bursts spare what lies between two steps
+_AGAIN = 16  # steps after which it is asked again whether they do
+_TRIAL = 256  # steps without guesses, where they do not, until one is tried: texts change
 
 
 class _Chain(NamedTuple):
@@ -49,6 +53,24 @@ class _Chain(NamedTuple):
     odds: list[float]
     others: dict[int, float]
     greedy: bool
+
+
+@dataclass
+class _Kind:
+    """What chains of a kind of sessions are like lately: accepted tokens, guesses that were drafted, rows verified."""
+
+    accepted: float
+    drafted: float
+    verified: float
+
+    def drew(self, guesses: int, rows: int) -> None:
+        """A chain was drafted."""
+        self.drafted += _NEW * (guesses - self.drafted)
+        self.verified += _NEW * (rows - self.verified)
+
+    def got(self, accepted: int) -> None:
+        """A chain was verified."""
+        self.accepted += _NEW * (accepted - self.accepted)
 
 
 class HeadDraft(SelfDraft):
@@ -70,11 +92,17 @@ class HeadDraft(SelfDraft):
         self.rows = HeadRows(prefix)
         self._lines: dict[int, Line] = {}  # what guesses take, by sessions
         self._chains: dict[int, _Chain] = {}
+        self._paying: tuple[int, bool, int] = (
+            0,
+            False,
+            0,
+        )  # whether so many sessions' guesses pay, and how long that holds
+        self._unpaid = 0  # steps in a row
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
         self.guesses, self.others = Odds(), Odds()
-        self._accepted, self._drafted, self._verified = _PRIOR
+        self._kinds = [_Kind(*prior) for prior in _PRIOR]
 
     def computed(self, works: Sequence[Work]) -> None:
         """As of SelfDraft."""
@@ -89,7 +117,7 @@ class HeadDraft(SelfDraft):
         chain = self._chains.pop(session_id)
         length = len(draft) - len(chain.others)
         right = sum(node < length for node in path)
-        self._accepted += _NEW * (len(path) - self._accepted)
+        self._kinds[chain.greedy].got(len(path))
         for odds in chain.odds[:right]:
             self.guesses.observe(odds, right=True, greedy=chain.greedy)
         if goes_on and right < length:
@@ -109,25 +137,39 @@ class HeadDraft(SelfDraft):
         worth = self._worth(len(works), sum(work.chunk.stop for work in works))
         drafts = self._draft(works, most, worth, listen)
         chains = {}
-        rows = 0
         for place, work in enumerate(works):
             session_id = work.chunk.session.id
             chain = self._chosen(session_id, place, drafts, worth)
-            rows += len(chain)
+            kind = self._kinds[self._entries[session_id].session.sampling.greedy]
+            kind.drew(len(drafts.tokens), len(chain))
             if len(chain):
                 chains[session_id] = chain
             else:
-                self._accepted -= _NEW * self._accepted
-        self._drafted += _NEW * (len(drafts.tokens) - self._drafted)
-        self._verified += _NEW * (rows / len(works) - self._verified)
+                kind.got(0)
         return chains
+
+    def pays(self, works: Sequence[Work]) -> bool:
+        """As of SelfDraft. Where it does not, it is tried now and then all the same."""
+        sessions, pays, steps = self._paying
+        if sessions != len(works) or not steps:
+            keys = sum(work.chunk.stop for work in works)
+            step, _ = self._planner.budget.cost.step(len(works), keys)
+            pays, steps = self.rate(len(works), keys) > _LEAD / step, _AGAIN
+        self._paying = len(works), pays, steps - 1
+        self._unpaid = 0 if pays or self._unpaid >= _TRIAL else self._unpaid + 1
+        return not self._unpaid
 
     def rate(self, sessions: int, keys: int) -> float:
         """As of SelfDraft."""
         cost = self._planner.budget.cost
-        drafting = self._line(sessions).seconds(self._drafted)
-        verifying = float(cost.seconds(round(sessions * (1.0 + self._verified)), keys))
-        return (1.0 + self._accepted) / (drafting + verifying)
+        greedy = sum(entry.session.sampling.greedy for entry in self._entries.values()) / max(len(self._entries), 1)
+        accepted = drafted = verified = 0.0
+        for kind, share in zip(self._kinds, (1.0 - greedy, greedy), strict=True):
+            accepted += share * kind.accepted
+            drafted += share * kind.drafted
+            verified += share * kind.verified
+        verifying = float(cost.seconds(round(sessions * (1.0 + verified)), keys))
+        return (1.0 + accepted) / (self._line(sessions).seconds(drafted) + verifying)
 
     def _line(self, sessions: int) -> Line:
         """What guesses of so many sessions take."""

@@ -43,6 +43,7 @@ class OwnDrafts:
         self.looks_back = True
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
+        self._guessing = False  # in the step at hand
         # What `least` says of so many sessions, with guesses or without, and how often it will say so yet.
         self._least: tuple[tuple[int, bool], int, int] = (0, False), 0, 0
 
@@ -74,37 +75,38 @@ class OwnDrafts:
     def extend(self, works: Sequence[Work], listen: Listen, *, guessing: bool) -> Sequence[Work]:
         """The works of a step, with chains to verify for those sessions that only decode.
 
-        listen: how somebody who calls is heard meanwhile. guessing: chains are guessed where texts say nothing.
+        listen: how somebody who calls is heard meanwhile. guessing: chains may be guessed where texts say nothing.
         """
         self._same.clear()
+        self._guessing = guessing and self.chains is not None and self.chains.pays(works)
         serving = [work for work in works if self._serves(work)]
         if not serving:
             return works
-        chains = self._repeated(serving, works, guessing) if self.looks_back else {}
+        chains = self._repeated(serving, works) if self.looks_back else {}
         rest = [work for work in serving if work.chunk.session.id not in chains]
-        if rest and guessing and self.chains is not None:
+        if rest and self._guessing and self.chains is not None:
             chains |= self.chains.chains(rest, listen)
         if not chains:
             return works
         none = works[0].draft  # nobody has any yet
         return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
 
-    def least(self, sessions: int, keys: int, *, guessing: bool) -> int:
+    def least(self, sessions: int, keys: int) -> int:
         """How many last tokens must have stood in a text before for a look back to pay; 0 if none do.
 
-        A burst of plain steps ends there. keys: of all sessions together. guessing: as of `extend`.
+        A burst of plain steps ends there. keys: of all sessions together.
         """
         if not self.looks_back:
             return 0
         known, least, steps = self._least
-        if known != (sessions, guessing) or not steps:
+        if known != (sessions, self._guessing) or not steps:
             self.repeats.fade()
-            rate = self._other_rate(sessions, keys, guessing)
+            rate = self._other_rate(sessions, keys)
             chances = enumerate(self.repeats.chances().tolist(), LEAST)
             pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
             least = next(pays, 0)
             steps = _AGAIN
-        self._least = (sessions, guessing), least, steps - 1
+        self._least = (sessions, self._guessing), least, steps - 1
         return least
 
     def _serves(self, work: Work) -> bool:
@@ -115,10 +117,10 @@ class OwnDrafts:
             return False
         return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
 
-    def _repeated(self, serving: Sequence[Work], works: Sequence[Work], guessing: bool) -> dict[int, TreeSlice]:
+    def _repeated(self, serving: Sequence[Work], works: Sequence[Work]) -> dict[int, TreeSlice]:
         """Chains from the texts of some sessions, where they pay."""
         rows, keys = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
-        least = self.least(len(works), keys, guessing=guessing)
+        least = self.least(len(works), keys)
         if not least:
             return {}
         found: list[tuple[Work, int, NDArray[np.uint32]]] = []
@@ -128,7 +130,7 @@ class OwnDrafts:
             same, tokens = find(session.tokens, most)
             if same >= least and len(tokens):
                 found.append((work, same, tokens))
-        rate = self._other_rate(len(works), keys, guessing) if found else 0.0
+        rate = self._other_rate(len(works), keys) if found else 0.0
         chains = {}
         for work, same, tokens in found:
             chance, session = self.repeats.chance(same), work.chunk.session
@@ -148,10 +150,10 @@ class OwnDrafts:
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
-    def _other_rate(self, sessions: int, keys: int, guessing: bool) -> float:
+    def _other_rate(self, sessions: int, keys: int) -> float:
         """What a chain from the text must bring, in tokens a second of all sessions."""
         step, _ = self._planner.budget.cost.step(sessions, keys)
-        guessed = self.chains.rate(sessions, keys) if guessing and self.chains is not None else 0.0
+        guessed = self.chains.rate(sessions, keys) if self._guessing and self.chains is not None else 0.0
         return max(_LEAD / step, guessed) * sessions
 
 

@@ -54,6 +54,11 @@ class SelfDraft(ABC):
     def rate(self, sessions: int, keys: int) -> float:
         """Tokens a second of each of so many sessions that are drafted for. keys: of all of them together."""
 
+    def pays(self, works: Sequence[Work]) -> bool:
+        """False where it is known beforehand that plain steps bring more; where not, they are measured."""
+        del works
+        return True
+
     def computed(self, works: Sequence[Work]) -> None:
         """A step of the model is launched, which writes these rows."""
         del works

@@ -44,10 +44,11 @@ def with_head(target, folder, **flags):
 
 
 def drafting(model, **flags):
-    """An engine whose head drafts in every step."""
+    """An engine whose head drafts in every step, whether that pays or not."""
     small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
     engine = TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF,))
     engine.own.looks_back = False  # tests/target/test_repeats.py has what texts repeat
+    engine.own.chains.pays = lambda _: True
     return engine
 
 
@@ -195,9 +196,9 @@ def test_chains_are_as_long_as_they_pay(pair):
         engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
         chains._lines = {1: Line(0.0, each * 1e-3)}
         chains.guesses.table = array("f", [odds] * 32)
-        chains._drafted = 0.0
+        chains._kinds[True].drafted = 0.0
         (work,) = engine._plan()
-        drafted = round(chains._drafted / headdraft._NEW)
+        drafted = round(chains._kinds[True].drafted / headdraft._NEW)
         engine.abort()
         engine.step()  # tells of it
         return drafted, len(work.draft)
@@ -210,6 +211,28 @@ def test_chains_are_as_long_as_they_pay(pair):
     assert shape(0.5, 0.01, 0.9)[0] == 1
     drafted, verified = shape(0.01, 0.5, 0.01)
     assert drafted == 1 <= verified <= 2, "a guess that is there is verified"
+
+
+def test_what_cannot_pay_is_tried_seldom(pair):
+    """At temperature 1 a random head is of no use: plain steps follow one another, but for a trial now and then."""
+    target, folder, _ = pair
+    model = with_head(target, folder)
+
+    def drafted(temperature, row, steps=40):
+        """In how many of some steps the head drafts."""
+        engine = drafting(model)
+        del engine.own.chains.pays
+        engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
+        engine.own.chains._lines = {1: Line(1e-4, 1e-4)}
+        engine.own.chains._kinds = [headdraft._Kind(0.1, 2.0, 2.0), headdraft._Kind(2.0, 2.0, 2.0)]
+        engine.open(opening(1, [5, 6, 7], SamplingParams(temperature), max_tokens=400))
+        engine.step()
+        return sum(bool(len(engine._plan()[0].draft)) for _ in range(steps))
+
+    assert drafted(0.0, 0.05) == 40
+    assert drafted(0.0, 2.0) == 0, "rows are dear"
+    assert drafted(1.0, 0.05) == 0, "what sampled sessions accept is another matter"
+    assert drafted(1.0, 0.05, headdraft._TRIAL + 2) == 1
 
 
 def test_odds_are_put_right():

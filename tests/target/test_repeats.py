@@ -122,14 +122,14 @@ def test_a_burst_ends_where_a_text_repeats(model):
 def test_what_never_comes_true_is_left_and_tried_again(model):
     engine = looking_back(model)
     own = engine.own
-    assert own.least(1, 100, guessing=False) == LEAST
+    assert own.least(1, 100) == LEAST
     for same in range(LEAST, LEAST + len(own.repeats.chances())):
         for _ in range(200):
             own.repeats.observe(same, 8, 0, goes_on=True)
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: 8e-3})
-    assert own.least(2, 100, guessing=False) == 0, "other sessions, so it is judged anew"
+    assert own.least(2, 100) == 0, "other sessions, so it is judged anew"
     judged = 0
-    while not own.least(2, 100, guessing=False):
+    while not own.least(2, 100):
         judged += 1
         assert judged < 64 * 400
     assert judged > 64
@@ -137,9 +137,9 @@ def test_what_never_comes_true_is_left_and_tried_again(model):
 
 def test_dear_rows_are_spent_on_likely_chains_alone(model):
     own = looking_back(model).own
-    assert own.least(1, 100, guessing=False) == LEAST
+    assert own.least(1, 100) == LEAST
     own._planner.budget.cost = StepCost({1: 1e-3, 2: 1.7e-3, 64: 45e-3})
-    least = own.least(2, 100, guessing=False)
+    least = own.least(2, 100)
     assert least == 0 or own.repeats.chance(least) > 0.7
 
 
