@@ -3,7 +3,8 @@
 default  the default model, whose weights were four bits once: a copy in four bits loses nothing of them
 noisy    the same with noise within each step of those four bits: what a copy loses of weights of sixteen bits
 
-Copies are measured by themselves; `text` is what sessions' texts repeat, by itself.
+Copies, and the head that comes along (`head`), are measured by themselves; `text` is what sessions' texts repeat, by
+itself.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from services.target.warmup import warm_up
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 LONGEST = 1000  # tokens of a prompt
 WAYS = ("plain", "own")
-# Weights, their format, the copy's
+# Weights, their format, what drafts: the copy's format, a head, or the text
 CASES = (
     ("default", "bfloat16", "int4"), ("default", "int8", "int4"),
     ("default", "bfloat16", "text"), ("default", "int8", "text"), ("default", "int4", "text"),
-    ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"),
+    ("default", "int8", "head"), ("default", "int4", "head"),
+    ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"), ("noisy", "bfloat16", "head"),
 )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> None:
                     params = SamplingParams(temperature, seed=7)
                     row = compare(engines, prompts, params, sessions, args.max_tokens)
                     report.add(
-                        weights=weights, format=number_format, copy=copied, temperature=temperature,
+                        weights=weights, format=number_format, drafts=copied, temperature=temperature,
                         sessions=sessions, **row,
                     )  # fmt: skip
     report.notes += [

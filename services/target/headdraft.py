@@ -43,7 +43,7 @@ _PRIOR_SHARES = (0.06, 0.05)  # of a step of the model: what guesses take once, 
 # drafted, and rows that were verified.
 _PRIOR = ((0.5, 2.0, 2.0), (0.9, 2.5, 2.5))
 _LEAD = 1.1  # that guesses must promise over plain steps, whose bursts spare what lies between two steps
-_AGAIN = 16  # steps after which it is asked again whether they do
+_AGAIN = 16  # steps after which it is asked again what they bring
 _TRIAL = 256  # steps without guesses, where they do not, until one is tried: texts change
 
 
@@ -92,12 +92,10 @@ class HeadDraft(SelfDraft):
         self.rows = HeadRows(prefix)
         self._lines: dict[int, Line] = {}  # what guesses take, by sessions
         self._chains: dict[int, _Chain] = {}
-        self._paying: tuple[int, bool, int] = (
-            0,
-            False,
-            0,
-        )  # whether so many sessions' guesses pay, and how long that holds
-        self._unpaid = 0  # steps in a row
+        # Whether guesses of so many sessions pay, and in how many steps that is not asked again; steps without guesses.
+        self._paying: tuple[int, bool, int] = 0, False, 0
+        self._unpaid = 0
+        self._priced: tuple[int, Worth, int] = 0, Worth(0.0, 0.0, 0.0, 0.0), 0
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
@@ -134,7 +132,7 @@ class HeadDraft(SelfDraft):
         most = min(self._most(works), self._planner.max_rows - 1 - _OTHERS)
         if most < 1 or not self._reserve(works, most + _OTHERS):
             return {}
-        worth = self._worth(len(works), sum(work.chunk.stop for work in works))
+        worth = self._worth(works)
         drafts = self._draft(works, most, worth, listen)
         chains = {}
         for place, work in enumerate(works):
@@ -178,7 +176,15 @@ class HeadDraft(SelfDraft):
             self._lines[sessions] = Line(*(share * step for share in _PRIOR_SHARES))
         return self._lines[sessions]
 
-    def _worth(self, sessions: int, keys: int) -> Worth:
+    def _worth(self, works: Sequence[Work]) -> Worth:
+        """What guesses cost and bring, as of one of the last steps."""
+        sessions, (known, worth, steps) = len(works), self._priced
+        if known != sessions or not steps:
+            worth, steps = self._price(sessions, sum(work.chunk.stop for work in works)), _AGAIN
+        self._priced = sessions, worth, steps - 1
+        return worth
+
+    def _price(self, sessions: int, keys: int) -> Worth:
         cost = self._planner.budget.cost
         few, more = float(cost.seconds(2 * sessions, keys)), float(cost.seconds(4 * sessions, keys))
         token = 1.0 / (self.rate(sessions, keys) * sessions)
