@@ -302,10 +302,12 @@ def test_a_page_that_another_session_computed_first(pair):
     ({"norm_output": True}, "norm_output is True"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 77]}, "states must be of layers up to"),
     ({"intermediate_size": 11}, "mlp.gate_proj.weight is"),
+    ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
 ])  # fmt: skip
 def test_heads_that_do_not_fit(pair, tmp_path, wrong, message):
     target, _, (config, tensors) = pair
-    folder = write_head(tmp_path, config | wrong, tensors)
+    changed = {name: value for name, value in (config | wrong).items() if value is not None}
+    folder = write_head(tmp_path, changed, tensors)
     with pytest.raises(ConfigError, match=message):
         with_head(target, folder)
 

@@ -84,6 +84,13 @@ class HeadWeights:
 def read_head(folder: Path, depth: int, hidden: int, vocab: int, positions: int) -> HeadWeights:
     """Read the head in a folder for a model of so many layers. Raises ConfigError saying what does not fit."""
     raw = load_json(folder / "config.json")
+    try:
+        return _read_head(folder, raw, depth, hidden, vocab, positions)
+    except KeyError as error:
+        raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
+
+
+def _read_head(folder: Path, raw: dict[str, Any], depth: int, hidden: int, vocab: int, positions: int) -> HeadWeights:
     speculators, facts = is_speculators(raw), flat(raw)
     _check(folder, facts, hidden, vocab)
     layers = layer_ids(facts, speculators=speculators) or (2, depth // 2, depth - 3)
