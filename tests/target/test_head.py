@@ -4,8 +4,10 @@ from array import array
 
 import numpy as np
 import pytest
+from torch import nn
 
 from outrider.config import TargetConfig
+from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams, log_softmax, sample
 from services.target import headdraft
@@ -16,6 +18,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
 from services.target.line import Line
 from services.target.model import head
+from services.target.model.drafting import Means, own_drafts
 from services.target.odds import Odds
 from tests.checkpoints.heads import write_head, write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
@@ -326,6 +329,20 @@ def test_tensors_that_do_not_fit(pair, tmp_path):
     for name, (changed, message) in wrong.items():
         with pytest.raises(ConfigError, match=message):
             with_head(target, write_head(tmp_path / name, config, changed))
+
+
+def test_what_auto_takes():
+    large = nn.Linear(4096, 4096)
+
+    def means(**flags):
+        return own_drafts(TargetConfig(device="cpu", **flags), large, None)
+
+    assert means(quantization="int8") == means(quantization="int4") == Means(True, None, DEFAULT_HEAD)
+    assert means(dtype="bfloat16") == Means(True, Format.INT4)
+    assert means(self_draft="head").head == DEFAULT_HEAD
+    assert means(quantization="int8", model_path="another") == Means(True), "which no head comes along for"
+    assert own_drafts(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == Means(), "it is read from caches"
+    assert own_drafts(TargetConfig(quantization="int8"), large, "it is no program") == Means()
 
 
 def test_flags(pair, tmp_path):
