@@ -175,7 +175,8 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                              float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
                              int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
-                      output_width, add != 0, Activation(activation), head != 0, nullptr, weight->outputs, softcap, {}, {}});
+                      output_width, add != 0, Activation(activation), head != 0, nullptr, weight->outputs, softcap, {},
+                      {}});
 }
 // A copy of the weight that was added last in fewer bits, for bursts that draft.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }
@@ -211,15 +212,15 @@ void outrider_program_join(Program* program, const void* table, int32_t bfloat16
                     Norm{state, epsilon}, after_norm != 0});
 }
 
-// states: the pool of states, and how wide it is; null where nothing is kept. draws: of the first rows of `logits`; null for none. columns: [marks], where each captured state goes in a row of
-// features, or -1; null if none is wanted
+// states: the pool of states, and how wide it is; null where nothing is kept. draws: of the first rows of `logits`;
+// null for none. columns: [marks], where each captured state goes in a row of features, or -1; null if none is wanted
 // Returns how many steps were computed: one, or those of a burst.
 int64_t outrider_program_run(Program* program, const BatchView* batch, const void* const* keys, const void* const* values,
-                          void* states, int64_t state_width, float* logits, const DrawCall* draws, const int64_t* columns, const int64_t* rows, int64_t count, void* features,
-                          int64_t width, const Weight* fusion, const float* fusion_bias, void* fused,
-                          const Burst* burst) {
-  const Call call{Batch(*batch), keys, values, states, state_width, logits, draws, columns, rows, count, features, width, fusion, fusion_bias,
-                  fused};
+                          void* states, int64_t state_width, float* logits, const DrawCall* draws,
+                          const int64_t* columns, const int64_t* rows, int64_t count, void* features, int64_t width,
+                          const Weight* fusion, const float* fusion_bias, void* fused, const Burst* burst) {
+  const Call call{Batch(*batch), keys, values, states, state_width, logits, draws, columns, rows, count,
+                  features, width, fusion, fusion_bias, fused};
   if (burst) return burst->follows ? program->follow(call, *burst) : program->run(call, *burst);
   program->run(call);
   return 1;
