@@ -55,7 +55,7 @@ class Passes {
 
  private:
   // Vectors, which have the same results, are faster for so few rows.
-  static constexpr int64_t kFewInt8 = 12, kFewBFloat16 = 2;
+  static constexpr int64_t kFewInt8 = 1, kFewBFloat16 = 2;
 
   enum class Way { kDots, kMatrix, kAsMatrix };
 

@@ -18,7 +18,9 @@ class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
 
-  void wait() {
+  // idle(): what can be done meanwhile, a little at a time
+  template <class Idle>
+  void wait(Idle&& idle) {
     if (threads_ == 1) return;
     const unsigned phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
@@ -28,11 +30,15 @@ class Barrier {
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
       if (spins < kSpins) {
+        idle();
         _mm_pause();
       } else {
         sched_yield();  // somebody else may need this core to get here
       }
     }
+  }
+  void wait() {
+    wait([] {});
   }
 
  private:

@@ -83,7 +83,8 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
     const AttentionCall<P> call{*shape, q, shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
                                 static_cast<const P*>(keys), static_cast<const P*>(values)};
     pool->run([&](int) {
-      auto worker = std::make_unique<AttentionWorker<T, P>>(batch, call);
+      Ahead nothing;
+      auto worker = std::make_unique<AttentionWorker<T, P>>(batch, call, nothing);
       const Registers<T> registers;
       for (int64_t i; (i = next.fetch_add(1)) < int64_t(plan.tasks.size());) {
         worker->run(plan.tasks[i], partials.as<float>());
@@ -176,7 +177,7 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                              int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
                       output_width, add != 0, Activation(activation), head != 0, nullptr, weight->outputs, softcap, {},
-                      {}});
+                      0, {}});
 }
 // A copy of the weight that was added last in fewer bits, for bursts that draft.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "attention_plan.h"
 #include "direct.h"
 #include "matrix_split.h"
@@ -32,9 +33,11 @@ struct AttentionCall {
 template <class T, class P>
 class AttentionWorker {
  public:
-  AttentionWorker(const Batch& batch, const AttentionCall<P>& call)
+  // ahead: what is brought near meanwhile
+  AttentionWorker(const Batch& batch, const AttentionCall<P>& call, Ahead& ahead)
       : batch_(batch),
         call_(call),
+        ahead_(ahead),
         scaling_{call.shape.scaling, call.shape.softcap},
         words_(words_of(call.shape.key_dim)),
         wide_(value_words<T>(call.shape.value_dim)) {}
@@ -75,7 +78,7 @@ class AttentionWorker {
     heads_ = heads;
     kv_head_ = head_begin / (shape.heads / shape.kv_heads);
     own_ = batch_.start[span_] + batch_.committed[span_];  // from this key on, rows see their own paths
-    queries_ = 0;
+    queries_ = in_order_ = 0;
     for (int64_t row = task.row; row < task.row + task.rows; ++row) {
       for (int64_t head = head_; head < head_ + heads_; ++head) {
         const int64_t seen = batch_.positions[row] + 1;
@@ -86,7 +89,13 @@ class AttentionWorker {
         take_query(call_.q + row * call_.q_stride + head * shape.key_dim);
         ++queries_;
       }
+      if (in_order_ == queries_ - heads_ && sees_in_order(row)) in_order_ = queries_;
     }
+  }
+
+  // True for a row whose path is all of its span's rows before it, as of a chain.
+  bool sees_in_order(int64_t row) const {
+    return batch_.positions[row] == batch_.start[span_] + row - batch_.first[span_];
   }
 
   void take_query(const float* from) {
@@ -97,7 +106,7 @@ class AttentionWorker {
   }
 
   // Bring the keys and values of a task's split near. They lie scattered, and waiting for one after the other would cost
-  // most of the time. By loads, because processors drop prefetches when many are under way.
+  // most of the time.
   void fetch(const AttentionTask& task) {
     const auto& shape = call_.shape;
     const int64_t group = shape.heads / shape.kv_heads;
@@ -112,9 +121,13 @@ class AttentionWorker {
     }
   }
 
+  // By loads, because some processors drop prefetches when many are under way; not so those with a matrix unit.
   static void touch(const P* from, int64_t count) {
     const volatile char* at = reinterpret_cast<const volatile char*>(from);
-    for (int64_t i = 0; i < count * int64_t(sizeof(P)); i += 64) (void)at[i];
+    for (int64_t i = 0; i < count * int64_t(sizeof(P)); i += 64) {
+      if constexpr (kOnMatrixUnit<T>) _mm_prefetch(const_cast<const char*>(at) + i, _MM_HINT_T1);
+      else (void)at[i];
+    }
   }
 
   // state_ and sum_ of all queries over keys from .. to - 1, which lie in one split, as far as they see them.
@@ -127,17 +140,18 @@ class AttentionWorker {
     if (from >= to) {
       std::memset(sum_, 0, queries_ * wide_ * sizeof(float));
     } else if (to <= own_) {
-      cached(from, int(to - from));
+      cached(from, int(to - from), queries_);
     } else {
-      own(from, to);
+      if (in_order_ > 0) cached(from, int(std::min(to, last_[in_order_ - 1]) - from), in_order_);
+      if (in_order_ < queries_) own(from, to);
     }
   }
 
-  // Keys that all rows see in one order.
-  void cached(int64_t from, int count) {
+  // Keys that the first so many query vectors see in the order in which they lie.
+  void cached(int64_t from, int count, int queries) {
     batch_.slots(span_, from, from + count, slot_);
     if constexpr (!kOnMatrixUnit<T>) {
-      switch (queries_) {
+      switch (queries) {
         case 1: return direct<1>(from, count);
         case 2: return direct<2>(from, count);
         case 3: return direct<3>(from, count);
@@ -146,8 +160,8 @@ class AttentionWorker {
     }
     lay_keys_of(count);
     lay_values_of(slot_, 0, count);
-    for (int query = 0; query < queries_; query += kTogether<T>) {
-      const int some = std::min(kTogether<T>, queries_ - query);
+    for (int query = 0; query < queries; query += kTogether<T>) {
+      const int some = std::min(kTogether<T>, queries - query);
       score<T>(some, query_ + query * words_, words_, keys_, stride_, count, scores_);
       for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
       combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
@@ -163,7 +177,7 @@ class AttentionWorker {
     combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_);
   }
 
-  // A split in which paths stand: keys of the cache and nodes are laid out once, and each row takes them in its own order.
+  // A split in which paths stand that are no chain: keys of the cache and nodes are laid out once, and each row takes them in its own order.
   void own(int64_t from, int64_t to) {
     const int64_t base = std::min(from, own_), cached = own_ - base;
     const int64_t node = batch_.first[span_] + batch_.committed[span_], nodes = batch_.first[span_ + 1] - node;
@@ -175,7 +189,7 @@ class AttentionWorker {
       lay_values_of(slot_, 0, common);
     }
     const int rows = together ? std::max(1, kTogether<T> / heads_) : 1;  // whose scores are computed at a time
-    for (int begin = 0; begin < queries_; begin += rows * heads_) {
+    for (int begin = in_order_; begin < queries_; begin += rows * heads_) {
       const int end = std::min(queries_, begin + rows * heads_);
       for (int first = begin; first < end; first += kTogether<T>) {  // more than once for many heads of one row
         const int some = std::min(kTogether<T>, end - first);
@@ -237,14 +251,17 @@ class AttentionWorker {
   void lay_keys_of(int count) {
     stride_ = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
     lay_keys<T, P>(keys_, stride_, call_.shape.key_dim, count, key_at());
+    ahead_.bring(Ahead::kPart);
   }
 
   void lay_values_of(const int64_t* slots, int first, int count) {
     lay_values<T, P>(values_, call_.shape.value_dim, first, count, value_at(slots));
+    ahead_.bring(Ahead::kPart);
   }
 
   void take_weights(int query, int place, float* scores, int64_t from, int count) {
     int32_t* weights = weights_ + place * kSplit;
+    ahead_.bring(Ahead::kPart);
     state_[query] = weigh<T>(scores, count, first_[query] - from, last_[query] - from, scaling_, state_[query], weights);
   }
 
@@ -269,10 +286,12 @@ class AttentionWorker {
 
   const Batch& batch_;
   const AttentionCall<P>& call_;
+  Ahead& ahead_;
   const Scaling scaling_;
   const int64_t words_, wide_;  // of a key; of a value
   int64_t span_ = 0, kv_head_ = 0, own_ = 0, stride_ = 0;
   int queries_ = 0, head_ = 0, heads_ = 1;
+  int in_order_ = 0;  // of the query vectors, the first ones: they see their keys in the order in which they lie
   int count_ = 0;  // keys of the row at hand
   int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries];
   int64_t slot_[kMaxColumns], order_[kSplit];
@@ -289,11 +308,12 @@ class AttentionWorker {
   alignas(64) float totals_[kMaxQueries * kMaxDim];
 };
 
-// Merge the splits of a task that were taken apart, in order.
+// Merge the splits of some query vectors of a task, in order.
 template <class P>
-void join_splits(const AttentionCall<P>& call, const AttentionTask& task, const float* partials) {
+void join_splits(const AttentionCall<P>& call, const AttentionJoin& join, const float* partials) {
+  const AttentionTask& task = join.task;
   const int64_t dim = call.shape.value_dim, queries = int64_t{task.rows} * task.heads;
-  for (int64_t query = 0; query < queries; ++query) {  // [heads / width][rows][width]
+  for (int64_t query = join.first; query < join.end; ++query) {  // [heads / width][rows][width]
     const int64_t block = query / (task.rows * task.width), inside = query % (task.rows * task.width);
     const int64_t wide = std::min<int64_t>(task.width, task.heads - block * task.width);
     const int64_t row = task.row + inside / wide, head = task.head + block * task.width + inside % wide;

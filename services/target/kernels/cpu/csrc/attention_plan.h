@@ -33,6 +33,12 @@ struct AttentionTask {
   bool near;        // its keys are few enough to be brought near at once
 };
 
+// Query vectors of a task whose splits are taken apart.
+struct AttentionJoin {
+  AttentionTask task;
+  int64_t first, end;
+};
+
 // The tasks of a batch; the same for every layer of like heads.
 //
 // Few rows wait for memory: their splits are tasks of their own, each of several key heads where there are tasks enough,
@@ -40,7 +46,7 @@ struct AttentionTask {
 // key head.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
-  std::vector<AttentionTask> joined;  // those whose splits were taken apart
+  std::vector<AttentionJoin> joined;  // what is to be merged behind them
   int64_t partials = 0;               // query vectors with unfinished results
 
   AttentionPlan() = default;
@@ -66,6 +72,7 @@ struct AttentionPlan {
  private:
   static constexpr int64_t kFewRows = 16;
   static constexpr int64_t kTasksPerThread = 4;
+  static constexpr int64_t kJoined = 8;  // query vectors
   static constexpr int64_t kNear = 256 << 10;  // bytes of a split that stay near while its heads are done
 
   void add(const Batch& batch, int64_t span, int64_t row, int32_t head, int32_t heads, bool apart,
@@ -77,7 +84,9 @@ struct AttentionPlan {
     AttentionTask task{int32_t(span), int32_t(rows), width_, head, heads, 0, splits, row, -1, few};
     if (!apart) return tasks.push_back(task);
     task.partial = partials;
-    joined.push_back(task);
+    for (int64_t query = 0; query < rows * heads; query += kJoined) {
+      joined.push_back({task, query, std::min(query + kJoined, rows * heads)});
+    }
     partials += int64_t{task.splits} * rows * heads;
     for (AttentionTask part = task; part.split < task.splits; ++part.split, part.partial += rows * heads) {
       part.splits = 1;

@@ -33,11 +33,13 @@ std::vector<int64_t> portions_of(int64_t panels, int threads) {
 Program::Program(int threads, bool bfloat16, PoolFormat pools, const Program* beside)
     : pool_(beside ? beside->pool_ : std::make_shared<Pool>(threads)), bfloat16_(bfloat16), pools_(pools) {
   scratch_.resize(pool_->threads());
+  ahead_.resize(pool_->threads());
 }
 
 void Program::add(Operation operation) {
   if (auto* linear = std::get_if<Linear>(&operation)) {
     linear->portions = portions_of(linear->weight->panels, pool_->threads());
+    linear->place = products_++;
     if (linear->head) head_ = operations_.size();
   }
   if (std::holds_alternative<Join>(operation)) join_ = operations_.size();
@@ -96,9 +98,30 @@ void Program::prepare(const Call& call) {
   if (call.draws) draws_.emplace(*call.draws);
   screened_ = !narrow_ && may_screen(call) && worth_.ask();
   if (screened_) prepare_screen();
+  look_ahead();
   const size_t counters = 2 * operations_.size() + 3 + kScreenCounters;
   if (counters_.size() != counters) counters_ = std::vector<Counter>(counters);
   for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+}
+
+// Each thread's first portions, in the order in which it will read them. A step that does not begin with the first
+// operation leaves out what it skips.
+void Program::look_ahead() {
+  for (int thread = 0; thread < pool_->threads(); ++thread) {
+    Ahead& ahead = ahead_[thread];
+    ahead.clear();
+    for (size_t i = 0; i < operations_.size(); ++i) {
+      const auto* linear = std::get_if<Linear>(&operations_[i]);
+      if (linear == nullptr) continue;
+      const auto& portions = linear->portions;
+      if (i < begin_ || thread + 1 >= int64_t(portions.size())) {
+        ahead.add(nullptr, 0);
+        continue;
+      }
+      const Weight& weight = weight_of(*linear);
+      ahead.add(weight.panel(portions[thread]), (portions[thread + 1] - portions[thread]) * weight.panel_bytes);
+    }
+  }
 }
 
 void Program::run(const Call& call) {
@@ -186,7 +209,7 @@ void Program::work(int thread, const Call& call) {
     std::visit([&](const auto& op) { execute(op, thread, call, &counters_[2 * i]); }, operations_[i]);
     if (std::holds_alternative<Keep>(operations_[i])) continue;  // the next one only reads the stream, too
     fetch_ahead(thread, i + 1);
-    pool_->barrier().wait();
+    wait(thread);
   }
   if (screened_) draw_screened(thread, call);
   else if (draws_) draw(thread);
@@ -234,12 +257,13 @@ void Program::fill_row(const Linear& op, const Call& call, const Weight& weight,
 
 void Program::execute(const Linear& op, int thread, const Call& call, Counter* next) {
   const int64_t rows = op.head ? call.batch.sampled_rows : call.batch.rows;
-  if (rows == 0) return;
+  if (rows == 0) return ahead_[thread].reached(op.place);
   alignas(64) float scratch[kNormWidth];
   const Weight& weight = weight_of(op);
   const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
     fill_row(op, call, weight, to, index, scratch);
   });
+  ahead_[thread].reached(op.place);
   const Passes passes(weight, rows);
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
     const int64_t end = op.portions[portion + 1];
@@ -365,6 +389,7 @@ void Program::store_heads(const Rotate& op, const Call& call, int64_t index, int
 void Program::execute(const Rotate& op, int thread, const Call& call, Counter* next) {
   portions(*next, thread, call.batch.rows, [&](int64_t index) {
     const int64_t position = call.batch.positions[index];
+    ahead_[thread].bring(Ahead::kRow);
     const float* cosines = op.cosines + position * (op.turned / 2);
     const float* sines = op.sines + position * (op.turned / 2);
     for (int64_t head = 0; head < op.heads + op.kv_heads; ++head) {
@@ -393,11 +418,11 @@ void Program::attend(const Attend& op, int thread, const Call& call, Counter* ne
   const AttentionPlan& plan = plans_[op.plan];
   static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<T, P>) + 64]);
   void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
-  auto* worker = new (place) AttentionWorker<T, P>(call.batch, attention);
+  auto* worker = new (place) AttentionWorker<T, P>(call.batch, attention, ahead_[thread]);
   const Registers<T> registers;
   portions(*next, thread, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
   if (plan.joined.empty()) return;
-  pool_->barrier().wait();
+  wait(thread);
   portions(next[1], thread, int64_t(plan.joined.size()),
            [&](int64_t i) { join_splits(attention, plan.joined[i], partials_.as<float>()); });
 }

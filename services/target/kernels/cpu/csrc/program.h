@@ -2,7 +2,7 @@
 //
 // Between two operations that depend on one another stands a barrier. Within one, a thread begins with the portion of its
 // number and takes others from a counter, so that one that is held up holds up little; who computes a portion does not
-// change its bits. Before it waits for the others, it asks for the weights that it will begin with.
+// change its bits. While it does not multiply, it asks for the weights that it will begin its next products with.
 #pragma once
 
 #include <atomic>
@@ -11,6 +11,7 @@
 #include <variant>
 #include <vector>
 
+#include "ahead.h"
 #include "attention.h"
 #include "draw.h"
 #include "linear.h"
@@ -50,6 +51,7 @@ struct Linear {
   int64_t vocab;          // numbers of a row of logits
   float softcap;          // of the head; 0 is off
   Screen screen;          // of the head, if it has one
+  size_t place;                   // among the program's products
   std::vector<int64_t> portions;  // first panels of what a thread takes at once, and the end
 };
 
@@ -183,8 +185,12 @@ class Program {
   };
 
   void prepare(const Call& call);
+  void look_ahead();
   void work(int thread, const Call& call);
   void fetch_ahead(int thread, size_t operation) const;
+  void wait(int thread) {
+    pool_->barrier().wait([this, thread] { ahead_[thread].bring(Ahead::kWaiting); });
+  }
   template <class Function>
   void portions(Counter& next, int thread, int64_t count, Function&& function) {
     const int threads = pool_->threads();
@@ -233,6 +239,7 @@ class Program {
   const bool bfloat16_;  // keys and queries are multiplied in it, and states captured, else in float32
   const PoolFormat pools_;
   std::vector<Operation> operations_;
+  size_t products_ = 0;    // how many of them are
   size_t head_ = 0;        // which of them is the head
   bool narrow_ = false;    // this call drafts
   size_t join_ = 0;        // where a head goes on with states of its own
@@ -252,6 +259,7 @@ class Program {
   int64_t widths_[kBuffers] = {};
   Buffer buffers_[kBuffers];
   int64_t capacity_ = 0;  // rows that the buffers hold
+  std::vector<Ahead> ahead_;     // of each thread
   std::vector<Buffer> scratch_;  // a thread's own operand
   Buffer shared_;                // an operand that all threads fill
   Buffer partials_;
@@ -270,7 +278,10 @@ template <class Fill>
 Operand Program::operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill) {
   if (rows <= kSharedRows) {
     const Operand operand = operand_in(scratch_[thread].as<char>(), weight, rows);
-    for (int64_t i = 0; i < rows; ++i) fill(operand, i);
+    for (int64_t i = 0; i < rows; ++i) {
+      fill(operand, i);
+      ahead_[thread].bring(Ahead::kRow);
+    }
     return operand;
   }
   const Operand operand = operand_in(shared_.as<char>(), weight, rows);
