@@ -21,6 +21,7 @@ from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.layout import Layout, Span
+from services.target.rounds import Rounds
 from services.target.upload import upload
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Burst:
     worth:       of one that follows: it ends when another guess is not worth its time; second guesses and odds are told
     odds:        of one that follows: chances by what the head says, see odds.py
     texts:       where it is to end once one of them repeats; None to go on
+    rounds:      in place of plain steps: so many at most, behind which as many tokens were committed as they brought
     """
 
     steps: int
@@ -134,6 +136,12 @@ class Burst:
     worth: Worth | None = None
     odds: array[float] | None = None
     texts: Texts | None = None
+    rounds: Rounds | None = None
+
+    @property
+    def more(self) -> int:
+        """Places that a session must have in the cache behind those of the first step's rows."""
+        return self.steps - 1 if self.rounds is None else self.rounds.room + self.rounds.others
 
 
 @dataclass(frozen=True)
@@ -256,7 +264,7 @@ def build(
     swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.
     """
     page_size = works[0].chunk.session.table.page_size
-    more = burst.steps - 1 if burst else 0
+    more = burst.more if burst else 0
     starts, committed, nodes, tables, firsts = [], [], [], [], [0]  # of each span
     ids: list[int] = []
     positions: list[int] = []

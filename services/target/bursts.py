@@ -11,6 +11,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
@@ -28,17 +29,21 @@ def burst_of(
     *,
     narrow: bool = False,
     same: int = 0,
+    room: int = 0,
 ) -> Burst:
-    """Steps of some sessions; see Burst. same: as of Texts; 0 to go on where texts repeat."""
+    """Steps of some sessions; see Burst. same: as of Texts; 0 to go on where texts repeat.
+
+    room: for tokens behind the texts, where they are wanted whether they repeat or not
+    """
     stops = [entry.stops for entry in entries]
     counts = array("q", [len(stop) // 8 for stop in stops])
-    texts = _texts(entries, steps, same) if same else None
+    texts = _texts(entries, room or steps, same) if same or room else None
     return Burst(steps, b"".join(stops), counts, array("i", files), narrow, texts=texts)
 
 
-def _texts(entries: Sequence[Entry], steps: int, same: int) -> Texts:
+def _texts(entries: Sequence[Entry], room: int, same: int) -> Texts:
     sessions = [entry.session for entry in entries]
-    places = array("q", [session.tokens_with_room(steps) for session in sessions])
+    places = array("q", [session.tokens_with_room(room) for session in sessions])
     return Texts(places, array("q", [session.length for session in sessions]), same)
 
 
@@ -56,11 +61,19 @@ class Bursts:
         self.seconds = seconds
 
     @contextmanager
-    def planned(self, works: Sequence[Work], listen: Listen, same: int = 0) -> Iterator[Burst | None]:
+    def planned(
+        self, works: Sequence[Work], listen: Listen, same: int = 0, rounds: Burst | None = None
+    ) -> Iterator[Burst | None]:
         """The steps that may follow one of so many roots at once, with pages for their tokens; None for none.
 
-        listen: how somebody who calls is heard while the context lasts. same: as of `burst_of`.
+        listen: how somebody who calls is heard while the context lasts. same: as of `burst_of`. rounds: what is to
+        follow instead.
         """
+        if rounds is not None:
+            assert rounds.texts is not None, "rounds know their session's text"
+            with listen() as files:
+                yield replace(rounds, files=array("i", files), texts=replace(rounds.texts, same=same))
+            return
         steps = self._steps(works)
         if steps < 2 or not self._reserve(works, steps):
             yield None
@@ -69,14 +82,18 @@ class Bursts:
         with listen() as files:
             yield burst_of(entries, steps, files, same=same)
 
-    def _steps(self, works: Sequence[Work]) -> int:
-        """How many steps take as long as tokens gather, if nothing else is to be done in that time."""
+    def alone(self, works: Sequence[Work]) -> bool:
+        """True for sessions that nobody waits beside, and of which nothing but their next tokens is wanted."""
         entries = self._entries
         if not self.seconds or not works or len(works) != len(entries):  # somebody waits for a place, or a grammar
-            return 0
+            return False
         if any(len(work.chunk) > 1 or not work.chunk.last or len(work.draft) for work in works):
-            return 0
-        if not all(entry.plain for entry in entries.values()):
+            return False
+        return all(entry.plain for entry in entries.values())
+
+    def _steps(self, works: Sequence[Work]) -> int:
+        """How many steps take as long as tokens gather, if nothing else is to be done in that time."""
+        if not self.alone(works):
             return 0
         keys = sum(work.chunk.stop for work in works)
         seconds, _ = self._planner.budget.cost.step(len(works), keys)

@@ -38,6 +38,7 @@ from services.target.masks import Guided, Mask, Masks
 from services.target.model.base import Model
 from services.target.penalties import Tally
 from services.target.relaxing import relax
+from services.target.rounds import Round
 from services.target.upload import Parcel, upload, use_device
 
 
@@ -106,7 +107,8 @@ _IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 class Draws:
     """What a step drew. tokens: [R], after each root and its nodes, session by session; of a burst [steps * R].
 
-    steps:   more than one for a burst
+    steps:   more than one for a burst; tokens of its session, if it was rounds
+    rounds:  what came of those
     redrawn: [R] bool, where a token is another than the device took it for at first; None if that is nowhere
     moved:   whether the rows of accepted nodes have moved in the cache already
     """
@@ -117,6 +119,12 @@ class Draws:
     redrawn: NDArray[np.bool_] | None = None
     moved: bool = False
     steps: int = 1
+    rounds: Sequence[Round] = ()
+
+    @property
+    def turns(self) -> int:
+        """Steps of the model."""
+        return len(self.rounds) or self.steps
 
     def of(self, first: int, stop: int) -> NDArray[np.int64]:
         """What was drawn in rows first .. stop - 1: after a root and each node, or after a root in each step."""
@@ -150,12 +158,13 @@ class Launched:
         prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
         redraw: Callable[[], Tensor] | None = None,
         steps: int = 1,
+        rounds: Sequence[Round] = (),
     ) -> None:
         """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host.
 
-        steps: as of Draws.
+        steps, rounds: as of Draws.
         """
-        self.steps = steps
+        self.steps, self.rounds = steps, rounds
         self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.moved = False
         self._scored, self._prompts, self._redraw = scored, prompts, redraw
@@ -167,7 +176,7 @@ class Launched:
 
     def read(self) -> Draws:
         """What was drawn. Waits for this step alone, the only time in it, unless it must redraw."""
-        return self._download_draws() if self._here is None else Draws(self._here, steps=self.steps)
+        return self._download_draws() if self._here is None else Draws(self._here, steps=self.steps, rounds=self.rounds)
 
     @torch.inference_mode()
     def _download_draws(self) -> Draws:
@@ -231,7 +240,7 @@ class Drawing:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        logits, tokens = self._forward(batch)
+        logits, tokens, rounds = self._forward(batch)
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
@@ -240,7 +249,7 @@ class Drawing:
         if batch.draws is not None:
             if tokens is None:
                 tokens = compiled.draw(logits[: batch.drawn].float(), batch.draws)
-            return Launched(tokens, None, prompts, steps=len(tokens) // batch.drawn)
+            return Launched(tokens, None, prompts, steps=len(tokens) // batch.drawn, rounds=rounds)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
@@ -330,11 +339,11 @@ class Drawing:
 
         return logprobs.score(logits, rows, tokens, top), keep
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None]:
-        """The logits of the sampled rows, [R, V], and tokens as of Outputs; features set out for the host before."""
+    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[Round]]:
+        """The logits of the sampled rows, [R, V], tokens and rounds as of Outputs; features are set out before."""
         outputs = self._model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
-        return outputs.logits, outputs.tokens
+        return outputs.logits, outputs.tokens, outputs.rounds
 
     def _mask(self, works: Sequence[Work], drawn: Sequence[Entry]) -> Mask | None:
         """What grammars allow; computed while the device is busy with the forward pass."""

@@ -270,7 +270,8 @@ class TargetEngine(Engine):
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
         if self._by_itself:
-            works = self.own.extend(works, self.listen, guessing=self._patience.way is Way.SELF)
+            seconds = self.bursts.seconds if self._may_burst and self.bursts.alone(works) else 0.0
+            works = self.own.extend(works, self.listen, guessing=self._patience.way is Way.SELF, seconds=seconds)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 
@@ -295,7 +296,7 @@ class TargetEngine(Engine):
         started = time.perf_counter()
         capture = self.features.capture(works, late=self._unwanted)
         bursting = works if self._may_burst else ()
-        with self.bursts.planned(bursting, self.listen, self._same(bursting)) as burst:
+        with self.bursts.planned(bursting, self.listen, self._same(bursting), self.own.take_rounds()) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
             if behind is not None:
                 batch = behind.roots(batch, works, drawn)
@@ -335,12 +336,13 @@ class TargetEngine(Engine):
         works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
-        seconds = (now - max(flight.started, self._collected)) / draws.steps
-        if not any(work.own for work in works):
+        if not any(work.own for work in works) and not draws.rounds:
             self.planner.budget.waited(max(flight.started - self._collected, 0.0))
-        self.planner.budget.cost.observe(flight.tokens, flight.keys, seconds)
-        if draws.steps > 1 and self._record.begun:
-            self._record.rested((draws.steps - 1) * len(works))
+        if not draws.rounds:
+            seconds = (now - max(flight.started, self._collected)) / draws.steps
+            self.planner.budget.cost.observe(flight.tokens, flight.keys, seconds)
+        if draws.turns > 1 and self._record.begun:
+            self._record.rested((draws.turns - 1) * len(works))
         self._collected = now
 
     # --- 4. settle ---
@@ -370,6 +372,8 @@ class TargetEngine(Engine):
                 self.close(session.id, trusted=error is not fault)
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
+            if draws.rounds:
+                self.own.learn(session, draws.rounds, goes_on=goes_on)
             self.features.settle(work, verdict.path, goes_on=goes_on)
             if goes_on and verdict.path and not draws.moved:
                 moves.add(session, verdict.path)
@@ -384,8 +388,8 @@ class TargetEngine(Engine):
             self._calibration.observe(sum(map(promised, drafts)), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
-        self._patience.end(waited_for, len(output.commits), committed, prompts=prompts, steps=draws.steps)
-        output.steps = draws.steps
+        self._patience.end(waited_for, len(output.commits), committed, prompts=prompts, steps=draws.turns)
+        output.steps = draws.turns
         output.commits += hushed
         output.features = self.features.flush(late=self._unwanted)
         output.urgent = urgent or bool(output.failures or (output.features and not self._unwanted))
@@ -407,16 +411,18 @@ class TargetEngine(Engine):
             session.table.truncate(session.length)
         else:
             self.close(session.id)
-        accepted = len(verdict.path)
+        verified, accepted = len(draft.tokens), len(verdict.path)
         goes_on = verdict.reason == FinishReason.RUNNING
-        if not work.own:
+        if draws.rounds:
+            verified, accepted = (sum(one) for one in zip(*((r.nodes, r.accepted) for r in draws.rounds), strict=True))
+        elif not work.own:
             entry.calibration.observe(promised(draft), accepted)
         elif len(draft.tokens):
             self.own.observe(session.id, draft, verdict.path, goes_on=goes_on)
         unread = self.features.asked and not self._patience.drafted(session.id)
         wanted = self.planner.tell(entry, unwanted=self._unwanted, unread=unread) if goes_on else 0
         commit = Commit(
-            session.id, base, verdict.tokens, tree.root_hash, len(draft.tokens), accepted, verdict.reason,
+            session.id, base, verdict.tokens, tree.root_hash, verified, accepted, verdict.reason,
             wanted=wanted, logprobs=told,
         )  # fmt: skip
         return commit if base > session.opened_length else commits.first(commit, entry)

@@ -20,9 +20,10 @@ import torch
 
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Listen
-from outrider.serving.scheduler import Scheduler
+from outrider.serving.scheduler import Chunk, Scheduler
+from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import DrawPlan, Work, Worth, build
+from services.target.batch import Burst, DrawPlan, Work, Worth, build
 from services.target.bursts import burst_of
 from services.target.drawing import Entry
 from services.target.headrows import HeadRows
@@ -32,10 +33,12 @@ from services.target.model.base import Model
 from services.target.model.head import Guesses, Head
 from services.target.odds import Odds
 from services.target.planning import Planner
+from services.target.rounds import Round, Rounds
 from services.target.selfdraft import SelfDraft, drawable
 
 _NEW = 0.05  # weight of the last chain in what chains are like
 _NEXT = 0.6  # chance that a guess is right of which nothing is known yet
+_ROUNDS = 8  # in one go, at most
 _OTHERS = 2  # guesses beside which another may stand
 _USUAL_ROWS = 4  # of a session that a head has to write before it drafts; more are no example of others
 _PRIOR_SHARES = (0.06, 0.05)  # of a step of the model: what guesses take once, and each, as long as nobody knows
@@ -112,16 +115,49 @@ class HeadDraft(SelfDraft):
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of SelfDraft."""
+        del draft  # is the chain that was kept
         chain = self._chains.pop(session_id)
-        length = len(draft) - len(chain.others)
-        right = sum(node < length for node in path)
-        self._kinds[chain.greedy].got(len(path))
+        right = sum(node < len(chain.odds) for node in path)
+        self._observe(chain, right, len(path), goes_on=goes_on)
+
+    def _observe(self, chain: _Chain, right: int, accepted: int, *, goes_on: bool) -> None:
+        """right: accepted guesses of the chain itself; accepted: with those beside it."""
+        self._kinds[chain.greedy].got(accepted)
         for odds in chain.odds[:right]:
             self.guesses.observe(odds, right=True, greedy=chain.greedy)
-        if goes_on and right < length:
+        if goes_on and right < len(chain.odds):
             self.guesses.observe(chain.odds[right], right=False, greedy=chain.greedy)
             if right in chain.others:
-                self.others.observe(chain.others[right], right=len(path) > right, greedy=chain.greedy)
+                self.others.observe(chain.others[right], right=accepted > right, greedy=chain.greedy)
+
+    def rounds(self, work: Work, seconds: float) -> Burst | None:
+        """As of SelfDraft."""
+        session = work.chunk.session
+        depth = min(self._most([work]), self._planner.max_rows - 1 - _OTHERS)
+        if depth < 1 or session.length < 2:
+            return None
+        room = min(self._planner.room(session), _ROUNDS * (depth + 1))
+        if not self._reserve([work], room + _OTHERS):
+            return None
+        burst = burst_of([self._entries[session.id]], _ROUNDS, (), room=room)
+        known = self.rows.lacking(session).chunk.start
+        rounds = Rounds(seconds, room, known, depth, _OTHERS, self.others.table)
+        return replace(burst, worth=self._worth([work]), odds=self.guesses.table, rounds=rounds)
+
+    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
+        """As of SelfDraft."""
+        greedy, length = session.sampling.greedy, session.length
+        kind, cost = self._kinds[greedy], self._planner.budget.cost
+        guessed = length + sum(one.committed for one in rounds[:-1]) - 1  # where it did so last
+        self.rows.wrote(Chunk(session, self.rows.lacking(session).chunk.start, guessed))
+        for place, one in enumerate(rounds, 1):
+            kind.drew(one.guesses, one.nodes)
+            chain = _Chain([odds[0] for odds in one.odds], {i: one.odds[i][1] for i in one.others}, greedy)
+            self._observe(chain, one.right, one.accepted, goes_on=goes_on or place < len(rounds))
+            cost.observe(1 + one.nodes, length, one.verifying)
+            if one.written <= _USUAL_ROWS:
+                self._line(1).observe(one.guesses, one.guessing)
+            length += one.committed
 
     def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
         """As of SelfDraft."""

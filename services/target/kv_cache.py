@@ -140,6 +140,11 @@ class KVCache:
             rows = _plain(pool).flatten(0, 1)
             rows.index_copy_(0, destinations, rows.index_select(0, sources))
 
+    @property
+    def mover(self) -> Any:
+        """What moves rows with compiled code; None if nothing does."""
+        return self._mover
+
     def move_paths(self, moves: Tensor) -> None:
         """Copy rows of many sessions between slots in every layer. moves: [2, S, D] int64, from and to; 0 is nothing.
 

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
+from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import Work
+from services.target.batch import Burst, Work
 from services.target.copydraft import CopyDraft
 from services.target.drawing import Entry
 from services.target.headdraft import HeadDraft
@@ -23,6 +24,7 @@ from services.target.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.planning import Planner
 from services.target.repeats import LEAST, Repeats, find
+from services.target.rounds import Round
 from services.target.selfdraft import LONGEST, SelfDraft, chain_of
 
 # That a chain from the text must have over plain steps, whose burst it ends for all sessions. With a lead of 1.02 eight
@@ -44,6 +46,7 @@ class OwnDrafts:
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
         self._guessing = False  # in the step at hand
+        self._rounds: Burst | None = None  # in its place
         # What `least` says of so many sessions, with guesses or without, and how often it will say so yet.
         self._least: tuple[tuple[int, bool], int, int] = (0, False), 0, 0
 
@@ -72,12 +75,19 @@ class OwnDrafts:
         if self.chains is not None:
             self.chains.close(session_id)
 
-    def extend(self, works: Sequence[Work], listen: Listen, *, guessing: bool) -> Sequence[Work]:
+    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
+        """Take in what came of a session's rounds; see SelfDraft."""
+        assert self.chains is not None, "it guessed in them"
+        self.chains.learn(session, rounds, goes_on=goes_on)
+
+    def extend(self, works: Sequence[Work], listen: Listen, *, guessing: bool, seconds: float = 0.0) -> Sequence[Work]:
         """The works of a step, with chains to verify for those sessions that only decode.
 
         listen: how somebody who calls is heard meanwhile. guessing: chains may be guessed where texts say nothing.
+        seconds: in which rounds may follow one another, if there is one session; 0 is not at all
         """
         self._same.clear()
+        self._rounds = None
         self._guessing = guessing and self.chains is not None and self.chains.pays(works)
         serving = [work for work in works if self._serves(work)]
         if not serving:
@@ -85,11 +95,17 @@ class OwnDrafts:
         chains = self._repeated(serving, works) if self.looks_back else {}
         rest = [work for work in serving if work.chunk.session.id not in chains]
         if rest and self._guessing and self.chains is not None:
-            chains |= self.chains.chains(rest, listen)
+            self._rounds = self.chains.rounds(rest[0], seconds) if seconds and len(works) == len(rest) == 1 else None
+            chains |= self.chains.chains(rest, listen) if self._rounds is None else {}
         if not chains:
             return works
         none = works[0].draft  # nobody has any yet
         return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
+
+    def take_rounds(self) -> Burst | None:
+        """What is to be computed in the place of a step that was extended, if that is rounds; said once."""
+        rounds, self._rounds = self._rounds, None
+        return rounds
 
     def least(self, sessions: int, keys: int) -> int:
         """How many last tokens must have stood in a text before for a look back to pay; 0 if none do.

@@ -14,10 +14,12 @@ import numpy as np
 
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
+from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import Work
+from services.target.batch import Burst, Work
 from services.target.drawing import Entry
 from services.target.planning import Planner
+from services.target.rounds import Round
 
 LONGEST = 16  # tokens of a chain
 _PARENTS = np.arange(-1, LONGEST, dtype=np.int32)
@@ -58,6 +60,20 @@ class SelfDraft(ABC):
         """False where it is known beforehand that plain steps bring more; where not, they are measured."""
         del works
         return True
+
+    def rounds(self, work: Work, seconds: float) -> Burst | None:
+        """Chains and their verification in one go, for a session that is alone; None if that cannot be.
+
+        seconds: after which no round begins
+        """
+        del work, seconds
+
+    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
+        """Take in what came of such rounds, before their tokens are the session's.
+
+        goes_on: False if the session ends with the last one.
+        """
+        del session, rounds, goes_on
 
     def computed(self, works: Sequence[Work]) -> None:
         """A step of the model is launched, which writes these rows."""

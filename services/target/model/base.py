@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -15,6 +15,7 @@ from torch import Tensor
 from services.target.batch import Batch
 from services.target.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.model.head import Head
+from services.target.rounds import Round
 
 
 class Outputs(NamedTuple):
@@ -24,11 +25,13 @@ class Outputs(NamedTuple):
     features: [n * F, W], of the rows of `batch.capture`: its states side by side, as wide as the model each; None
               without. Step after step of n: one, or more of a burst
     tokens:   [n * drawn] int64, drawn by `batch.draws`, step after step; None if the runner cannot
+    rounds:   what came of those of a burst, whose tokens are all that they commit
     """
 
     logits: Tensor
     features: Tensor | None = None
     tokens: NDArray[np.int64] | None = None
+    rounds: Sequence[Round] = ()
 
 
 class Runner(Protocol):

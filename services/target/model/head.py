@@ -9,6 +9,7 @@ biases, further norms or more than one layer are left to the draft service.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from services.target.kernels.cpu.program import Activation, Buffer, Norm, Progra
 from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
 from services.target.kv_cache import KVCache, LayerShape, States
 from services.target.model.linear import plain_format
+from services.target.rounds import Round
 
 _FORMAT = Format.INT4  # a draft's numbers need no more
 _NOT_READ = {"embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
@@ -205,6 +207,12 @@ class Head:
         program.linear(down, Buffer.HIDDEN, Buffer.RESIDUAL, add=True)
         places = torch.from_numpy(weights.ids.astype(np.int32))
         program.head(head, weights.norm("norm"), places=places, vocab=vocab)
+
+    def rounds(
+        self, program: Program, batch: Batch, cache: KVCache
+    ) -> tuple[Tensor, NDArray[np.int64], Sequence[Round]]:
+        """Drafts that a program verifies; see `Program.rounds`."""
+        return program.rounds(self._program, batch, cache)
 
     def draft(self, batch: Batch, cache: KVCache) -> Guesses:
         """The tokens of a batch's burst; see `Program.follow`."""

@@ -116,6 +116,10 @@ class ProgramRunner:
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
+        if batch.burst is not None and batch.burst.rounds is not None:
+            assert self.head is not None, "rounds are a head's"
+            logits, drawn, rounds = self.head.rounds(self._program, batch, cache)
+            return Outputs(logits, None, drawn, rounds)
         logits, features, tokens = self._program.run(batch, cache)
         return Outputs(logits, features if features is None else features.to(self._dtype), tokens)
 

@@ -87,6 +87,59 @@ class Burst(ctypes.Structure):
     )
 
 
+class Round(ctypes.Structure):
+    """What came of a round; see csrc/rounds.h."""
+
+    _fields_ = (
+        ("written", c_int64),
+        ("guesses", c_int64),
+        ("chain", c_int64),
+        ("beside", c_int64),
+        ("right", c_int64),
+        ("accepted", c_int64),
+        ("committed", c_int64),
+        ("guessing", c_double),
+        ("verifying", c_double),
+        ("odds", c_float * 2 * 16),
+    )
+
+
+class Rounds(ctypes.Structure):
+    """Guesses and their verification, round after round; see csrc/rounds.h."""
+
+    _fields_ = (
+        ("most", c_int64),
+        ("seconds", c_double),
+        ("text", c_void_p),
+        ("length", c_int64),
+        ("room", c_int64),
+        ("known", c_int64),
+        ("depth", c_int64),
+        ("others", c_int64),
+        ("sampling", c_char_p),
+        ("stops", c_char_p),
+        ("stop_count", c_int64),
+        ("files", c_void_p),
+        ("file_count", c_int64),
+        ("same", c_int64),
+        ("pages", c_void_p),
+        ("page_size", c_int64),
+        ("odds", c_void_p),
+        ("second_odds", c_void_p),
+        ("next", c_double),
+        ("token", c_double),
+        ("row", c_double),
+        ("step", c_double),
+        ("pools", c_void_p),
+        ("row_bytes", c_void_p),
+        ("pool_count", c_int64),
+        ("head_logits", c_void_p),
+        ("vocab", c_int64),
+        ("tokens", c_void_p),
+        ("told", c_void_p),
+    )
+
+
 class BatchView(ctypes.Structure):
     """A step's rows; see csrc/batch.h."""
 
@@ -152,6 +205,7 @@ _SIGNATURES: native.Signatures = {
             c_void_p, c_int64, *(c_void_p,) * 3, POINTER(Burst),
         ),
     ),
+    "program_rounds": (c_int64, (*(c_void_p,) * 5, c_int64, c_void_p, POINTER(Rounds))),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
+from services.target.rounds import Round
 
 _NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time
@@ -285,6 +286,36 @@ class Program:
         )
         return draws.guesses(done)
 
+    def rounds(self, head: Program, batch: Batch, cache: KVCache) -> tuple[Tensor, NDArray[np.int64], Sequence[Round]]:
+        """Draft with a head and verify, round after round; the batch is the root of one session.
+
+        Returns logits that are of no use any more, the tokens that were committed, [n], and what came of each round.
+        """
+        burst, draws = batch.burst, batch.draws
+        assert burst is not None, "rounds are a burst's"
+        assert burst.rounds is not None, "rounds are a burst's"
+        assert burst.worth is not None, "what a guess is worth decides how many there are"
+        assert burst.texts is not None, "tokens are read where the session has them"
+        assert burst.odds is not None, "odds decide, too"
+        assert draws is not None, "tokens are drawn"
+        rounds, worth, mover = burst.rounds, burst.worth, cache.mover
+        logits, address = self._logits(_PASSING_ROWS, passing=True)
+        _, head_address = head._logits(1, passing=True)
+        tokens, told = np.empty(rounds.room, np.int64), (library.Round * burst.steps)()
+        call = library.Rounds(
+            burst.steps, rounds.seconds, burst.texts.places[0], burst.texts.lengths[0], rounds.room, rounds.known,
+            rounds.depth, rounds.others, draws.sessions, burst.stops, burst.stop_counts[0],
+            *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data, batch.layout.page_size,
+            burst.odds.buffer_info()[0], rounds.second_odds.buffer_info()[0], worth.next, worth.token, worth.row,
+            worth.step, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count, head_address,
+            self._vocab, tokens.ctypes.data, ctypes.addressof(told),
+        )  # fmt: skip
+        done = self._functions.outrider_program_rounds(
+            self._handle, head._handle, *self._pools(cache), address, ctypes.byref(call)
+        )
+        came = [_round(one) for one in told[:done]]
+        return logits, tokens[: sum(one.committed for one in came)], came
+
     def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
         """Room for logits, and its address. passing: they are of use until the next run alone."""
         if not passing or rows > _PASSING_ROWS:
@@ -317,6 +348,15 @@ class Program:
             states = (None, 0) if cache.states is None else (cache.states.data_ptr(), cache.states.shape[-1])
             self._caches = {id(cache): (cache, *sides, *states)}
         return self._caches[id(cache)][1:]
+
+
+def _round(told: library.Round) -> Round:
+    others = [place for place in range(told.chain) if told.beside >> place & 1]
+    odds = [(one[0], one[1]) for one in told.odds[: told.chain]]
+    return Round(
+        told.written, told.guesses, told.chain, others, told.right, told.accepted, told.committed, told.guessing,
+        told.verifying, odds,
+    )  # fmt: skip
 
 
 def _burst(burst: Burst) -> object:

@@ -2,8 +2,10 @@
 #include <cstdint>
 
 #include "draw.h"
+#include "moves.h"
 #include "product.h"
 #include "program.h"
+#include "rounds.h"
 
 using namespace outrider;
 
@@ -227,15 +229,20 @@ int64_t outrider_program_run(Program* program, const BatchView* batch, const voi
   return 1;
 }
 
+// Rounds of a head's guesses and their verification; see rounds.h. logits: [kChain + others + 1, vocab]
+int64_t outrider_program_rounds(Program* program, Program* head, const void* const* keys, const void* const* values,
+                                void* states, int64_t state_width, float* logits, const Rounds* rounds) {
+  Call call{};
+  call.keys = keys, call.values = values;
+  call.states = states, call.state_width = state_width;
+  call.logits = logits;
+  return run_rounds(*program, *head, call, *rounds);
+}
+
 // Rows of a KV cache between slots, the same in every pool, one after the other.
 void outrider_move_rows(char* const* pools, const int64_t* row_bytes, int64_t count, const int64_t* sources,
                         const int64_t* destinations, int64_t moves) {
-  for (int64_t pool = 0; pool < count; ++pool) {
-    const int64_t bytes = row_bytes[pool];
-    for (int64_t i = 0; i < moves; ++i) {
-      std::memmove(pools[pool] + destinations[i] * bytes, pools[pool] + sources[i] * bytes, bytes);
-    }
-  }
+  move_rows(pools, row_bytes, count, sources, destinations, moves);
 }
 
 // Bytes read per second by all threads together, in one pass over memory larger than the caches: the floor of a step.

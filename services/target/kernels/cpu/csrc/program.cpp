@@ -1,7 +1,5 @@
 #include "program.h"
 
-#include <poll.h>
-
 #include <algorithm>
 
 namespace outrider {
@@ -139,9 +137,6 @@ bool ends(const Burst& burst, const int64_t* tokens, int64_t rows) {
   return false;
 }
 
-namespace {
-
-// True if the last `same` tokens of a text stand in it before.
 bool stood_before(const uint32_t* text, int64_t length, int64_t same) {
   const uint32_t* last = text + length - 1;
   const __m512i wanted = _mm512_set1_epi32(int32_t(*last));
@@ -156,6 +151,8 @@ bool stood_before(const uint32_t* text, int64_t length, int64_t same) {
   return false;
 }
 
+namespace {
+
 // Puts what a step drew, the `done`-th of the burst, behind the texts. Returns whether one of them repeats.
 bool repeats(const Burst& burst, const int64_t* tokens, int64_t rows, int64_t done) {
   bool any = false;
@@ -167,8 +164,6 @@ bool repeats(const Burst& burst, const int64_t* tokens, int64_t rows, int64_t do
   return any;
 }
 
-bool called(std::vector<pollfd>& files) { return !files.empty() && poll(files.data(), files.size(), 0) > 0; }
-
 }  // namespace
 
 int64_t Program::run(Call call, const Burst& burst, Confidence* confidence) {
@@ -176,8 +171,7 @@ int64_t Program::run(Call call, const Burst& burst, Confidence* confidence) {
   std::vector<int64_t> positions(call.batch.positions, call.batch.positions + rows);
   std::vector<int64_t> start(call.batch.start, call.batch.start + rows);
   std::vector<int64_t> drawn(call.draws->positions, call.draws->positions + rows);
-  std::vector<pollfd> files;
-  for (int64_t i = 0; i < burst.file_count; ++i) files.push_back({burst.files[i], POLLIN, 0});
+  const Listener listener(burst.files, burst.file_count);
   const size_t captured = size_t(call.captured_rows * call.feature_width) * (bfloat16_ ? sizeof(BF16) : sizeof(float));
   DrawCall draws = *call.draws;
   draws.positions = drawn.data();
@@ -189,7 +183,7 @@ int64_t Program::run(Call call, const Burst& burst, Confidence* confidence) {
     run(call);
     narrow_ = false;
     if (done == burst.steps || ends(burst, draws.tokens, rows)) return done;
-    if (repeats(burst, draws.tokens, rows, done) || called(files)) return done;
+    if (repeats(burst, draws.tokens, rows, done) || listener.called()) return done;
     if (confidence && !confidence->goes_on(draws)) return done;
     for (int64_t row = 0; row < rows; ++row) {
       ++positions[row];

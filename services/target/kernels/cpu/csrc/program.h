@@ -5,6 +5,8 @@
 // change its bits. While it does not multiply, it asks for the weights that it will begin its next products with.
 #pragma once
 
+#include <poll.h>
+
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -140,6 +142,27 @@ struct Burst {
   double next, row, step;     // seconds that a guess brings if those before it are right, and that it takes
 };
 
+// Whether somebody calls: one of some files can be read.
+class Listener {
+ public:
+  Listener(const int32_t* files, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) files_.push_back({files[i], POLLIN, 0});
+  }
+  bool called() const { return !files_.empty() && poll(files_.data(), files_.size(), 0) > 0; }
+
+ private:
+  mutable std::vector<pollfd> files_;
+};
+
+// True if the last `same` tokens of a text stand in it before.
+bool stood_before(const uint32_t* text, int64_t length, int64_t same);
+
+// That a guess is right of which a head says that it is so probable. odds: [2, 16], of greedy sessions first
+inline double chance_of(const float* odds, float said, bool greedy) {
+  constexpr int64_t kBins = 16;
+  return odds[std::min<int64_t>(int64_t(said * kBins), kBins - 1) + (greedy ? 0 : kBins)];
+}
+
 // How far guesses are still right, and whether another one is worth its time.
 class Confidence {
  public:
@@ -149,15 +172,13 @@ class Confidence {
     if (burst_.odds == nullptr) return true;
     double gain = 0.0;
     for (size_t i = 0; i < reach_.size(); ++i) {
-      const int64_t place = std::min<int64_t>(int64_t(draws.odds[2 * i] * kBins), kBins - 1);
-      reach_[i] *= burst_.odds[place + (draws.sessions[i].temperature == 0.0 ? 0 : kBins)];
+      reach_[i] *= chance_of(burst_.odds, draws.odds[2 * i], draws.sessions[i].temperature == 0.0);
       gain += std::max(0.0, reach_[i] * burst_.next - burst_.row);
     }
     return gain > burst_.step;
   }
 
  private:
-  static constexpr int64_t kBins = 16;
   const Burst& burst_;
   std::vector<double> reach_;
 };
