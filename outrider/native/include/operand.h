@@ -68,15 +68,18 @@ inline void fill_facts(const Operand& operand, Format format, int64_t chunk, int
   for (int i = 0; i < 2; ++i) operand.offsets[(2 * chunk + i) * operand.rows + row] = -8 * sums[i];
 }
 
-// One row of float32 or bfloat16 into the operand. from: [weight.inputs].
+constexpr int64_t kMostOfChunk = kGroup;  // numbers; whole chunks of every format
+
+// The numbers begin .. end - 1 of a row of float32 or bfloat16 into the operand. begin: a multiple of kMostOfChunk, and so
+// is the end, or it is the row's. from: [weight.inputs]
 template <class T>
-void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from) {
-  const int64_t inputs = weight.inputs, numbers = kChunk / width_of_operand(weight.format);
-  int64_t chunk = 0;
-  for (int64_t first = 0; first < inputs; first += numbers, ++chunk) {
+void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from, int64_t begin, int64_t end) {
+  const int64_t numbers = kChunk / width_of_operand(weight.format);
+  int64_t chunk = begin / numbers;
+  for (int64_t first = begin; first < end; first += numbers, ++chunk) {
     const int64_t index = chunk * operand.rows + row;
     char* to = operand.data + index * kChunk;
-    const int64_t count = std::min(numbers, inputs - first);
+    const int64_t count = std::min(numbers, end - first);
     if (weight.format == Format::kFloat32) {
       store(reinterpret_cast<float*>(to), load(from + first, lanes(count)));
     } else if (weight.format == Format::kBFloat16) {
@@ -95,6 +98,12 @@ void fill_operand(const Operand& operand, const Weight& weight, int64_t row, con
       fill_facts(operand, weight.format, chunk, row, sums);
     }
   }
+}
+
+// All of a row.
+template <class T>
+void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from) {
+  fill_operand(operand, weight, row, from, 0, weight.inputs);
 }
 
 }  // namespace outrider

@@ -179,7 +179,7 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                              int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
                       output_width, add != 0, Activation(activation), head != 0, nullptr, weight->outputs, softcap, {},
-                      0, {}});
+                      0, 0, false, false, {}});
 }
 // A copy of the weight that was added last in fewer bits, for bursts that draft.
 void outrider_program_narrow(Program* program, const Weight* weight) { program->narrow(*weight); }

@@ -9,16 +9,18 @@ namespace {
 // Bytes of a weight that are asked for before the operation begins.
 constexpr int64_t kAhead = 8192;
 
+constexpr int64_t kFeeding = kMostOfChunk / kLanes;  // panels of gated pairs whose results are whole chunks
+
 bool reads_the_stream(const Operation& operation) {
   return std::holds_alternative<Capture>(operation) || std::holds_alternative<Keep>(operation);
 }
 
 // Where portions of neighbouring panels begin: long ones first, because memory is fastest when read on and on, then
-// shorter ones, so that threads are done at like times.
-std::vector<int64_t> portions_of(int64_t panels, int threads) {
+// shorter ones, so that threads are done at like times. step: panels that stay together.
+std::vector<int64_t> portions_of(int64_t panels, int threads, int64_t step) {
   std::vector<int64_t> starts{0};
   while (starts.back() < panels) {
-    const int64_t rest = panels - starts.back(), size = std::max<int64_t>(1, rest / (2 * threads));
+    const int64_t rest = panels - starts.back(), size = std::max<int64_t>(step, rest / (2 * threads) / step * step);
     for (int i = 0; i < threads && starts.back() < panels; ++i) {
       starts.push_back(std::min(panels, starts.back() + size));
     }
@@ -36,8 +38,14 @@ Program::Program(int threads, bool bfloat16, PoolFormat pools, const Program* be
 
 void Program::add(Operation operation) {
   if (auto* linear = std::get_if<Linear>(&operation)) {
-    linear->portions = portions_of(linear->weight->panels, pool_->threads());
+    linear->operation = operations_.size();
     linear->place = products_++;
+    auto* before = operations_.empty() ? nullptr : std::get_if<Linear>(&operations_.back());
+    if (before && before->activation != Activation::kNone && linear->input == before->output && !linear->norm.weight) {
+      before->feeds = linear->fed = true;
+      before->portions = portions_of(before->weight->panels, pool_->threads(), kFeeding);
+    }
+    linear->portions = portions_of(linear->weight->panels, pool_->threads(), 1);
     if (linear->head) head_ = operations_.size();
   }
   if (std::holds_alternative<Join>(operation)) join_ = operations_.size();
@@ -57,17 +65,19 @@ void Program::prepare(const Call& call) {
   if (batch.rows > capacity_) {
     capacity_ = round_up(batch.rows, 64);
     for (int i = 0; i < kBuffers; ++i) buffers_[i] = Buffer(capacity_ * widths_[i] * sizeof(float));
-    size_t bytes = 0, shared = 0;
+    size_t bytes = 0, shared = 0, fed = 0;
     for (const auto& operation : operations_) {
       if (const auto* linear = std::get_if<Linear>(&operation)) {
         for (const Weight* weight : {linear->weight, linear->narrow, linear->screen.weight}) {
           if (!weight) continue;
           bytes = std::max(bytes, operand_bytes(*weight, kSharedRows));
           shared = std::max(shared, operand_bytes(*weight, capacity_));
+          if (linear->fed) fed = std::max(fed, operand_bytes(*weight, capacity_));
         }
       }
     }
     shared_ = Buffer(shared);
+    fed_ = Buffer(fed);
     for (auto& scratch : scratch_) scratch = Buffer(bytes);
   }
   if (call.fusion) {
@@ -254,9 +264,11 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
   if (rows == 0) return ahead_[thread].reached(op.place);
   alignas(64) float scratch[kNormWidth];
   const Weight& weight = weight_of(op);
-  const Operand operand = operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
-    fill_row(op, call, weight, to, index, scratch);
-  });
+  const Operand operand =
+      op.fed ? operand_in(fed_.as<char>(), weight, rows)
+             : operand_of(weight, thread, next + 1, rows, [&](const Operand& to, int64_t index) {
+                 fill_row(op, call, weight, to, index, scratch);
+               });
   ahead_[thread].reached(op.place);
   const Passes passes(weight, rows);
   portions(*next, thread, int64_t(op.portions.size()) - 1, [&](int64_t portion) {
@@ -267,8 +279,18 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
         else if (op.places) store_placed(op, call, panel, first, count, tile);
         else store_plain(op, call, panel, first, count, tile);
       });
+      if (op.feeds && (panel % kFeeding == kFeeding - 1 || panel == weight.panels - 1)) feed(op, panel, rows);
     }
   });
+}
+
+// The next operation's operand, from what the panels up to this one have brought. It is read once, while it is near, and
+// not by every thread once more.
+void Program::feed(const Linear& op, int64_t panel, int64_t rows) {
+  const Weight& weight = weight_of(behind(op));
+  const Operand operand = operand_in(fed_.as<char>(), weight, rows);
+  const int64_t begin = panel / kFeeding * kMostOfChunk, end = std::min(begin + kMostOfChunk, weight.inputs);
+  for (int64_t index = 0; index < rows; ++index) fill_operand(operand, weight, index, row(op.output, index), begin, end);
 }
 
 // The panel's 16 gates and their 16 values as 16 numbers.

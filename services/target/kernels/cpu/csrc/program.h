@@ -53,7 +53,10 @@ struct Linear {
   int64_t vocab;          // numbers of a row of logits
   float softcap;          // of the head; 0 is off
   Screen screen;          // of the head, if it has one
+  size_t operation;               // which of the program's this is
   size_t place;                   // among the program's products
+  bool feeds = false;             // of gated pairs: the next operation's operand, as its outputs come
+  bool fed = false;               // by the operation before it
   std::vector<int64_t> portions;  // first panels of what a thread takes at once, and the end
 };
 
@@ -251,6 +254,8 @@ class Program {
                 float* scratch);
 
   void store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile);
+  void feed(const Linear& op, int64_t panel, int64_t rows);
+  const Linear& behind(const Linear& op) const { return *std::get_if<Linear>(&operations_[op.operation + 1]); }
   void store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
   void store_placed(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
 
@@ -283,6 +288,7 @@ class Program {
   std::vector<Ahead> ahead_;     // of each thread
   std::vector<Buffer> scratch_;  // a thread's own operand
   Buffer shared_;                // an operand that all threads fill
+  Buffer fed_;                   // one that is filled as its numbers come
   Buffer partials_;
 };
 
