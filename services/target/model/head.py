@@ -43,7 +43,10 @@ _ROPE = ("hidden_size", "num_attention_heads", "head_dim", "rope_theta", "rope_s
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """A head as it was read. layers: whose inputs are the states; epsilon: of its norms."""
+    """A head as it was read.
+
+    layers: whose inputs are the states; epsilon: of its norms; ids: the target's, ascending, of its outputs
+    """
 
     tensors: dict[str, Tensor]
     layers: tuple[int, ...]
@@ -128,6 +131,8 @@ def _read_head(folder: Path, raw: dict[str, Any], depth: int, hidden: int, vocab
     ids = np.arange(vocab) if offsets is None else target_ids(offsets.numpy(), vocab)
     if ids is None or len(ids) != entries:
         raise ConfigError(f"{folder}: d2t does not say which of the target's {vocab} tokens its {entries} entries are")
+    order = np.argsort(ids)
+    ids, tensors["lm_head.weight"] = ids[order], tensors["lm_head.weight"][torch.from_numpy(order)]
     names = {name for name in _ROPE if facts.get(name) is not None}
     rope = LlamaRotaryEmbedding(LlamaConfig(**{name: facts[name] for name in names} | {
         "max_position_embeddings": max(positions, facts.get("max_position_embeddings", 0))
@@ -205,8 +210,8 @@ class Head:
         norm = weights.norm(_LAYER + "post_attention_layernorm")
         program.linear(gates, Buffer.RESIDUAL, Buffer.HIDDEN, norm=norm, activation=Activation.SILU)
         program.linear(down, Buffer.HIDDEN, Buffer.RESIDUAL, add=True)
-        places = torch.from_numpy(weights.ids.astype(np.int32))
-        program.head(head, weights.norm("norm"), places=places, vocab=vocab)
+        ids = None if len(weights.ids) == vocab else torch.from_numpy(weights.ids.astype(np.int32))
+        program.head(head, weights.norm("norm"), ids=ids)
 
     def rounds(
         self, program: Program, batch: Batch, cache: KVCache

@@ -56,11 +56,13 @@ class Draws:
         steps: int = 1,
         *,
         seconds: bool = False,
+        ids: Tensor | None = None,
     ) -> None:
         """logits: where [R or more, V] float32 lie, row after row; vocab: V; mask: what grammars allow.
 
         steps: for which there is room; the tokens of each lie behind those of the one before it. seconds: as of
-        Guesses, wanted too; logits are overwritten for that.
+        Guesses, wanted too; logits are overwritten for that. ids: [V] int32, ascending, which tokens the logits are
+        of; None if they are all, in order
         """
         assert plan.positions.typecode == plan.counts.typecode == "q", "the kernel reads these"
         rows = len(plan.positions)
@@ -78,6 +80,7 @@ class Draws:
             plan.positions.buffer_info()[0], None if lines is None else lines.ctypes.data,
             None if mask is None else mask.words.data_ptr(), self.tokens.ctypes.data,
             None if self._seconds is None else self._seconds.ctypes.data,
+            None if ids is None else ids.data_ptr(),
             None if self._odds is None else self._odds.ctypes.data,
         )  # fmt: skip
         self.pointer = ctypes.byref(self._call)

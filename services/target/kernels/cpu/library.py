@@ -62,6 +62,7 @@ class DrawCall(ctypes.Structure):
         ("words", c_void_p),
         ("tokens", c_void_p),
         ("seconds", c_void_p),
+        ("ids", c_void_p),
         ("odds", c_void_p),
     )
 
@@ -134,6 +135,8 @@ class Rounds(ctypes.Structure):
         ("row_bytes", c_void_p),
         ("pool_count", c_int64),
         ("head_logits", c_void_p),
+        ("head_vocab", c_int64),
+        ("head_ids", c_void_p),
         ("vocab", c_int64),
         ("tokens", c_void_p),
         ("told", c_void_p),
@@ -194,7 +197,6 @@ _SIGNATURES: native.Signatures = {
     ),
     "program_attend": (None, (c_void_p, c_int32, _SHAPE)),
     "program_capture": (None, (c_void_p, c_int32, c_int64, c_void_p, c_float)),
-    "program_place": (None, (c_void_p, c_void_p, c_int64)),
     "program_keep": (None, (c_void_p, c_int64, c_int64)),
     "program_feed": (None, (c_void_p, c_int64)),
     "program_join": (None, (c_void_p, c_void_p, c_int32, c_int64, c_void_p, c_void_p, c_float, c_int32)),

@@ -82,7 +82,7 @@ class Program:
         self._captured = torch.bfloat16 if computed == torch.bfloat16 else torch.float32
         self._columns: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._vocab = 0
-        self._sparse = False  # logits of some tokens are never written
+        self._ids: Tensor | None = None  # of the tokens that the logits are of; None if they are all, in order
         self._passing: dict[int, Tensor] = {}  # room for logits that are drawn from at once, by rows; all lie in one
         self._passing_address = 0
         for buffer in (Buffer.RESIDUAL, Buffer.BRANCH):
@@ -131,24 +131,21 @@ class Program:
         softcap: float = 0.0,
         screen: Screen | None = None,
         narrow: PackedWeight | None = None,
-        places: Tensor | None = None,
-        vocab: int | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         """logits = softcapped norm(residual) W^T, of the sampled rows.
 
-        places: [outputs] int32, the tokens of a vocabulary of `vocab` that the outputs stand for, where these are not
-        all in order; the others' logits are -inf then
+        ids: [outputs] int32, ascending, the tokens that the outputs stand for, where these are not all, in order
 
         screen: of the weight, in float32 or bfloat16, without a softcap. Where the largest logits are all that draws
         need, the others are the screen's. narrow: as of `linear`
         """
         self._vocab = weight.outputs
         self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
-        if places is not None:
-            assert vocab is not None, "a row of logits has a place for every token"
-            assert places.dtype == torch.int32, "the kernels read these"
-            self._vocab, self._sparse = vocab, True
-            self._functions.outrider_program_place(self._handle, self._address(places), vocab)
+        if ids is not None:
+            assert ids.dtype == torch.int32, "the kernels read these"
+            self._kept.append(ids)
+            self._ids = ids
         self._draft_with(narrow)
         if screen is not None:
             assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "others are narrow themselves"
@@ -280,7 +277,7 @@ class Program:
         sessions = len(batch.rows.sampled)
         view, (keys, values, *states) = View(batch), self._pools(cache)
         _, address = self._logits(sessions, passing=True)
-        draws = Draws(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True)
+        draws = Draws(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True, ids=self._ids)
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, draws.pointer, *_NOTHING, _burst(batch.burst)
         )
@@ -308,7 +305,8 @@ class Program:
             *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data, batch.layout.page_size,
             burst.odds.buffer_info()[0], rounds.second_odds.buffer_info()[0], worth.next, worth.token, worth.row,
             worth.step, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count, head_address,
-            self._vocab, tokens.ctypes.data, ctypes.addressof(told),
+            head._vocab, None if head._ids is None else head._ids.data_ptr(), self._vocab, tokens.ctypes.data,
+            ctypes.addressof(told),
         )  # fmt: skip
         done = self._functions.outrider_program_rounds(
             self._handle, head._handle, *self._pools(cache), address, ctypes.byref(call)
@@ -319,19 +317,14 @@ class Program:
     def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
         """Room for logits, and its address. passing: they are of use until the next run alone."""
         if not passing or rows > _PASSING_ROWS:
-            logits = self._room(rows)
+            logits = torch.empty(rows, self._vocab)
             return logits, logits.data_ptr()
         if rows not in self._passing:
             if not self._passing:
-                self._passing[_PASSING_ROWS] = self._room(_PASSING_ROWS)
+                self._passing[_PASSING_ROWS] = torch.empty(_PASSING_ROWS, self._vocab)
                 self._passing_address = self._passing[_PASSING_ROWS].data_ptr()
             self._passing[rows] = self._passing[_PASSING_ROWS][:rows]
         return self._passing[rows], self._passing_address
-
-    def _room(self, rows: int) -> Tensor:
-        if self._sparse:
-            return torch.full((rows, self._vocab), -torch.inf)
-        return torch.empty(rows, self._vocab)
 
     def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
         """Where in a row of features each mark's state begins; -1 for those that are not among these."""

@@ -178,7 +178,7 @@ void outrider_program_linear(Program* program, const Weight* weight, const float
                              float epsilon, int32_t input, int32_t output, int64_t output_width, int32_t add,
                              int32_t activation, int32_t head, float softcap) {
   program->add(Linear{weight, nullptr, bias, Norm{norm, epsilon}, BufferId(input), BufferId(output), weight->inputs,
-                      output_width, add != 0, Activation(activation), head != 0, nullptr, weight->outputs, softcap, {},
+                      output_width, add != 0, Activation(activation), head != 0, softcap, {},
                       0, 0, false, false, {}});
 }
 // A copy of the weight that was added last in fewer bits, for bursts that draft.
@@ -204,8 +204,6 @@ void outrider_program_attend(Program* program, int32_t layer, const AttentionSha
 void outrider_program_capture(Program* program, int32_t mark, int64_t width, const float* norm, float epsilon) {
   program->add(Capture{mark, width, Norm{norm, epsilon}});
 }
-// Of the head that was added last: which tokens its outputs are, of so many.
-void outrider_program_place(Program* program, const int32_t* places, int64_t vocab) { program->place(places, vocab); }
 void outrider_program_keep(Program* program, int64_t column, int64_t width) { program->add(Keep{column, width}); }
 void outrider_program_feed(Program* program, int64_t width) { program->add(Feed{width}); }
 void outrider_program_join(Program* program, const void* table, int32_t bfloat16, int64_t width, const float* embedding,

@@ -23,11 +23,6 @@ struct Sampling {
   uint64_t seed;
 };
 
-inline __m512i ids_from(int64_t first) {
-  return _mm512_add_epi32(_mm512_set1_epi32(int(first)),
-                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
-
 // Tokens compete by logit / temperature + noise; of equals the lowest id wins. Each may enter more than once.
 class Race {
  public:
@@ -118,7 +113,7 @@ class Drawer {
     for (int64_t block = 0; block < survey_.blocks; ++block) {
       if (!survey_.reaches(block, _mm512_set1_ps(race.least()))) continue;
       for (int64_t i = block * Survey::kBlock; i < (block + 1) * Survey::kBlock; i += kLanes) {
-        race.enter(row.at(i), ids_from(i));
+        race.enter(row.at(i), row.ids_at(i));
       }
     }
   }
@@ -140,7 +135,7 @@ class Drawer {
         const __mmask16 mask = _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
         if (!mask) continue;
         store(logits_.data() + count_, _mm512_maskz_compress_ps(mask, x));
-        _mm512_storeu_si512(tokens_.data() + count_, _mm512_maskz_compress_epi32(mask, ids_from(i)));
+        _mm512_storeu_si512(tokens_.data() + count_, _mm512_maskz_compress_epi32(mask, row.ids_at(i)));
         count_ += __builtin_popcount(mask);
       }
     }
@@ -330,7 +325,7 @@ struct Weights {
     total = _mm512_reduce_add_ps(sum);
   }
 
-  double of(int64_t token) const { return std::exp((double(row.logits[token]) - double(best)) / temperature); }
+  double of(int64_t token) const { return std::exp((double(row.logits[row.place_of(token)]) - double(best)) / temperature); }
 };
 
 // Rows after each of which a token is drawn.
@@ -344,6 +339,7 @@ struct DrawCall {
   const uint32_t* words;     // [lines, ceil(vocab / 32)]
   int64_t* tokens;           // [rows]
   int64_t* seconds;          // [rows], what is drawn if that is not; null for nothing. Logits are overwritten for it
+  const int32_t* ids;        // [vocab], as of LogitRow
   float* odds;               // [rows, 2], with seconds: a token's probability, and the second one's if it is not that
 };
 
@@ -367,7 +363,7 @@ class Draws {
     const int64_t vocab = call_.vocab;
     const uint32_t* allowed =
         call_.masks && call_.masks[row] >= 0 ? call_.words + call_.masks[row] * ((vocab + 31) / 32) : nullptr;
-    const LogitRow numbers{call_.logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab};
+    const LogitRow numbers{call_.logits + row * vocab, reinterpret_cast<const uint16_t*>(allowed), vocab, call_.ids};
     const int64_t token = call_.tokens[row] = drawer.draw(numbers, *how_[row], call_.positions[row]);
     if (call_.seconds) draw_second(drawer, numbers, row, token);
   }
@@ -382,7 +378,7 @@ class Draws {
     const Weights weights(numbers, how.temperature == 0.0 ? 1.0 : how.temperature);
     odds[0] = float(weights.of(token) / weights.total);
     const double others = std::max(weights.total - weights.of(token), 1e-30);
-    const_cast<float*>(numbers.logits)[token] = kNone;
+    const_cast<float*>(numbers.logits)[numbers.place_of(token)] = kNone;
     const int64_t second = call_.seconds[row] = drawer.draw(numbers, how, call_.positions[row]);
     if (second >= 0) odds[1] = float(weights.of(second) / others);
   }

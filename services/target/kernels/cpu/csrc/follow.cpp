@@ -7,12 +7,6 @@
 
 namespace outrider {
 
-void Program::place(const int32_t* places, int64_t vocab) {
-  auto& head = std::get<Linear>(operations_.back());
-  head.places = places;
-  head.vocab = vocab;
-}
-
 void Program::execute(const Keep& op, int thread, const Call& call, Counter* next) {
   portions(*next, thread, call.batch.rows, [&](int64_t index) {
     const int64_t place = slots_[index] * call.state_width + op.column;
@@ -46,20 +40,6 @@ void Program::execute(const Join& op, int thread, const Call& call, Counter* nex
     normalise(op.state, stream, to + op.width, op.width);
     if (op.after_norm) copy_as(stream, to + op.width, op.width);
   });
-}
-
-// Logits of other tokens stay what the caller has put there.
-void Program::store_placed(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count,
-                           const float* tile) {
-  for (int z = 0; z < 2; ++z) {
-    const int64_t n = panel * kPanel + z * kLanes;
-    const __mmask16 mask = lanes(op.weight->outputs - n);
-    const __m512i places = _mm512_maskz_loadu_epi32(mask, op.places + n);
-    for (int64_t m = 0; m < count; ++m) {
-      float* to = call.logits + (first + m) * op.vocab;
-      _mm512_mask_i32scatter_ps(to, mask, places, load(tile + m * kPanel + z * kLanes), sizeof(float));
-    }
-  }
 }
 
 // As `run`, of a burst whose first step computes any rows of each session, and draws after the last one.

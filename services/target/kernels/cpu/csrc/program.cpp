@@ -276,7 +276,6 @@ void Program::execute(const Linear& op, int thread, const Call& call, Counter* n
     for (int64_t panel = op.portions[portion]; panel < end; ++panel) {
       multiply_panel(weight, panel, operand, passes, [&](int64_t first, int64_t count, const float* tile) {
         if (op.activation != Activation::kNone) store_gated(op, panel, first, count, tile);
-        else if (op.places) store_placed(op, call, panel, first, count, tile);
         else store_plain(op, call, panel, first, count, tile);
       });
       if (op.feeds && (panel % kFeeding == kFeeding - 1 || panel == weight.panels - 1)) feed(op, panel, rows);

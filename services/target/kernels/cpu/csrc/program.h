@@ -49,8 +49,6 @@ struct Linear {
   bool add;               // to what the output holds
   Activation activation;  // of gated pairs: outputs come as 16 gates, 16 values, ...
   bool head;              // of sampled rows alone, into the caller's logits
-  const int32_t* places;  // [outputs], the tokens that a head's outputs stand for; null if they are all tokens in order
-  int64_t vocab;          // numbers of a row of logits
   float softcap;          // of the head; 0 is off
   Screen screen;          // of the head, if it has one
   size_t operation;               // which of the program's this is
@@ -193,7 +191,6 @@ class Program {
   void add(Operation operation);
   void screen(const Screen& screen) { std::get<Linear>(operations_[head_]).screen = screen; }
   void narrow(const Weight& weight) { std::get<Linear>(operations_.back()).narrow = &weight; }
-  void place(const int32_t* places, int64_t vocab);
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
@@ -257,7 +254,6 @@ class Program {
   void feed(const Linear& op, int64_t panel, int64_t rows);
   const Linear& behind(const Linear& op) const { return *std::get_if<Linear>(&operations_[op.operation + 1]); }
   void store_plain(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
-  void store_placed(const Linear& op, const Call& call, int64_t panel, int64_t first, int64_t count, const float* tile);
 
   float* row(BufferId buffer, int64_t index) { return buffers_[buffer].as<float>() + index * widths_[buffer]; }
 

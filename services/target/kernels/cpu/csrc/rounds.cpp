@@ -81,8 +81,8 @@ class Session {
     const std::vector<int64_t> sampled{int64_t(ids.size()) - 1};
     Call call = call_of(ids, positions, sampled, first, int64_t(ids.size()), nullptr);
     const int64_t one = 1, depth = std::min({rounds_.depth, rounds_.room - committed_ - 1, kChain});
-    const DrawCall draws{rounds_.head_logits, 1, rounds_.vocab, rounds_.sampling, &one, &length_, nullptr, nullptr,
-                         guesses_, seconds_, told.odds[0]};
+    const DrawCall draws{rounds_.head_logits, 1, rounds_.head_vocab, rounds_.sampling, &one, &length_, nullptr, nullptr,
+                         guesses_, seconds_, rounds_.head_ids, told.odds[0]};
     call.logits = rounds_.head_logits;
     call.draws = &draws;
     Burst burst{};
@@ -132,7 +132,7 @@ class Session {
     }
     Call call = call_of(ids, positions, sampled, length_ - 1, 1, nodes.parents.data());
     const DrawCall draws{call_.logits, rows, rounds_.vocab, rounds_.sampling, &rows, drawn.data(), nullptr, nullptr,
-                         drawn_, nullptr, nullptr};
+                         drawn_, nullptr, nullptr, nullptr};
     call.draws = &draws;
     model_.run(call);
   }

@@ -50,7 +50,9 @@ struct Rounds {
   char* const* pools;             // of the cache, all of them, for rows that move
   const int64_t* row_bytes;       // [pool_count]
   int64_t pool_count;
-  float* head_logits;  // [vocab], as the head's program wants them
+  float* head_logits;  // [head_vocab], room for what the head says
+  int64_t head_vocab;
+  const int32_t* head_ids;  // [head_vocab], which tokens these are; null if they are all, in order
   int64_t vocab;
   int64_t* tokens;  // [room], what is committed; -1 where none could be drawn
   Round* told;      // [most]

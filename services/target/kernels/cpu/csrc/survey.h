@@ -1,6 +1,7 @@
 // One pass over the logits of a row: the best one, and where others of interest can lie.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -14,11 +15,21 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // A float32 that is not above the bound, for what is at least the bound must not be left out.
 inline float below(double bound) { return std::nextafter(float(bound), kNone); }
 
+inline __m512i ids_from(int64_t first) {
+  return _mm512_add_epi32(_mm512_set1_epi32(int(first)),
+                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
 // The logits of a row, of which a grammar may allow some.
 struct LogitRow {
   const float* logits;      // [vocab]
   const uint16_t* allowed;  // bit i of word j: token 16 j + i may be drawn; null if all may
   int64_t vocab;
+  const int32_t* ids;       // [vocab], ascending: which tokens these are; null if they are all, in order
+
+  __m512i ids_at(int64_t i) const { return ids ? _mm512_maskz_loadu_epi32(lanes(vocab - i), ids + i) : ids_from(i); }
+  int64_t id_of(int64_t place) const { return ids && place >= 0 ? ids[place] : place; }
+  int64_t place_of(int64_t id) const { return ids ? std::lower_bound(ids, ids + vocab, id) - ids : id; }
 
   // Those of 16 tokens; -inf where there is none that may be drawn.
   __m512 at(int64_t i) const {
@@ -53,7 +64,7 @@ struct Survey {
     }
     for (int64_t block = 0; block < blocks; ++block) top = _mm512_max_ps(top, groups(block));
     best = _mm512_reduce_max_ps(top);
-    token = unordered || !std::isfinite(best) ? -1 : first_best(row);
+    token = unordered || !std::isfinite(best) ? -1 : row.id_of(first_best(row));
   }
 
   __m512 groups(int64_t block) const { return load(maxima.data() + block * kLanes); }
