@@ -98,12 +98,13 @@ class _Step:
         """As `Runner.forward`; None for a batch that does not fit. The result lasts until the next step."""
         if not self._fill(pad(batch, self.size)):
             return None
-        logits, features, _ = self._replay()
+        outputs = self._replay()
+        features = outputs.features
         if batch.capture is not None:
             assert features is not None, "captured steps hand back what they are asked for"
             if batch.capture.rows is not None:
                 features = features.index_select(0, upload([batch.capture.rows], features.device)[0])
-        return Outputs(logits[: len(batch.rows.sampled)], features)
+        return Outputs(outputs.logits[: len(batch.rows.sampled)], features)
 
     def _fill(self, batch: Batch) -> bool:
         arrays = batch.inputs

@@ -65,8 +65,8 @@ def history(works):
 
 @torch.inference_mode()
 def outcome(runner, batch, cache):
-    logits, features, _ = runner.forward(batch, cache)
-    return logits.clone(), features, [pool[1:].clone() for pool in (*cache.keys, *cache.values)]
+    outputs = runner.forward(batch, cache)
+    return outputs.logits.clone(), outputs.features, [pool[1:].clone() for pool in (*cache.keys, *cache.values)]
 
 
 @pytest.mark.parametrize("rows", sorted({size + d for size in SIZES for d in (-1, 0, 1)} - {0}))
