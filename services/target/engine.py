@@ -270,8 +270,9 @@ class TargetEngine(Engine):
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
         if self._by_itself:
-            seconds = self.bursts.seconds if self._may_burst and self.bursts.alone(works) else 0.0
-            works = self.own.extend(works, self.listen, guessing=self._patience.way is Way.SELF, seconds=seconds)
+            alone = self._may_burst and not self.features.asked and self.bursts.alone(works)
+            guessing, seconds = self._patience.way is Way.SELF, self.bursts.seconds if alone else 0.0
+            works = self.own.extend(works, self.listen, guessing=guessing, seconds=seconds)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
 

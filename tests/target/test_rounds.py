@@ -7,15 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.serving.features import FeatureSpec
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target import headdraft
 from services.target.batch import Worth
+from services.target.contest import Way
 from services.target.kernels.cpu import library
 from tests.checkpoints.heads import write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.draft.twin import Twin
 from tests.target.driving import engine_of, opening, run
+from tests.target.test_bursts import Resting
 from tests.target.test_head import LAYERS, check_guesses, drafting, exact, with_head
 from tests.tiny import VOCAB
 
@@ -199,6 +202,27 @@ def test_who_is_not_alone_is_verified_step_by_step(pair):
     penalized = replace(requests[0], sampling=SamplingParams(1.0, seed=1, presence_penalty=1.0))
     assert run(engine, [penalized]).new == run(engine_of(model), [penalized]).new
     assert len(told) == 1, "penalties change with every token"
+
+
+def test_hidden_states_are_not_lost(pair):
+    """Where a drafter wants the states of all tokens, rounds would keep none; so there are none."""
+    target, folder, _ = pair
+    engine = drafting(with_head(target, folder), gather_seconds=LONG)
+    told = watched(engine)
+    engine.features.configure(7, FeatureSpec((0, 1), final=True), b"")
+    engine.open(replace(opening(1, list(range(4, 30)), max_tokens=40), feature_spec=7))
+    engine._patience = patience = Resting()  # the drafter does
+    patience.way = Way.SELF
+    rows = tokens = 0
+    while not engine.idle:
+        output = engine.step()
+        tokens += sum(len(commit.tokens) for commit in output.commits)
+        rows += sum(len(block.rows) for block in output.features)
+        if tokens > 30:  # it wants them now
+            patience.way, patience.unwanted, patience.unhinted = Way.GO, False, False
+    assert tokens == 40
+    assert rows >= 26 + 40 - 2, "of each token but the last"
+    assert not told
 
 
 def test_undrawable_tokens_end_the_session_alone(pair):
