@@ -1,14 +1,18 @@
-"""Commits that tell more than tokens: the first of a session, one that ends it from outside, and one that has none."""
+"""Commits that tell more than tokens: the first of a session, one that ends it from outside, and one that has none; and
+those of rounds that were computed in one go."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.speculation.proposal import Commit, FinishReason
 from services.target.drawing import Entry
+from services.target.rounds import Round
 
 
 def first(commit: Commit, entry: Entry) -> Commit:
@@ -20,6 +24,23 @@ def first(commit: Commit, entry: Entry) -> Commit:
         cached_tokens=entry.session.cached_tokens,
         prompt_logprobs=None if prompt is None else prompt.whole(),
     )
+
+
+def of_earlier_rounds(
+    entry: Entry, rounds: Sequence[Round], tokens: NDArray[np.uint32]
+) -> tuple[list[Commit], NDArray[np.uint32]]:
+    """A commit for each of a session's rounds but the last, whose tokens become its own, and the tokens of the last.
+
+    tokens: those of all rounds, [n]
+    """
+    said: list[Commit] = []
+    for one in rounds[:-1]:
+        part, tokens = tokens[: one.committed], tokens[one.committed :]
+        base = entry.session.length
+        entry.append(part)
+        commit = Commit(entry.session.id, base, part, entry.tree.root_hash, one.nodes, one.accepted, wanted=0)
+        said.append(commit if base > entry.session.opened_length else first(commit, entry))
+    return said, tokens
 
 
 def aborted(entry: Entry) -> Commit:

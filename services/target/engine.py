@@ -373,14 +373,17 @@ class TargetEngine(Engine):
                 self.close(session.id, trusted=error is not fault)
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
+            said: list[Commit] = []
             if draws.rounds:
                 self.own.learn(session, draws.rounds, goes_on=goes_on)
+                said, rest = commits.of_earlier_rounds(entry, draws.rounds, verdict.tokens)
+                verdict = verdict._replace(tokens=rest)
             self.features.settle(work, verdict.path, goes_on=goes_on)
             if goes_on and verdict.path and not draws.moved:
                 moves.add(session, verdict.path)
-            commit = self._commit(entry, work, verdict, draws)
-            output.commits.append(commit)
-            urgent = urgent or self._is_urgent(commit, session)
+            said.append(self._commit(entry, work, verdict, draws))
+            output.commits += said
+            urgent = urgent or any(self._is_urgent(commit, session) for commit in said)
         moves.make(self.cache, self.model.device)
         committed = sum(len(commit.tokens) for commit in output.commits)
         if not any(work.own for work in works):
@@ -389,7 +392,8 @@ class TargetEngine(Engine):
             self._calibration.observe(sum(map(promised, drafts)), accepted)
         waited_for = [commit.session_id for commit in output.commits if commit.wanted]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
-        self._patience.end(waited_for, len(output.commits), committed, prompts=prompts, steps=draws.turns)
+        count = len(output.commits) - max(len(draws.rounds) - 1, 0)  # of sessions
+        self._patience.end(waited_for, count, committed, prompts=prompts, steps=draws.turns)
         output.steps = draws.turns
         output.commits += hushed
         output.features = self.features.flush(late=self._unwanted)
@@ -415,7 +419,7 @@ class TargetEngine(Engine):
         verified, accepted = len(draft.tokens), len(verdict.path)
         goes_on = verdict.reason == FinishReason.RUNNING
         if draws.rounds:
-            verified, accepted = (sum(one) for one in zip(*((r.nodes, r.accepted) for r in draws.rounds), strict=True))
+            verified, accepted = draws.rounds[-1].nodes, draws.rounds[-1].accepted
         elif not work.own:
             entry.calibration.observe(promised(draft), accepted)
         elif len(draft.tokens):

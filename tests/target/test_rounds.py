@@ -121,6 +121,8 @@ def test_what_can_be_known_is_known(perfect):
     rounds = [one for some in told for one in some]
     assert sum(one.committed for one in rounds) == 299, "all but the prompt's own token"
     assert sum(one.accepted for one in rounds) == found.accepted
+    said = [(len(commit.tokens), commit.verified, commit.accepted) for commit in found.commits[1][1:]]
+    assert said == [(one.committed, one.nodes, one.accepted) for one in rounds], "a commit a round, as of a step"
     assert all(one.guessing > 0 and one.verifying > 0 for one in rounds)
 
 
@@ -171,7 +173,7 @@ def test_the_head_knows_what_it_has_written(pair):
     engine.open(opening(1, prompt, max_tokens=100))
     text = [*prompt]
     for _ in range(3):
-        text += engine.step().commits[0].tokens.tolist()
+        text += [token for commit in engine.step().commits for token in commit.tokens.tolist()]
     assert rows._known[1] > len(prompt) + 4
     assert len(text) - 20 < rows._known[1] < len(text) - 1
     engine.bursts.seconds = 0.0
