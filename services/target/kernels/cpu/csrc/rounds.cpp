@@ -13,7 +13,6 @@ struct Nodes {
   std::vector<int64_t> tokens;
   std::vector<int32_t> parents;  // among the nodes; -1 is the root
   std::vector<int64_t> depths;   // of the root 0
-  int64_t chain = 0, beside = 0;
 
   void add(int64_t token, int64_t depth) {
     tokens.push_back(token);
