@@ -1,36 +1,91 @@
 """Headers that the CPU kernels of both services share, and what they ask of the processor.
 
 memory.h pool.h            numbers on huge pages; threads and their barrier
-simd.h softmax.h noise.h   vectors of 16 numbers, exp; sums of weights; coupled noise
-weight.h operand.h         weights and rows of activations as products want them
+lanes.h                    vectors of 16 numbers, for each kind of processor
+simd.h softmax.h noise.h   functions of them, exp; sums of weights; coupled noise
+weight.h operand.h rows.h  weights and rows of activations as products want them
 pass.h dots.h matrix.h     a panel with some rows: by dot products of vectors, or on a matrix unit (AMX)
 linear.h                   products of rows, each weight read once for all of them
-keys.h eight.h             keys of a cache in columns; caches of 8 bits
+keys.h pairs.h eight.h     numbers of a cache and how they are multiplied; caches of 8 bits
+
+What depends on the kind of processor lies in avx512/ and avx2/, under the same names.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.native import Unavailable
+from outrider.native import Library, Unavailable
 
-INCLUDE = Path(__file__).parent / "include"
-# What the kernels are written in, by the names of /proc/cpuinfo.
-_INSTRUCTIONS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
-FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno",
-    "-fno-tree-slp-vectorize", "-mtune=native", "-mavx2", "-mfma", "-mf16c",
-    *("-m" + name.replace("_", "") for name in _INSTRUCTIONS),
+_INCLUDE = Path(__file__).parent / "include"
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-tree-slp-vectorize", "-mtune=native",
 )  # fmt: skip
 
 
-def check_processor() -> None:
+@dataclass(frozen=True)
+class Kind:
+    """A kind of processor. instructions: what kernels are written in, by the names of /proc/cpuinfo."""
+
+    name: str  # of the folder of headers
+    instructions: tuple[str, ...]
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """For the compiler."""
+        return (*_FLAGS, *("-m" + name.replace("_", "") for name in self.instructions))
+
+    @property
+    def includes(self) -> tuple[Path, ...]:
+        """Folders of headers."""
+        return _INCLUDE, _INCLUDE / self.name
+
+    def missing(self) -> tuple[str, ...]:
+        """Of the instructions, those that this processor lacks."""
+        return tuple(name for name in self.instructions if name not in _processor())
+
+
+_PLAIN = ("avx2", "fma", "f16c")
+AVX2 = Kind("avx2", _PLAIN)
+AVX512 = Kind(
+    "avx512", (*_PLAIN, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
+)  # fmt: skip
+
+
+VARIABLE = "OUTRIDER_VECTORS"
+"""Of the environment: the name of a kind, in the place of the best that this processor is of."""
+
+
+def library(name: str, folder: Path, flags: tuple[str, ...] = (), includes: tuple[Path, ...] = ()) -> Library:
+    """Kernels in a folder, for this processor. flags, includes: beside those of its kind."""
+    kind = _kind()
+    return Library(name, folder, (*kind.flags, *flags), (*kind.includes, *includes), lambda: _check(kind))
+
+
+@functools.cache
+def _kind() -> Kind:
+    if os.environ.get(VARIABLE) == AVX2.name:
+        return AVX2
+    return AVX2 if AVX512.missing() else AVX512
+
+
+def _check(kind: Kind) -> None:
     """Raise Unavailable unless the processor has all the instructions."""
+    if not _processor():
+        raise Unavailable(f"they are written for x86 processors under Linux, and this is {platform.platform()}")
+    if missing := kind.missing():
+        raise Unavailable(f"this processor lacks {', '.join(missing)}")
+
+
+@functools.cache
+def _processor() -> frozenset[str]:
+    """What the processor has; nothing where that cannot be known."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        raise Unavailable(f"they are written for Linux, and this is {platform.system()}") from None
-    has = set(next((line for line in lines if line.startswith("flags")), "").split())
-    if missing := [name for name in _INSTRUCTIONS if name not in has]:
-        raise Unavailable(f"this processor lacks {', '.join(missing)}")
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())

@@ -95,10 +95,10 @@ void store_panel(const Weight& weight, int64_t panel, int64_t row, int64_t count
                  Y* y) {
   for (int z = 0; z < 2; ++z) {
     const int64_t n = panel * kPanel + z * kLanes;
-    const __mmask16 mask = lanes(weight.outputs - n);
+    const Mask mask = lanes(weight.outputs - n);
     for (int64_t m = 0; m < count; ++m) {
-      __m512 value = load(tile + m * kPanel + z * kLanes);
-      if (bias) value = _mm512_add_ps(value, load(bias + n, mask));
+      Floats value = load(tile + m * kPanel + z * kLanes);
+      if (bias) value = add(value, load(bias + n, mask));
       store(y + (row + m) * weight.outputs + n, value, mask);
     }
   }

@@ -38,15 +38,15 @@ inline uint32_t noise_bits(NoiseKey key, uint32_t token) {
   return mix(mix(token * kTokenStep ^ key.first) ^ key.second);
 }
 
-inline __m512i mix512(__m512i x) {
-  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 16)), _mm512_set1_epi32(int(kMixA)));
-  x = _mm512_mullo_epi32(_mm512_xor_si512(x, _mm512_srli_epi32(x, 15)), _mm512_set1_epi32(int(kMixB)));
-  return _mm512_xor_si512(x, _mm512_srli_epi32(x, 16));
+inline Ints mix(Ints x) {
+  x = mul(bit_xor(x, shift_right<16>(x)), ints(int(kMixA)));
+  x = mul(bit_xor(x, shift_right<15>(x)), ints(int(kMixB)));
+  return bit_xor(x, shift_right<16>(x));
 }
-inline __m512i noise_bits512(NoiseKey key, __m512i tokens) {
-  const __m512i stepped = _mm512_mullo_epi32(tokens, _mm512_set1_epi32(int(kTokenStep)));
-  const __m512i first = mix512(_mm512_xor_si512(stepped, _mm512_set1_epi32(int(key.first))));
-  return mix512(_mm512_xor_si512(first, _mm512_set1_epi32(int(key.second))));
+inline Ints noise_bits(NoiseKey key, Ints tokens) {
+  const Ints stepped = mul(tokens, ints(int(kTokenStep)));
+  const Ints first = mix(bit_xor(stepped, ints(int(key.first))));
+  return mix(bit_xor(first, ints(int(key.second))));
 }
 
 // Gumbel noise of bits: computed in float64, rounded to float32.

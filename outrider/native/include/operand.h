@@ -1,21 +1,18 @@
 // Rows of activations as products want them.
 //
-// They are in the format of the weight, bfloat16 rounded, 8 bits for int8 and int4 weights with a scale for each 64 numbers
-// of a row. They come in chunks of 64 bytes, those of all rows side by side, so that the addresses of many rows are one
-// register and constants.
+// They lie as the processor multiplies them with a weight of some format (rows.h): of 8 bits for int8 and int4 weights, with
+// a scale for each 64 numbers of a row. They come in chunks, those of all rows side by side, so that the addresses of many
+// rows are one register and constants.
 #pragma once
 
 #include <algorithm>
 
-#include "simd.h"
-#include "weight.h"
+#include "rows.h"
 
 namespace outrider {
 
-constexpr int64_t kChunk = 64;  // bytes
-
 struct Operand {
-  char* data = nullptr;        // [chunks, rows, 64]
+  char* data = nullptr;        // [chunks, rows, bytes of a chunk]
   float* scales = nullptr;     // int8, int4: [chunks, rows]
   // What the weights' unsigned values count too much, negated: int8 [chunks, rows]; int4 [chunks, 2, rows], by 32 numbers
   int32_t* offsets = nullptr;
@@ -23,36 +20,34 @@ struct Operand {
   int64_t rows = 0;
 };
 
-inline int64_t width_of_operand(Format format) {
-  return format == Format::kFloat32 ? 4 : format == Format::kBFloat16 ? 2 : 1;
-}
-
 inline int64_t chunks_of(const Weight& weight) {
-  return (weight.k * width_of_operand(weight.format) + kChunk - 1) / kChunk;
+  const int64_t bytes = bytes_of_chunk(weight.format);
+  return (weight.k * width_of_operand(weight.format) + bytes - 1) / bytes;
 }
 
 // Bytes of an operand with so many rows, everything included.
-inline size_t operand_bytes(const Weight& weight, int64_t rows) { return chunks_of(weight) * rows * (kChunk + 16); }
+inline size_t operand_bytes(const Weight& weight, int64_t rows) {
+  return chunks_of(weight) * rows * (bytes_of_chunk(weight.format) + 16);
+}
 
 inline Operand operand_in(char* memory, const Weight& weight, int64_t rows) {
   const int64_t count = chunks_of(weight) * rows;
-  float* scales = reinterpret_cast<float*>(memory + count * kChunk);
+  float* scales = reinterpret_cast<float*>(memory + count * bytes_of_chunk(weight.format));
   int32_t* offsets = reinterpret_cast<int32_t*>(scales + count);
   return Operand{memory, scales, offsets, reinterpret_cast<uint32_t*>(offsets + 2 * count), rows};
 }
 
 // 64 numbers as 8 bits. sums: of the first and of the last 32, in units of the scale.
-inline void fill_chunk(char* to, const __m512* part, float* scale, int32_t sums[2]) {
-  const __m512 largest = _mm512_max_ps(_mm512_max_ps(_mm512_abs_ps(part[0]), _mm512_abs_ps(part[1])),
-                                       _mm512_max_ps(_mm512_abs_ps(part[2]), _mm512_abs_ps(part[3])));
-  *scale = _mm512_reduce_max_ps(largest) / 127.0f;
-  const __m512 inverse = _mm512_set1_ps(*scale > 0.0f ? 1.0f / *scale : 0.0f);
-  __m512i value[4];
+inline void fill_chunk(char* to, Format format, const Floats* part, float* scale, int32_t sums[2]) {
+  const Floats largest = max(max(abs(part[0]), abs(part[1])), max(abs(part[2]), abs(part[3])));
+  *scale = largest_of(largest) / 127.0f;
+  const Floats inverse = floats(*scale > 0.0f ? 1.0f / *scale : 0.0f);
+  Ints value[4];
   for (int i = 0; i < 4; ++i) {
-    value[i] = _mm512_cvtps_epi32(_mm512_mul_ps(part[i], inverse));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i * kLanes), _mm512_cvtepi32_epi8(value[i]));
+    value[i] = rounded(mul(part[i], inverse));
+    store_eight(to, format, i * kLanes, value[i]);
   }
-  for (int i = 0; i < 2; ++i) sums[i] = _mm512_reduce_add_epi32(_mm512_add_epi32(value[2 * i], value[2 * i + 1]));
+  for (int i = 0; i < 2; ++i) sums[i] = sum_of(add(value[2 * i], value[2 * i + 1]));
 }
 
 // What products with a chunk need besides its numbers.
@@ -63,41 +58,49 @@ inline void fill_facts(const Operand& operand, Format format, int64_t chunk, int
     return;
   }
   const float scale = operand.scales[index];
-  const __m128 real = _mm_setr_ps(scale * float(sums[0]), scale * float(sums[1]), 0.0f, 0.0f);
-  operand.sums[index] = uint32_t(_mm_cvtsi128_si32(__m128i(_mm_cvtneps_pbh(real))));
+  const uint32_t second = bfloat16_bits(scale * float(sums[1]));
+  operand.sums[index] = second << 16 | bfloat16_bits(scale * float(sums[0]));
   for (int i = 0; i < 2; ++i) operand.offsets[(2 * chunk + i) * operand.rows + row] = -8 * sums[i];
 }
 
 constexpr int64_t kMostOfChunk = kGroup;  // numbers; whole chunks of every format
 
 // The numbers begin .. end - 1 of a row of float32 or bfloat16 into the operand. begin: a multiple of kMostOfChunk, and so
-// is the end, or it is the row's. from: [weight.inputs]
+// is the end, or it is the row's, behind which there are zeros up to weight.k. from: [weight.inputs]
 template <class T>
 void fill_operand(const Operand& operand, const Weight& weight, int64_t row, const T* from, int64_t begin, int64_t end) {
-  const int64_t numbers = kChunk / width_of_operand(weight.format);
+  const Format format = weight.format;
+  const int64_t width = width_of_operand(format), bytes = bytes_of_chunk(format), numbers = bytes / width;
+  const int64_t until = end == weight.inputs ? weight.k : end;
   int64_t chunk = begin / numbers;
-  for (int64_t first = begin; first < end; first += numbers, ++chunk) {
+  for (int64_t first = begin; first < until; first += numbers, ++chunk) {
     const int64_t index = chunk * operand.rows + row;
-    char* to = operand.data + index * kChunk;
+    char* to = operand.data + index * bytes;
     const int64_t count = std::min(numbers, end - first);
-    if (weight.format == Format::kFloat32) {
+    if (format <= Format::kBFloat16 && width == 4) {
       store(reinterpret_cast<float*>(to), load(from + first, lanes(count)));
-    } else if (weight.format == Format::kBFloat16) {
+    } else if (format == Format::kBFloat16) {
       for (int i = 0; i < 2; ++i) {
         const int64_t start = i * kLanes;
         store(reinterpret_cast<BF16*>(to) + start, load(from + first + start, lanes(count - start)));
       }
     } else {
-      __m512 part[4];
+      Floats part[4];
       for (int i = 0; i < 4; ++i) {
         const int64_t start = i * kLanes;
         part[i] = count == numbers ? load(from + first + start) : load(from + first + start, lanes(count - start));
       }
       int32_t sums[2];
-      fill_chunk(to, part, operand.scales + index, sums);
-      fill_facts(operand, weight.format, chunk, row, sums);
+      fill_chunk(to, format, part, operand.scales + index, sums);
+      fill_facts(operand, format, chunk, row, sums);
     }
   }
+}
+
+// 16 numbers of 8 bits of the only row, from number i on, a multiple of 16.
+inline Ints load_eight(const Operand& operand, const Weight& weight, int64_t i, Mask mask) {
+  const char* chunk = operand.data + i / kGroup * bytes_of_chunk(weight.format);
+  return load_eight(chunk, weight.format, i % kGroup, mask);
 }
 
 // All of a row.

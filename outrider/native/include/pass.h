@@ -22,7 +22,7 @@ struct Pass {
   float* tile;        // [rows, 32], the results
 
   const char* begin() const { return weight.panel(panel); }
-  const char* chunk(int64_t index) const { return x.data + (index * x.rows + row) * kChunk; }
+  const char* chunk(int64_t index) const { return x.data + (index * x.rows + row) * bytes_of_chunk(weight.format); }
   int64_t chunks() const { return chunks_of(weight); }
   void fetch(int64_t step) const {
     const char* from = ahead + 2 * step * ahead_step;
@@ -36,9 +36,9 @@ struct Pass {
   // int8: the results of so many rows times their outputs' scales.
   void scale_columns(int64_t rows) const {
     const float* scales = weight.scales + panel * kPanel;
-    const __m512 columns[2] = {load(scales), load(scales + kLanes)};
+    const Floats columns[2] = {load(scales), load(scales + kLanes)};
     for (int64_t i = 0; i < 2 * rows; ++i) {
-      store(tile + i * kLanes, _mm512_mul_ps(load(tile + i * kLanes), columns[i % 2]));
+      store(tile + i * kLanes, mul(load(tile + i * kLanes), columns[i % 2]));
     }
   }
 };

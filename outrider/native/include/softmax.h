@@ -27,17 +27,17 @@ inline void merge(Softmax& total, float* totals, const Softmax& part, const floa
   const float largest = std::max(total.largest, part.largest);
   const float old = std::exp(total.largest - largest), fresh = std::exp(part.largest - largest);
   for (int64_t d = 0; d < width; d += kLanes) {
-    const __mmask16 mask = lanes(width - d);
-    const __m512 scaled = _mm512_mul_ps(load(totals + d, mask), _mm512_set1_ps(old));
-    store(totals + d, _mm512_fmadd_ps(load(sums + d, mask), _mm512_set1_ps(fresh), scaled), mask);
+    const Mask mask = lanes(width - d);
+    const Floats scaled = mul(load(totals + d, mask), floats(old));
+    store(totals + d, fmadd(load(sums + d, mask), floats(fresh), scaled), mask);
   }
   total = {largest, total.sum * old + part.sum * fresh};
 }
 
 inline void divide(float* to, const float* sums, float sum, int64_t width) {
   for (int64_t d = 0; d < width; d += kLanes) {
-    const __mmask16 mask = lanes(width - d);
-    store(to + d, _mm512_div_ps(load(sums + d, mask), _mm512_set1_ps(sum)), mask);
+    const Mask mask = lanes(width - d);
+    store(to + d, div(load(sums + d, mask), floats(sum)), mask);
   }
 }
 

@@ -10,13 +10,12 @@
 // K is padded with zeros to the format's step, and the outputs to whole panels.
 #pragma once
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 
 #include "memory.h"
+#include "simd.h"
 
 namespace outrider {
 
@@ -105,6 +104,13 @@ inline void pack_int8(OwnWeight& weight, int64_t n, const int8_t* values, float 
   weight.scale_memory.as<float>()[n] = scale;
 }
 
+// To the nearest, ties to even, of a finite number.
+inline uint16_t bfloat16_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
 // Lay out one output of int4 values (-8..7). values: [inputs]; scales, centres: [K/32]
 inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const float* scales, const float* centres) {
   auto value = [&](int64_t k) { return k < weight.inputs ? values[k] + 8 : 8; };
@@ -117,7 +123,7 @@ inline void pack_int4(OwnWeight& weight, int64_t n, const int8_t* values, const 
     for (int64_t i = 0; i < 2; ++i) {
       const uint16_t scale = _cvtss_sh(scales[2 * group + i], _MM_FROUND_TO_NEAREST_INT);
       std::memcpy(to + i * kPanel * 2 - n % kPanel * 2, &scale, sizeof scale);  // 2 bytes an output, not 4
-      const auto centre = _mm_cvtness_sbh(centres[2 * group + i]);
+      const uint16_t centre = bfloat16_bits(centres[2 * group + i]);
       std::memcpy(to + 2 * kPanel * 2 + i * 2, &centre, sizeof centre);
     }
     to += kInt4Facts;

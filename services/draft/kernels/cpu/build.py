@@ -9,12 +9,8 @@ import jax.ffi
 from outrider import native
 from outrider.native import vectors
 
-KERNELS = native.Library(
-    "outrider-draft",
-    Path(__file__).parent / "csrc",
-    (*vectors.FLAGS, "-fvisibility=hidden"),
-    (vectors.INCLUDE, Path(jax.ffi.include_dir())),
-    vectors.check_processor,
+KERNELS = vectors.library(
+    "outrider-draft", Path(__file__).parent / "csrc", ("-fvisibility=hidden",), (Path(jax.ffi.include_dir()),)
 )
 
 if __name__ == "__main__":

@@ -7,13 +7,7 @@ from pathlib import Path
 from outrider import native
 from outrider.native import vectors
 
-KERNELS = native.Library(
-    "outrider-kernels",
-    Path(__file__).parent / "csrc",
-    vectors.FLAGS,
-    (vectors.INCLUDE,),
-    vectors.check_processor,
-)
+KERNELS = vectors.library("outrider-kernels", Path(__file__).parent / "csrc")
 
 if __name__ == "__main__":
     native.report(KERNELS, "CPU kernels of the target", "PyTorch")

@@ -65,7 +65,8 @@ class Attention {
   }
 
  private:
-  static constexpr int kStep = Dot<T>::kStep;
+  using Words = Dot<Computed<T>>;
+  static constexpr int kStep = Words::kStep;
 
   // --- plan: which splits there are ---
 
@@ -145,14 +146,14 @@ class Attention {
   void take_queries(Workspace& work, int64_t session, int64_t head, int64_t words) const {
     const int64_t group = call_.group();
     work.queries.assign(call_.queries() * words, 0);
-    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(call_.dim)));
+    const Floats scale = floats(1.0f / std::sqrt(float(call_.dim)));
     for (int64_t query = 0; query < call_.queries(); ++query) {
       const int64_t row = session * call_.rows + query / group, own = head * group + query % group;
       const T* from = call_.q + (row * call_.heads + own) * call_.dim;
-      T* to = reinterpret_cast<T*>(work.queries.data() + query * words);
+      auto* to = reinterpret_cast<typename Words::Number*>(work.queries.data() + query * words);
       for (int64_t d = 0; d < call_.dim; d += kLanes) {
-        const __mmask16 mask = lanes(call_.dim - d);
-        store(to + d, _mm512_mul_ps(load(from + d, mask), scale), mask);
+        const Mask mask = lanes(call_.dim - d);
+        store(to + d, mul(load(from + d, mask), scale), mask);
       }
     }
   }
@@ -186,18 +187,18 @@ class Attention {
   void lay_out(Workspace& work, int64_t head, int64_t count, int64_t words) const {
     for (int64_t half = 0; half < kBlock; half += kLanes) {
       for (int64_t word = 0; word < words; word += kLanes) {
-        __m512i row[kLanes];
+        Ints row[kLanes];
         for (int64_t i = 0; i < kLanes; ++i) {
           const bool there = half + i < count;
-          row[i] = _mm512_setzero_si512();
+          row[i] = ints();
           if (there) {
-            row[i] = Dot<T>::load_words(call_.key(work.slots[half + i], head) + word * kStep, call_.dim - word * kStep);
+            row[i] = Words::load_words(call_.key(work.slots[half + i], head) + word * kStep, call_.dim - word * kStep);
             _mm_prefetch(call_.value(work.slots[half + i], head) + word * kStep, _MM_HINT_T0);
           }
         }
         transpose16(row);
         for (int64_t i = 0; i < std::min<int64_t>(kLanes, words - word); ++i) {
-          _mm512_store_si512(work.keys + (word + i) * kBlock + half, row[i]);
+          store(work.keys + (word + i) * kBlock + half, row[i]);
         }
       }
     }
@@ -206,7 +207,7 @@ class Attention {
   // Scores of some queries with a block's keys, and what they weigh against all before. state: of the first query, its
   // values' sum and behind it the largest score and the sum of weights.
   void score(Workspace& work, int64_t query, int64_t some, int64_t words, const uint32_t* masks, float* state) const {
-    __m512 sums[kTogether][2];
+    Floats sums[kTogether][2];
     switch (some) {
       case 4: multiply<4>(work, query, words, sums); break;
       case 3: multiply<3>(work, query, words, sums); break;
@@ -214,53 +215,61 @@ class Attention {
       default: multiply<1>(work, query, words, sums);
     }
     for (int64_t i = 0; i < some; ++i, state += width_ + kLanes) {
-      const __mmask16 low = __mmask16(masks[i]), high = __mmask16(masks[i] >> kLanes);
+      const Mask low = Mask(masks[i]), high = Mask(masks[i] >> kLanes);
       if (!masks[i]) {
-        store(work.weights[i], _mm512_setzero_ps());
-        store(work.weights[i] + kLanes, _mm512_setzero_ps());
+        store(work.weights[i], floats());
+        store(work.weights[i] + kLanes, floats());
         continue;
       }
-      const __m512 none = _mm512_set1_ps(kMinusInfinity);
-      const __m512 a = _mm512_mask_mov_ps(none, low, capped(sums[i][0]));
-      const __m512 b = _mm512_mask_mov_ps(none, high, capped(sums[i][1]));
-      const float before = state[width_], largest = std::max(before, _mm512_reduce_max_ps(_mm512_max_ps(a, b)));
-      const __m512 top = _mm512_set1_ps(largest);
-      const __m512 p = _mm512_maskz_mov_ps(low, exp512(_mm512_sub_ps(a, top)));
-      const __m512 r = _mm512_maskz_mov_ps(high, exp512(_mm512_sub_ps(b, top)));
+      const Floats none = floats(kMinusInfinity);
+      const Floats a = select(low, capped(sums[i][0]), none);
+      const Floats b = select(high, capped(sums[i][1]), none);
+      const float before = state[width_], largest = std::max(before, largest_of(max(a, b)));
+      const Floats top = floats(largest);
+      const Floats p = select(low, exp(sub(a, top)), floats());
+      const Floats r = select(high, exp(sub(b, top)), floats());
       store(work.weights[i], p);
       store(work.weights[i] + kLanes, r);
       const float decay = before == kMinusInfinity ? 0.0f : std::exp(before - largest);
       state[width_] = largest;
-      state[width_ + 1] = state[width_ + 1] * decay + _mm512_reduce_add_ps(_mm512_add_ps(p, r));
+      state[width_ + 1] = state[width_ + 1] * decay + sum_of(add(p, r));
       if (decay != 1.0f) {
         for (int64_t d = 0; d < width_; d += kLanes) {
-          store(state + d, _mm512_mul_ps(load(state + d), _mm512_set1_ps(decay)));
+          store(state + d, mul(load(state + d), floats(decay)));
         }
       }
     }
   }
 
   template <int M>
-  void multiply(const Workspace& work, int64_t query, int64_t words, __m512 sums[][2]) const {
-    __m512 sum[M][2];
-    for (int i = 0; i < M; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
+  void multiply(const Workspace& work, int64_t query, int64_t words, Floats sums[][2]) const {
+    constexpr int V = 2 * M > kSums ? 1 : 2;  // vectors at a time
     const int32_t* q = work.queries.data() + query * words;
-    const int32_t* keys = work.keys;
-    for (int64_t word = 0; word < words; ++word, keys += kBlock) {
-      const __m512i k0 = _mm512_load_si512(keys), k1 = _mm512_load_si512(keys + kLanes);
-#pragma GCC unroll 4
+    for (int half = 0; half < 2; half += V) {
+      Floats sum[M][V];
       for (int i = 0; i < M; ++i) {
-        sum[i][0] = Dot<T>::add(sum[i][0], k0, q[i * words + word]);
-        sum[i][1] = Dot<T>::add(sum[i][1], k1, q[i * words + word]);
+        for (int v = 0; v < V; ++v) sum[i][v] = floats();
+      }
+      const int32_t* keys = work.keys + half * kLanes;
+      for (int64_t word = 0; word < words; ++word, keys += kBlock) {
+        Ints key[V];
+        for (int v = 0; v < V; ++v) key[v] = load_ints(keys + v * kLanes);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) {
+#pragma GCC unroll 2
+          for (int v = 0; v < V; ++v) sum[i][v] = Words::add(sum[i][v], key[v], q[i * words + word]);
+        }
+      }
+      for (int i = 0; i < M; ++i) {
+        for (int v = 0; v < V; ++v) sums[i][half + v] = sum[i][v];
       }
     }
-    for (int i = 0; i < M; ++i) sums[i][0] = sum[i][0], sums[i][1] = sum[i][1];
   }
 
-  __m512 capped(__m512 score) const {
+  Floats capped(Floats score) const {
     if (call_.softcap == 0.0f) return score;
-    const __m512 cap = _mm512_set1_ps(call_.softcap);
-    return _mm512_mul_ps(cap, tanh512(_mm512_div_ps(score, cap)));
+    const Floats cap = floats(call_.softcap);
+    return mul(cap, tanh(div(score, cap)));
   }
 
   void add_values(const Workspace& work, int64_t head, int64_t count, int64_t some, float* state) const {
@@ -276,20 +285,20 @@ class Attention {
   void add_values_of(const Workspace& work, int64_t head, int64_t count, float* state) const {
     const int64_t stride = width_ + kLanes;
     for (int64_t d = 0; d < call_.dim; d += 2 * kLanes) {
-      const __mmask16 low = lanes(call_.dim - d), high = lanes(call_.dim - d - kLanes);
-      __m512 sum[M][2];
+      const Mask low = lanes(call_.dim - d), high = lanes(call_.dim - d - kLanes);
+      Floats sum[M][2];
       for (int i = 0; i < M; ++i) {
         sum[i][0] = load(state + i * stride + d, low);
         sum[i][1] = load(state + i * stride + d + kLanes, high);
       }
       for (int64_t key = 0; key < count; ++key) {
         const T* value = call_.value(work.slots[key], head) + d;
-        const __m512 v0 = load(value, low), v1 = load(value + kLanes, high);
+        const Floats v0 = load(value, low), v1 = load(value + kLanes, high);
 #pragma GCC unroll 4
         for (int i = 0; i < M; ++i) {
-          const __m512 weight = _mm512_set1_ps(work.weights[i][key]);
-          sum[i][0] = _mm512_fmadd_ps(weight, v0, sum[i][0]);
-          sum[i][1] = _mm512_fmadd_ps(weight, v1, sum[i][1]);
+          const Floats weight = floats(work.weights[i][key]);
+          sum[i][0] = fmadd(weight, v0, sum[i][0]);
+          sum[i][1] = fmadd(weight, v1, sum[i][1]);
         }
       }
       for (int i = 0; i < M; ++i) {
@@ -317,8 +326,8 @@ class Attention {
         const float inverse = total.sum > 0.0f ? 1.0f / total.sum : 0.0f;
         T* to = call_.out + ((session * call_.rows + row) * call_.heads + head) * call_.dim;
         for (int64_t d = 0; d < call_.dim; d += kLanes) {
-          const __mmask16 mask = lanes(call_.dim - d);
-          store(to + d, _mm512_mul_ps(load(totals.data() + d, mask), _mm512_set1_ps(inverse)), mask);
+          const Mask mask = lanes(call_.dim - d);
+          store(to + d, mul(load(totals.data() + d, mask), floats(inverse)), mask);
         }
       }
     }

@@ -28,44 +28,40 @@ struct CandidatesCall {
   float* log_scores;                         // [S, R, count]
 };
 
-inline __m512i iota(int64_t first) {
-  return _mm512_add_epi32(_mm512_set1_epi32(int(first)),
-                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
+inline Ints iota(int64_t first) { return add(ints(int(first)), first_ints()); }
 
 // log(1 + f) for f in [-0.293, 0.415]; exact near 0.
-inline __m512 log1p_small(__m512 f) {
-  __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+inline Floats log1p_small(Floats f) {
+  Floats p = floats(7.0376836292e-2f);
   for (const float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                         2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f}) {
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(c));
+    p = fmadd(p, f, floats(c));
   }
-  const __m512 square = _mm512_mul_ps(f, f);
-  return _mm512_add_ps(f, _mm512_fmadd_ps(_mm512_mul_ps(square, f), p, _mm512_mul_ps(square, _mm512_set1_ps(-0.5f))));
+  const Floats square = mul(f, f);
+  return add(f, fmadd(mul(square, f), p, mul(square, floats(-0.5f))));
 }
 
 // log(x) for normal x > 0.
-inline __m512 log512(__m512 x) {
-  const __m512 half = _mm512_set1_ps(0.70710678f);
-  __m512 mantissa = _mm512_getmant_ps(x, _MM_MANT_NORM_p5_1, _MM_MANT_SIGN_src);  // [0.5, 1)
-  __m512 exponent = _mm512_add_ps(_mm512_getexp_ps(x), _mm512_set1_ps(1.0f));
-  const __mmask16 low = _mm512_cmp_ps_mask(mantissa, half, _CMP_LT_OQ);
-  mantissa = _mm512_mask_add_ps(mantissa, low, mantissa, mantissa);
-  exponent = _mm512_mask_sub_ps(exponent, low, exponent, _mm512_set1_ps(1.0f));
-  return _mm512_fmadd_ps(exponent, _mm512_set1_ps(0.69314718056f),
-                         log1p_small(_mm512_sub_ps(mantissa, _mm512_set1_ps(1.0f))));
+inline Floats log(Floats x) {
+  const Floats half = floats(0.70710678f);
+  Floats mantissa = mantissa_of(x);  // [0.5, 1)
+  Floats exponent = exponent_of(x);
+  const Mask low = less(mantissa, half);
+  mantissa = select(low, add(mantissa, mantissa), mantissa);
+  exponent = select(low, sub(exponent, floats(1.0f)), exponent);
+  return fmadd(exponent, floats(0.69314718056f), log1p_small(sub(mantissa, floats(1.0f))));
 }
 
 // Gumbel noise of bits in float32: u = (bits + 0.5) / 2^32; close to 1, where the winners are, from its distance to 1.
-inline __m512 gumbel512(__m512i bits) {
-  const __m512 scale = _mm512_set1_ps(0x1p-32f), half = _mm512_set1_ps(0.5f);
-  const __m512 u = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepu32_ps(bits), half), scale);
-  const __m512i inverted = _mm512_xor_si512(bits, _mm512_set1_epi32(-1));
-  const __m512 rest = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepu32_ps(inverted), half), scale);
-  const __mmask16 near = _mm512_cmp_ps_mask(rest, _mm512_set1_ps(0.29f), _CMP_LT_OQ);
-  const __m512 zero = _mm512_setzero_ps();
-  const __m512 log_u = _mm512_mask_mov_ps(log512(u), near, log1p_small(_mm512_sub_ps(zero, rest)));
-  return _mm512_sub_ps(zero, log512(_mm512_sub_ps(zero, log_u)));
+inline Floats gumbel(Ints bits) {
+  const Floats scale = floats(0x1p-32f), half = floats(0.5f);
+  const Floats u = mul(add(to_floats_unsigned(bits), half), scale);
+  const Ints inverted = bit_xor(bits, ints(-1));
+  const Floats rest = mul(add(to_floats_unsigned(inverted), half), scale);
+  const Mask near = less(rest, floats(0.29f));
+  const Floats zero = floats();
+  const Floats log_u = select(near, log1p_small(sub(zero, rest)), log(u));
+  return sub(zero, log(sub(zero, log_u)));
 }
 
 // The candidates of one row after another, in memory of its own.
@@ -96,38 +92,38 @@ class Candidates {
   void each(Visit&& visit) const {
     for (int64_t i = 0; i < call_.vocab; i += kLanes) visit(i, lanes(call_.vocab - i));
   }
-  __m512i ids(int64_t i, __mmask16 mask) const {
-    return call_.ids ? _mm512_maskz_loadu_epi32(mask, call_.ids + i) : iota(i);
+  Ints ids(int64_t i, Mask mask) const {
+    return call_.ids ? load_ints(call_.ids + i, mask) : iota(i);
   }
-  __m512 score(int64_t i, __mmask16 mask) const {
-    return _mm512_mask_loadu_ps(_mm512_set1_ps(kNever), mask, scores_ + i);
+  Floats score(int64_t i, Mask mask) const {
+    return load(scores_ + i, mask, floats(kNever));
   }
 
   // Logits of real tokens times a factor become scores. Returns the largest.
   float scale(float factor) {
-    __m512 largest = _mm512_set1_ps(kNever);
-    const __m512 times = _mm512_set1_ps(factor);
-    const __m512i limit = _mm512_set1_epi32(call_.limit);
-    each([&](int64_t i, __mmask16 mask) {
-      const __mmask16 real = _mm512_mask_cmplt_epi32_mask(mask, ids(i, mask), limit);
-      const __m512 x = _mm512_mask_mul_ps(_mm512_set1_ps(kNever), real, load(from_ + i, mask), times);
+    Floats largest = floats(kNever);
+    const Floats times = floats(factor);
+    const Ints limit = ints(call_.limit);
+    each([&](int64_t i, Mask mask) {
+      const Mask real = Mask(mask & less(ids(i, mask), limit));
+      const Floats x = select(real, mul(load(from_ + i, mask), times), floats(kNever));
       store(scores_ + i, x, mask);
-      largest = _mm512_max_ps(largest, x);
+      largest = max(largest, x);
     });
-    return _mm512_reduce_max_ps(largest);
+    return largest_of(largest);
   }
 
   // Sum of e^(score - largest).
   float mass(float largest) const {
-    __m512 sum = _mm512_setzero_ps();
-    const __m512 top = _mm512_set1_ps(largest);
-    each([&](int64_t i, __mmask16 mask) { sum = _mm512_add_ps(sum, exp512(_mm512_sub_ps(score(i, mask), top))); });
-    return _mm512_reduce_add_ps(sum);
+    Floats sum = floats();
+    const Floats top = floats(largest);
+    each([&](int64_t i, Mask mask) { sum = add(sum, exp(sub(score(i, mask), top))); });
+    return sum_of(sum);
   }
 
   void shift(float by) {
-    each([&](int64_t i, __mmask16 mask) {
-      store(scores_ + i, _mm512_sub_ps(score(i, mask), _mm512_set1_ps(by)), mask);
+    each([&](int64_t i, Mask mask) {
+      store(scores_ + i, sub(score(i, mask), floats(by)), mask);
     });
   }
 
@@ -136,12 +132,12 @@ class Candidates {
   void filter(int64_t session) {
     const int32_t top_k = call_.top_k[session];
     const float top_p = call_.top_p[session], min_p = call_.min_p[session];
-    if (top_k > 0) keep_before(float(top_k), [](__m512) { return _mm512_set1_ps(1.0f); });
-    if (top_p < 1.0f) keep_before(top_p * mass(0.0f), [](__m512 x) { return exp512(x); });
+    if (top_k > 0) keep_before(float(top_k), [](Floats) { return floats(1.0f); });
+    if (top_p < 1.0f) keep_before(top_p * mass(0.0f), [](Floats x) { return exp(x); });
     if (min_p > 0.0f) {
-      __m512 top = _mm512_set1_ps(kNever);
-      each([&](int64_t i, __mmask16 mask) { top = _mm512_max_ps(top, score(i, mask)); });
-      keep(_mm512_reduce_max_ps(top) + std::log(std::max(min_p, 1e-30f)), true);
+      Floats top = floats(kNever);
+      each([&](int64_t i, Mask mask) { top = max(top, score(i, mask)); });
+      keep(largest_of(top) + std::log(std::max(min_p, 1e-30f)), true);
     }
   }
 
@@ -151,35 +147,35 @@ class Candidates {
     float low = kDeepest, high = 0.0f;
     for (int turn = 0; turn < kBisections; ++turn) {
       const float middle = 0.5f * (low + high);
-      __m512 above = _mm512_setzero_ps();
-      each([&](int64_t i, __mmask16 mask) {
-        const __m512 x = score(i, mask);
-        const __mmask16 more = _mm512_cmp_ps_mask(x, _mm512_set1_ps(middle), _CMP_GT_OQ);
-        if (more) above = _mm512_mask_add_ps(above, more, above, weigh(x));
+      Floats above = floats();
+      each([&](int64_t i, Mask mask) {
+        const Floats x = score(i, mask);
+        const Mask more = greater(x, floats(middle));
+        if (more) above = select(more, add(above, weigh(x)), above);
       });
-      (_mm512_reduce_add_ps(above) < limit ? high : low) = middle;
+      (sum_of(above) < limit ? high : low) = middle;
     }
     if (low > kDeepest) keep(low, false);
   }
 
   void keep(float least, bool equal) {
-    const __m512 bound = _mm512_set1_ps(least);
-    each([&](int64_t i, __mmask16 mask) {
-      const __m512 x = score(i, mask);
-      const __mmask16 kept = equal ? _mm512_cmp_ps_mask(x, bound, _CMP_GE_OQ) : _mm512_cmp_ps_mask(x, bound, _CMP_GT_OQ);
-      store(scores_ + i, _mm512_mask_mov_ps(_mm512_set1_ps(kNothing), kept, x), mask);
+    const Floats bound = floats(least);
+    each([&](int64_t i, Mask mask) {
+      const Floats x = score(i, mask);
+      const Mask kept = equal ? greater_equal(x, bound) : greater(x, bound);
+      store(scores_ + i, select(kept, x, floats(kNothing)), mask);
     });
   }
 
   // Returns the largest noisy score.
   float add_noise(NoiseKey key) {
-    __m512 largest = _mm512_set1_ps(kNever);
-    each([&](int64_t i, __mmask16 mask) {
-      const __m512 x = _mm512_add_ps(score(i, mask), gumbel512(noise_bits512(key, ids(i, mask))));
+    Floats largest = floats(kNever);
+    each([&](int64_t i, Mask mask) {
+      const Floats x = add(score(i, mask), gumbel(noise_bits(key, ids(i, mask))));
       store(scores_ + i, x, mask);
-      largest = _mm512_mask_max_ps(largest, mask, largest, x);
+      largest = select(mask, max(largest, x), largest);
     });
-    return _mm512_reduce_max_ps(largest);
+    return largest_of(largest);
   }
 
   // --- the best ones; of equals the first entry ---
@@ -188,9 +184,9 @@ class Candidates {
     const int64_t count = call_.count;
     std::fill_n(tokens, count, 0);
     std::fill_n(log_scores, count, kNothing);
-    each([&](int64_t i, __mmask16 mask) {
-      const __m512 least = _mm512_set1_ps(log_scores[count - 1]);
-      for (unsigned rest = _mm512_mask_cmp_ps_mask(mask, score(i, mask), least, _CMP_GT_OQ); rest; rest &= rest - 1) {
+    each([&](int64_t i, Mask mask) {
+      const Floats least = floats(log_scores[count - 1]);
+      for (unsigned rest = Mask(mask & greater(score(i, mask), least)); rest; rest &= rest - 1) {
         insert(tokens, log_scores, i + __builtin_ctz(rest));
       }
     });

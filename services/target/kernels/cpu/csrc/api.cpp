@@ -250,14 +250,14 @@ double outrider_read_bandwidth(Pool* pool, const char* memory, int64_t bytes, do
   constexpr int64_t kPiece = 1 << 18, kAhead = 4096;
   const double start = now();
   pool->run([&](int) {
-    __m512i sum = _mm512_setzero_si512();
+    Ints sum = ints();
     for (int64_t piece; (piece = next.fetch_add(1)) < bytes / kPiece;) {
       for (int64_t i = 0; i < kPiece; i += 64) {
-        sum = _mm512_xor_si512(sum, _mm512_loadu_si512(memory + piece * kPiece + i));
+        sum = bit_xor(sum, load_ints(memory + piece * kPiece + i));
         _mm_prefetch(memory + piece * kPiece + i + kAhead, _MM_HINT_T0);
       }
     }
-    sink += _mm512_reduce_add_epi64(sum);
+    sink += sum_of(sum);
   });
   return double(bytes) / (now() - start);
 }

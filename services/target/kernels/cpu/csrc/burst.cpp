@@ -16,11 +16,11 @@ bool ends(const Burst& burst, const int64_t* tokens, int64_t rows) {
 
 bool stood_before(const uint32_t* text, int64_t length, int64_t same) {
   const uint32_t* last = text + length - 1;
-  const __m512i wanted = _mm512_set1_epi32(int32_t(*last));
+  const Ints wanted = ints(int32_t(*last));
   for (int64_t place = same - 1; place < length - 1; place += kLanes) {
-    const __mmask16 there = lanes(length - 1 - place);
-    __mmask16 found = _mm512_mask_cmpeq_epi32_mask(there, _mm512_maskz_loadu_epi32(there, text + place), wanted);
-    for (; found; found = __mmask16(found & (found - 1))) {
+    const Mask there = lanes(length - 1 - place);
+    Mask found = Mask(there & equal(load_ints(text + place, there), wanted));
+    for (; found; found = Mask(found & (found - 1))) {
       const uint32_t* other = text + place + __builtin_ctz(found);
       if (std::equal(last - (same - 1), last, other - (same - 1))) return true;
     }

@@ -14,12 +14,12 @@ void score_directly(const int32_t* queries, int64_t words, int64_t dim, int colu
   for (int column = 0; column < columns; column += kLanes) {
     const P* from[kLanes];
     for (int i = 0; i < kLanes; ++i) from[i] = at(std::min(column + i, columns - 1));
-    __m512 sum[N];
+    Floats sum[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[n] = _mm512_setzero_ps();
+    for (int n = 0; n < N; ++n) sum[n] = floats();
     for (int64_t word = 0; word < words; word += kLanes) {
       const int64_t d = word * Dot<T>::kStep;
-      __m512i part[kLanes];
+      Ints part[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) part[i] = Dot<T>::load_words(from[i] + d, dim - d);
       transpose16(part);
@@ -35,22 +35,22 @@ void score_directly(const int32_t* queries, int64_t words, int64_t dim, int colu
       }
     }
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) _mm512_store_ps(scores + n * kMaxColumns + column, sum[n]);
+    for (int n = 0; n < N; ++n) store(scores + n * kMaxColumns + column, sum[n]);
   }
 }
 
 // V vectors of words from word d on of what all columns' values, weighted, add up to.
 template <class T, class P, int N, int V, class At>
 void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, int columns, At&& at, float* sums) {
-  __m512 sum[N][V];
+  Floats sum[N][V];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[n][v] = _mm512_setzero_ps();
+    for (int v = 0; v < V; ++v) sum[n][v] = floats();
   }
   for (int column = 0, word = 0; column < columns; column += Dot<T>::kStep, ++word) {
     const P* value = at(column) + d;
-    __m512i part[V];
+    Ints part[V];
     if constexpr (Dot<T>::kStep == 1) {
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) part[v] = Dot<T>::load_words(value + v * kLanes, dim - d - v * kLanes);
@@ -58,10 +58,9 @@ void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, 
       const P* next = column + 1 < columns ? at(column + 1) + d : nullptr;
 #pragma GCC unroll 2
       for (int v = 0; v < V; v += 2) {
-        const __m512i a = Dot<T>::load_words(value + v * kLanes, dim - d - v * kLanes);
-        const __m512i b = next ? Dot<T>::load_words(next + v * kLanes, dim - d - v * kLanes) : _mm512_setzero_si512();
-        part[v] = _mm512_unpacklo_epi16(a, b);
-        part[v + 1] = _mm512_unpackhi_epi16(a, b);
+        const Ints a = Dot<T>::load_words(value + v * kLanes, dim - d - v * kLanes);
+        const Ints b = next ? Dot<T>::load_words(next + v * kLanes, dim - d - v * kLanes) : ints();
+        Dot<T>::interleave(a, b, part[v], part[v + 1]);
       }
     }
 #pragma GCC unroll 4
@@ -77,9 +76,14 @@ void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, 
 template <class T, class P, int N, class At>
 void combine_directly(const int32_t* weights, int64_t dim, int columns, At&& at, float* sums) {
   const int64_t wide = value_words<T>(dim);
+  constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
   int64_t d = 0;
-  for (; d + 4 * kLanes <= wide; d += 4 * kLanes) combine_part<T, P, N, 4>(weights, dim, wide, d, columns, at, sums);
-  for (; d + 2 * kLanes <= wide; d += 2 * kLanes) combine_part<T, P, N, 2>(weights, dim, wide, d, columns, at, sums);
+  for (; d + kMost * kLanes <= wide; d += kMost * kLanes) {
+    combine_part<T, P, N, kMost>(weights, dim, wide, d, columns, at, sums);
+  }
+  for (; d + kFew * kLanes <= wide; d += kFew * kLanes) {
+    combine_part<T, P, N, kFew>(weights, dim, wide, d, columns, at, sums);
+  }
   if constexpr (Dot<T>::kStep == 1) {
     if (d < wide) combine_part<T, P, N, 1>(weights, dim, wide, d, columns, at, sums);
   }

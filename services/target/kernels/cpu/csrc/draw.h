@@ -35,21 +35,21 @@ class Race {
   // A logit below this cannot win any more.
   float least() const { return below(best_ + (lead_ - kMostNoise) * temperature_); }
 
-  void enter(__m512 logits, __m512i tokens) {
-    if (const __mmask16 won = reaches(logits, tokens)) weigh_all(logits, tokens, won);
+  void enter(Floats logits, Ints tokens) {
+    if (const Mask won = reaches(logits, tokens)) weigh_all(logits, tokens, won);
   }
 
   // Those that may win, as far as float32 tells; with larger logits no fewer.
-  __mmask16 reaches(__m512 logits, __m512i tokens) const {
-    const __m512 ahead = _mm512_mul_ps(_mm512_sub_ps(logits, _mm512_set1_ps(best_)), _mm512_set1_ps(inverse_));
-    const __m512 needed = _mm512_sub_ps(ahead, _mm512_set1_ps(lead_));
-    const __mmask16 near = _mm512_cmp_ps_mask(needed, _mm512_set1_ps(-kMostNoise), _CMP_GE_OQ);
+  Mask reaches(Floats logits, Ints tokens) const {
+    const Floats ahead = mul(sub(logits, floats(best_)), floats(inverse_));
+    const Floats needed = sub(ahead, floats(lead_));
+    const Mask near = greater_equal(needed, floats(-kMostNoise));
     if (!near) return 0;
-    const __m512i bits = noise_bits512(key_, tokens);
-    const __m512 rest = _mm512_cvtepu32_ps(_mm512_xor_si512(bits, _mm512_set1_epi32(-1)));
+    const Ints bits = noise_bits(key_, tokens);
+    const Floats rest = to_floats_unsigned(bit_xor(bits, ints(-1)));
     // 1 - u = (rest + 0.5) / 2^32 must lie within exp(needed).
-    const __m512 chance = _mm512_mul_ps(exp512(needed), _mm512_set1_ps(0x1p32f));
-    return _mm512_mask_cmp_ps_mask(near, rest, chance, _CMP_LE_OQ);
+    const Floats chance = mul(exp(needed), floats(0x1p32f));
+    return Mask(near & less_equal(rest, chance));
   }
 
  private:
@@ -62,11 +62,11 @@ class Race {
   }
   void set_lead() { lead_ = float(score_ - kMargin); }
 
-  __attribute__((noinline)) void weigh_all(__m512 logits, __m512i tokens, __mmask16 which) {
+  __attribute__((noinline)) void weigh_all(Floats logits, Ints tokens, Mask which) {
     alignas(64) float logit[kLanes];
     alignas(64) int32_t token[kLanes];
-    _mm512_store_ps(logit, logits);
-    _mm512_store_si512(token, tokens);
+    store(logit, logits);
+    store(token, tokens);
     for (unsigned rest = which; rest; rest &= rest - 1) {
       const int lane = __builtin_ctz(rest);
       const double score = weigh(logit[lane], token[lane]);
@@ -100,9 +100,9 @@ class Drawer {
     } else {
       const int64_t kept = how.top_k || how.top_p < 1.0 ? keep_first(row, how) : keep_likely(row, how);
       for (int64_t i = 0; i < kept; i += kLanes) {
-        const __mmask16 mask = lanes(kept - i);
-        const __m512 logits = _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits_.data() + i);
-        race.enter(logits, _mm512_maskz_loadu_epi32(mask, tokens_.data() + i));
+        const Mask mask = lanes(kept - i);
+        const Floats logits = load(logits_.data() + i, mask, floats(kNone));
+        race.enter(logits, load_ints(tokens_.data() + i, mask));
       }
     }
     return race.token();
@@ -111,7 +111,7 @@ class Drawer {
  private:
   void enter_all(const LogitRow& row, Race& race) const {
     for (int64_t block = 0; block < survey_.blocks; ++block) {
-      if (!survey_.reaches(block, _mm512_set1_ps(race.least()))) continue;
+      if (!survey_.reaches(block, floats(race.least()))) continue;
       for (int64_t i = block * Survey::kBlock; i < (block + 1) * Survey::kBlock; i += kLanes) {
         race.enter(row.at(i), row.ids_at(i));
       }
@@ -122,7 +122,7 @@ class Drawer {
 
   // Those whose logit is at least so much, in order of their ids. -inf is none.
   void collect(const LogitRow& row, float least) {
-    const __m512 limit = _mm512_set1_ps(std::max(least, std::numeric_limits<float>::lowest()));
+    const Floats limit = floats(std::max(least, std::numeric_limits<float>::lowest()));
     if (int64_t(tokens_.size()) < row.vocab + kLanes) {
       tokens_.resize(row.vocab + kLanes);
       logits_.resize(row.vocab + kLanes);
@@ -131,11 +131,11 @@ class Drawer {
     for (int64_t block = 0; block < survey_.blocks; ++block) {
       if (!survey_.reaches(block, limit)) continue;
       for (int64_t i = block * Survey::kBlock; i < (block + 1) * Survey::kBlock; i += kLanes) {
-        const __m512 x = row.at(i);
-        const __mmask16 mask = _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
+        const Floats x = row.at(i);
+        const Mask mask = greater_equal(x, limit);
         if (!mask) continue;
-        store(logits_.data() + count_, _mm512_maskz_compress_ps(mask, x));
-        _mm512_storeu_si512(tokens_.data() + count_, _mm512_maskz_compress_epi32(mask, row.ids_at(i)));
+        store_kept(logits_.data() + count_, x, mask);
+        store_kept(tokens_.data() + count_, row.ids_at(i), mask);
         count_ += __builtin_popcount(mask);
       }
     }
@@ -250,7 +250,7 @@ class Drawer {
     double sum = 0.0;
     alignas(64) float logits[kLanes];
     for (int64_t i = 0; i < row.vocab; i += kLanes) {
-      _mm512_store_ps(logits, row.at(i));
+      store(logits, row.at(i));
       for (const float logit : logits) sum += logit == kNone ? 0.0 : weight(logit, how.temperature);
     }
     return sum;
@@ -258,12 +258,12 @@ class Drawer {
 
   template <class Logits>
   double rough_weights(const Sampling& how, int64_t count, Logits&& logits) const {
-    const __m512 best = _mm512_set1_ps(survey_.best), inverse = _mm512_set1_ps(float(1.0 / how.temperature));
-    __m512 sum = _mm512_setzero_ps();
+    const Floats best = floats(survey_.best), inverse = floats(float(1.0 / how.temperature));
+    Floats sum = floats();
     for (int64_t i = 0; i < count; i += kLanes) {
-      sum = _mm512_add_ps(sum, exp512(_mm512_mul_ps(_mm512_sub_ps(logits(i), best), inverse)));
+      sum = add(sum, exp(mul(sub(logits(i), best), inverse)));
     }
-    return double(_mm512_reduce_add_ps(sum));
+    return double(sum_of(sum));
   }
 
   // Every token of the nucleus that the noise can reach, and as few others as some trials tell.
@@ -283,8 +283,8 @@ class Drawer {
     double sum = 0.0;
     for (int64_t first = 0; first < count_; first += Survey::kBlock) {
       sum += rough_weights(how, std::min(Survey::kBlock, count_ - first), [&](int64_t i) {
-        const __mmask16 mask = lanes(count_ - first - i);
-        return _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits_.data() + first + i);
+        const Mask mask = lanes(count_ - first - i);
+        return load(logits_.data() + first + i, mask, floats(kNone));
       });
     }
     return sum * (1.0 - kSlack);
@@ -313,16 +313,16 @@ struct Weights {
   double total = 0.0;
 
   Weights(const LogitRow& numbers, double heat) : row(numbers), temperature(heat) {
-    __m512 top = _mm512_set1_ps(kNone), sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < row.vocab; i += kLanes) top = _mm512_max_ps(top, row.at(i));
-    best = _mm512_reduce_max_ps(top);
-    const __m512 inverse = _mm512_set1_ps(float(1.0 / temperature));
+    Floats top = floats(kNone), sum = floats();
+    for (int64_t i = 0; i < row.vocab; i += kLanes) top = max(top, row.at(i));
+    best = largest_of(top);
+    const Floats inverse = floats(float(1.0 / temperature));
     for (int64_t i = 0; i < row.vocab; i += kLanes) {
-      const __m512 x = row.at(i);
-      if (!_mm512_cmp_ps_mask(x, _mm512_set1_ps(kNone), _CMP_GT_OQ)) continue;
-      sum = _mm512_add_ps(sum, exp512(_mm512_mul_ps(_mm512_sub_ps(x, _mm512_set1_ps(best)), inverse)));
+      const Floats x = row.at(i);
+      if (!greater(x, floats(kNone))) continue;
+      sum = add(sum, exp(mul(sub(x, floats(best)), inverse)));
     }
-    total = _mm512_reduce_add_ps(sum);
+    total = sum_of(sum);
   }
 
   double of(int64_t token) const { return std::exp((double(row.logits[row.place_of(token)]) - double(best)) / temperature); }

@@ -20,7 +20,7 @@ void Program::execute(const Feed& op, int thread, const Call& call, Counter* nex
     const int64_t place = slots_[index] * call.state_width;
     float* to = row(kHidden, index);
     for (int64_t i = 0; i < op.width; i += kLanes) {
-      const __mmask16 mask = lanes(op.width - i);
+      const Mask mask = lanes(op.width - i);
       store(to + i, bfloat16_ ? load(static_cast<const BF16*>(call.states) + place + i, mask)
                               : load(static_cast<const float*>(call.states) + place + i, mask), mask);
     }
@@ -33,7 +33,7 @@ void Program::execute(const Join& op, int thread, const Call& call, Counter* nex
     float* stream = row(kResidual, index);
     const int64_t from = call.batch.ids[index] * op.width;
     for (int64_t i = 0; i < op.width; i += kLanes) {
-      const __mmask16 mask = lanes(op.width - i);
+      const Mask mask = lanes(op.width - i);
       store(to + i, op.table16 ? load(op.table16 + from + i, mask) : load(op.table32 + from + i, mask), mask);
     }
     normalise(op.embedding, to, to, op.width);

@@ -10,6 +10,8 @@
 
 namespace outrider {
 
+#ifdef __AVX512BF16__  // else there is no matrix unit to compile for
+
 // W words of the unit's width, or 16 W columns: sums of 16 rows with each. rows, weights: where the first words lie; strides
 // are in words.
 template <int W>
@@ -60,13 +62,15 @@ inline void combine<MatrixBF16>(int count, const int32_t* weights, const int32_t
   multiply_all(weights, kSplit, values, wide, words, wide, sums, wide);
   for (int n = 0; n < count; ++n) {
     for (int64_t d = 0; d < wide; d += 2 * kLanes) {
-      __m512 sum[2] = {load(sums + n * wide + d), load(sums + n * wide + d + kLanes)};
-      put_in_order<MatrixBF16>(sum);
+      Floats sum[2] = {load(sums + n * wide + d), load(sums + n * wide + d + kLanes)};
+      Dot<MatrixBF16>::put_in_order(sum);
       store(sums + n * wide + d, sum[0]);
       store(sums + n * wide + d + kLanes, sum[1]);
     }
   }
 }
+
+#endif
 
 // with_formats, with the matrix unit where there is one.
 template <class Function>

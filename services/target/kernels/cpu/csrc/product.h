@@ -5,9 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
-#include "simd.h"
+#include "keys.h"
 
 namespace outrider {
 
@@ -28,23 +27,11 @@ struct Product {
   void* y;            // [rows, outputs]
 };
 
-// A step of a dot product: 16 numbers of float32, 32 of bfloat16.
+// A step of a dot product: a vector of words.
 template <class T>
 struct Step {
-  static constexpr int64_t kNumbers = 64 / sizeof(T);
-  using Vector = std::conditional_t<std::is_same_v<T, float>, __m512, __m512i>;
-  static Vector at(const T* from) {
-    if constexpr (std::is_same_v<T, float>) return _mm512_loadu_ps(from);
-    else return _mm512_loadu_si512(from);
-  }
-  static Vector at(const T* from, int64_t count) {
-    if constexpr (std::is_same_v<T, float>) return load(from, lanes(count));
-    else return _mm512_maskz_loadu_epi16((__mmask32(1) << count) - 1, from);
-  }
-  static __m512 add(__m512 sum, Vector a, Vector b) {
-    if constexpr (std::is_same_v<T, float>) return _mm512_fmadd_ps(a, b, sum);
-    else return _mm512_dpbf16_ps(sum, __m512bh(a), __m512bh(b));
-  }
+  using Words = Dot<Computed<T>>;
+  static constexpr int64_t kNumbers = kLanes * Words::kStep;
 };
 
 inline float number(float value) { return value; }
@@ -55,53 +42,55 @@ inline float number(BF16 value) {
   return wide;
 }
 inline void put(float* to, float value) { *to = value; }
-inline void put(BF16* to, float value) { store(to, _mm512_set1_ps(value), 1); }
+inline void put(BF16* to, float value) { store(to, floats(value), 1); }
 
 // M rows with N outputs of a matrix [outputs][inputs].
 template <class T, int M, int N>
 void dots(const T* x, const T* weight, int64_t weight_stride, int64_t inputs, float sums[][N]) {
   using S = Step<T>;
-  __m512 sum[M][N];
+  Floats sum[M][N];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[m][n] = _mm512_setzero_ps();
+    for (int n = 0; n < N; ++n) sum[m][n] = floats();
   }
   auto step = [&](auto fetch) {
-    typename S::Vector w[N];
+    Ints w[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) w[n] = fetch(weight + n * weight_stride);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const typename S::Vector row = fetch(x + m * inputs);
+      const Ints row = fetch(x + m * inputs);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[m][n] = S::add(sum[m][n], row, w[n]);
+      for (int n = 0; n < N; ++n) sum[m][n] = S::Words::add(sum[m][n], row, w[n]);
     }
   };
   int64_t k = 0;
-  for (; k + S::kNumbers <= inputs; k += S::kNumbers) step([&](const T* from) { return S::at(from + k); });
-  if (k < inputs) step([&](const T* from) { return S::at(from + k, inputs - k); });
+  for (; k + S::kNumbers <= inputs; k += S::kNumbers) {
+    step([&](const T* from) { return S::Words::load_words(from + k, S::kNumbers); });
+  }
+  if (k < inputs) step([&](const T* from) { return S::Words::load_words(from + k, inputs - k); });
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sums[m][n] = _mm512_reduce_add_ps(sum[m][n]);
+    for (int n = 0; n < N; ++n) sums[m][n] = sum_of(sum[m][n]);
   }
 }
 
 // M rows with up to 32 outputs of a matrix [inputs][outputs].
 template <class T, int M>
 void columns(const T* x, const T* weight, int64_t weight_stride, int64_t inputs, int64_t outputs, float sums[][32]) {
-  __m512 sum[M][2];
+  Floats sum[M][2];
 #pragma GCC unroll 4
-  for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = _mm512_setzero_ps();
-  const __mmask16 low = lanes(outputs), high = lanes(outputs - kLanes);
+  for (int m = 0; m < M; ++m) sum[m][0] = sum[m][1] = floats();
+  const Mask low = lanes(outputs), high = lanes(outputs - kLanes);
   for (int64_t k = 0; k < inputs; ++k, weight += weight_stride) {
-    const __m512 w0 = load(weight, low), w1 = load(weight + kLanes, high);
+    const Floats w0 = load(weight, low), w1 = load(weight + kLanes, high);
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) {
-      const __m512 value = _mm512_set1_ps(number(x[m * inputs + k]));
-      sum[m][0] = _mm512_fmadd_ps(value, w0, sum[m][0]);
-      sum[m][1] = _mm512_fmadd_ps(value, w1, sum[m][1]);
+      const Floats value = floats(number(x[m * inputs + k]));
+      sum[m][0] = fmadd(value, w0, sum[m][0]);
+      sum[m][1] = fmadd(value, w1, sum[m][1]);
     }
   }
 #pragma GCC unroll 4
@@ -168,19 +157,19 @@ class ProductBlock {
 
 enum class Function : int32_t { kSigmoid = 0, kSilu = 1, kGeluTanh = 2 };
 
-inline __m512 apply(Function function, __m512 x) {
+inline Floats apply(Function function, Floats x) {
   switch (function) {
     case Function::kSigmoid:
-      return _mm512_mask_mov_ps(sigmoid512(x), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), x);  // not a number stays so
-    case Function::kSilu: return silu512(x);
-    default: return gelu_tanh512(x);
+      return select(unordered(x, x), x, sigmoid(x));  // not a number stays so
+    case Function::kSilu: return silu(x);
+    default: return gelu_tanh(x);
   }
 }
 
 template <class T>
 void apply_to(Function function, const T* x, T* y, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) {
-    const __mmask16 mask = lanes(count - i);
+    const Mask mask = lanes(count - i);
     store(y + i, apply(function, load(x + i, mask)), mask);
   }
 }

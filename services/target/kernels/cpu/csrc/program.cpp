@@ -168,14 +168,14 @@ void Program::fetch_ahead(int thread, size_t operation) const {
 }
 
 void Program::execute(const Embed& op, int thread, const Call& call, Counter* next) {
-  const __m512 scale = _mm512_set1_ps(op.scale);
+  const Floats scale = floats(op.scale);
   portions(*next, thread, call.batch.rows, [&](int64_t index) {
     float* to = row(kResidual, index);
     const int64_t from = call.batch.ids[index] * op.width;
     for (int64_t i = 0; i < op.width; i += kLanes) {
-      const __mmask16 mask = lanes(op.width - i);
-      const __m512 value = op.table16 ? load(op.table16 + from + i, mask) : load(op.table32 + from + i, mask);
-      store(to + i, _mm512_mul_ps(value, scale), mask);
+      const Mask mask = lanes(op.width - i);
+      const Floats value = op.table16 ? load(op.table16 + from + i, mask) : load(op.table32 + from + i, mask);
+      store(to + i, mul(value, scale), mask);
     }
   });
 }
@@ -225,10 +225,10 @@ void Program::feed(const Linear& op, int64_t panel, int64_t rows) {
 
 // The panel's 16 gates and their 16 values as 16 numbers.
 void Program::store_gated(const Linear& op, int64_t panel, int64_t first, int64_t count, const float* tile) {
-  const __mmask16 mask = lanes(op.output_width - panel * kLanes);
+  const Mask mask = lanes(op.output_width - panel * kLanes);
   for (int64_t m = 0; m < count; ++m, tile += kPanel) {
-    const __m512 gate = op.activation == Activation::kSilu ? silu512(load(tile)) : gelu_tanh512(load(tile));
-    store(row(op.output, first + m) + panel * kLanes, _mm512_mul_ps(gate, load(tile + kLanes)), mask);
+    const Floats gate = op.activation == Activation::kSilu ? silu(load(tile)) : gelu_tanh(load(tile));
+    store(row(op.output, first + m) + panel * kLanes, mul(gate, load(tile + kLanes)), mask);
   }
 }
 
@@ -237,16 +237,16 @@ void Program::store_plain(const Linear& op, const Call& call, int64_t panel, int
   const int64_t outputs = op.weight->outputs;
   float* base = op.head ? call.logits : row(op.output, 0);
   const int64_t stride = op.head ? outputs : widths_[op.output];
-  const __m512 cap = _mm512_set1_ps(op.softcap);
+  const Floats cap = floats(op.softcap);
   for (int z = 0; z < 2; ++z) {
     const int64_t n = panel * kPanel + z * kLanes;
-    const __mmask16 mask = lanes(outputs - n);
-    const __m512 bias = op.bias ? load(op.bias + n, mask) : _mm512_setzero_ps();
+    const Mask mask = lanes(outputs - n);
+    const Floats bias = op.bias ? load(op.bias + n, mask) : floats();
     for (int64_t m = 0; m < count; ++m) {
       float* to = base + (first + m) * stride + n;
-      __m512 y = _mm512_add_ps(load(tile + m * kPanel + z * kLanes), bias);
-      if (op.add) y = _mm512_add_ps(load(to, mask), y);
-      if (op.softcap > 0.0f) y = _mm512_mul_ps(cap, tanh512(_mm512_div_ps(y, cap)));
+      Floats y = outrider::add(load(tile + m * kPanel + z * kLanes), bias);
+      if (op.add) y = outrider::add(load(to, mask), y);
+      if (op.softcap > 0.0f) y = mul(cap, tanh(div(y, cap)));
       store(to, y, mask);
     }
   }
@@ -258,8 +258,8 @@ void Program::execute(const AddNorm& op, int thread, const Call& call, Counter* 
     normalise(op.norm, row(op.input, index), branch, op.width);
     float* to = row(op.output, index);
     for (int64_t i = 0; i < op.width; i += kLanes) {
-      const __mmask16 mask = lanes(op.width - i);
-      store(to + i, _mm512_add_ps(load(to + i, mask), load(branch + i, mask)), mask);
+      const Mask mask = lanes(op.width - i);
+      store(to + i, outrider::add(load(to + i, mask), load(branch + i, mask)), mask);
     }
   });
 }
@@ -312,11 +312,11 @@ namespace {
 void turn(float* head, const float* cosines, const float* sines, int64_t turned) {
   const int64_t half = turned / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
-    const __mmask16 mask = lanes(half - i);
-    const __m512 c = load(cosines + i, mask), s = load(sines + i, mask);
-    const __m512 a = load(head + i, mask), b = load(head + half + i, mask);
-    store(head + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), mask);
-    store(head + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)), mask);
+    const Mask mask = lanes(half - i);
+    const Floats c = load(cosines + i, mask), s = load(sines + i, mask);
+    const Floats a = load(head + i, mask), b = load(head + half + i, mask);
+    store(head + i, fmsub(a, c, mul(b, s)), mask);
+    store(head + half + i, fmadd(b, c, mul(a, s)), mask);
   }
 }
 

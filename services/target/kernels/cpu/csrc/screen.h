@@ -36,9 +36,9 @@ struct Bounds {
   float length, distance;  // |x|, |x - x'|
 
   // Those of 16 outputs.
-  __m512 from(int64_t output) const {
-    const __m512 error = _mm512_mul_ps(_mm512_set1_ps(length), load(screen->errors + output));
-    return _mm512_fmadd_ps(_mm512_set1_ps(distance), load(screen->sizes + output), error);
+  Floats from(int64_t output) const {
+    const Floats error = mul(floats(length), load(screen->errors + output));
+    return fmadd(floats(distance), load(screen->sizes + output), error);
   }
   bool finite() const { return std::isfinite(length) && std::isfinite(distance); }
 };
@@ -46,21 +46,20 @@ struct Bounds {
 // |x| and |x - x'| of single rows. T: numbers of the wide one, in an operand of that format; narrow is of 8 bits.
 template <class T>
 Bounds bounds_of(const Screen& screen, const Operand& wide, const Operand& narrow) {
-  __m512 length = _mm512_setzero_ps(), distance = _mm512_setzero_ps();
+  Floats length = floats(), distance = floats();
   for (int64_t chunk = 0; chunk < screen.weight->k / kGroup; ++chunk) {
-    const __m512 scale = _mm512_set1_ps(narrow.scales[chunk]);
+    const Floats scale = floats(narrow.scales[chunk]);
     for (int64_t i = chunk * kGroup; i < (chunk + 1) * kGroup && i < screen.weight->inputs; i += kLanes) {
-      const __mmask16 mask = lanes(screen.weight->inputs - i);
-      const __m128i eight = _mm_maskz_loadu_epi8(mask, narrow.data + i);
-      const __m512 rough = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(eight)));
-      const __m512 exact = load(reinterpret_cast<const T*>(wide.data) + i, mask);
-      const __m512 off = _mm512_sub_ps(exact, rough);
-      length = _mm512_fmadd_ps(exact, exact, length);
-      distance = _mm512_fmadd_ps(off, off, distance);
+      const Mask mask = lanes(screen.weight->inputs - i);
+      const Floats rough = mul(scale, to_floats(load_eight(narrow, *screen.weight, i, mask)));
+      const Floats exact = load(reinterpret_cast<const T*>(wide.data) + i, mask);
+      const Floats off = sub(exact, rough);
+      length = fmadd(exact, exact, length);
+      distance = fmadd(off, off, distance);
     }
   }
   constexpr float kMore = 1.0001f;  // than float32 rounds
-  return {&screen, kMore * std::sqrt(_mm512_reduce_add_ps(length)), kMore * std::sqrt(_mm512_reduce_add_ps(distance))};
+  return {&screen, kMore * std::sqrt(sum_of(length)), kMore * std::sqrt(sum_of(distance))};
 }
 
 // Which panels' logits are exact; any thread may ask for more.
@@ -105,19 +104,19 @@ class ScreenedRow {
     best_ = Survey();
     if (!bounds.finite()) return;
     tops_.resize(panels.count());
-    __m512 lowest = _mm512_set1_ps(kNone);  // that the largest logit is, at least
+    Floats lowest = floats(kNone);  // that the largest logit is, at least
     for (int64_t panel = 0; panel < panels.count(); ++panel) {
-      __m512 high = _mm512_set1_ps(kNone);
-      __mmask16 unordered = 0;
+      Floats high = floats(kNone);
+      Mask strange = 0;
       for (int64_t token = panel * kPanel; token < (panel + 1) * kPanel; token += kLanes) {
-        const __m512 logits = at(token), bound = bounds.from(token), top = _mm512_add_ps(logits, bound);
-        unordered = __mmask16(unordered | _mm512_cmp_ps_mask(top, top, _CMP_UNORD_Q));
-        high = _mm512_max_ps(high, top);
-        lowest = _mm512_max_ps(_mm512_sub_ps(logits, bound), lowest);  // the second, where one is not a number
+        const Floats logits = at(token), bound = bounds.from(token), top = add(logits, bound);
+        strange = Mask(strange | unordered(top, top));
+        high = max(high, top);
+        lowest = max(sub(logits, bound), lowest);  // the second, where one is not a number
       }
-      tops_[panel] = unordered ? std::numeric_limits<float>::infinity() : _mm512_reduce_max_ps(high);
+      tops_[panel] = strange ? std::numeric_limits<float>::infinity() : largest_of(high);
     }
-    const float least = _mm512_reduce_max_ps(lowest);
+    const float least = largest_of(lowest);
     for (int64_t panel = 0; panel < panels.count(); ++panel) {
       if (tops_[panel] >= least) panels.want(panel);
     }
@@ -167,13 +166,13 @@ class ScreenedRow {
   // True if a token of the panel could win if its logit were as large as can be.
   bool may_win(const Race& race, int64_t panel) const {
     for (int64_t token = panel * kPanel; token < (panel + 1) * kPanel; token += kLanes) {
-      if (race.reaches(_mm512_add_ps(at(token), bounds_.from(token)), ids_from(token))) return true;
+      if (race.reaches(add(at(token), bounds_.from(token)), ids_from(token))) return true;
     }
     return false;
   }
 
-  __m512 at(int64_t token) const {
-    return _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), lanes(vocab_ - token), logits_ + token);
+  Floats at(int64_t token) const {
+    return load(logits_ + token, lanes(vocab_ - token), floats(kNone));
   }
 
   const float* logits_ = nullptr;

@@ -53,7 +53,7 @@ Bounds Program::bounds_of_row(const Linear& op, int thread, const Call& call, in
   const Operand narrow = operand_in(memory + operand_bytes(*op.weight, 1), *op.screen.weight, 1);
   fill_operand(wide, *op.weight, 0, x);
   fill_operand(narrow, *op.screen.weight, 0, x);
-  return op.weight->format == Format::kBFloat16 ? bounds_of<BF16>(op.screen, wide, narrow)
+  return width_of_operand(op.weight->format) == 2 ? bounds_of<BF16>(op.screen, wide, narrow)
                                                 : bounds_of<float>(op.screen, wide, narrow);
 }
 

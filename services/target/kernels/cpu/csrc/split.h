@@ -32,16 +32,16 @@ void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at) {
     for (int i = 0; i < kLanes; ++i) from[i] = at(std::min(column + i, columns - 1));
     for (int64_t word = 0; word < words; word += kLanes) {
       const int64_t d = word * Dot<T>::kStep;
-      __m512i part[kLanes];
+      Ints part[kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) part[i] = Dot<T>::load_words(from[i] + d, dim - d);
       transpose16(part);
       int32_t* out = to + word * stride + column;
       if (kOnMatrixUnit<T> || words - word >= kLanes) {  // which wants zeros behind the last word
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) _mm512_store_si512(out + i * stride, part[i]);
+        for (int i = 0; i < kLanes; ++i) store(out + i * stride, part[i]);
       } else {
-        for (int i = 0; i < int(words - word); ++i) _mm512_store_si512(out + i * stride, part[i]);
+        for (int i = 0; i < int(words - word); ++i) store(out + i * stride, part[i]);
       }
     }
   }
@@ -55,14 +55,16 @@ void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at) {
     int32_t* out = to + column / Dot<T>::kStep * wide;
     const P* value = at(column);
     if constexpr (Dot<T>::kStep == 1) {
-      for (int64_t d = 0; d < wide; d += kLanes) _mm512_store_si512(out + d, Dot<T>::load_words(value + d, dim - d));
+      for (int64_t d = 0; d < wide; d += kLanes) store(out + d, Dot<T>::load_words(value + d, dim - d));
     } else {
       const P* next = column + 1 < columns ? at(column + 1) : nullptr;
       for (int64_t d = 0; d < wide; d += 2 * kLanes) {
-        const __m512i a = Dot<T>::load_words(value + d, dim - d);
-        const __m512i b = next ? Dot<T>::load_words(next + d, dim - d) : _mm512_setzero_si512();
-        _mm512_store_si512(out + d, _mm512_unpacklo_epi16(a, b));
-        _mm512_store_si512(out + d + kLanes, _mm512_unpackhi_epi16(a, b));
+        const Ints a = Dot<T>::load_words(value + d, dim - d);
+        const Ints b = next ? Dot<T>::load_words(next + d, dim - d) : ints();
+        Ints pairs[2];
+        Dot<T>::interleave(a, b, pairs[0], pairs[1]);
+        store(out + d, pairs[0]);
+        store(out + d + kLanes, pairs[1]);
       }
     }
   }
@@ -72,25 +74,37 @@ void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at) {
   }
 }
 
+// How many vectors of numbers are added up at a time for each of N query vectors: at most so many, a power of two.
+template <int N>
+constexpr int vectors_for(int most) {
+  while (most > 1 && N * most > kSums) most /= 2;
+  return most;
+}
+
 template <class T, int N>
 void score_some(const int32_t* queries, int64_t words, const int32_t* keys, int64_t stride, int columns, float* scores) {
-  for (int column = 0; column < columns; column += 2 * kLanes) {
-    __m512 sum[N][2];
+  constexpr int V = vectors_for<N>(2);
+  for (int column = 0; column < columns; column += V * kLanes) {
+    Floats sum[N][V];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) sum[n][0] = sum[n][1] = _mm512_setzero_ps();
+    for (int n = 0; n < N; ++n) {
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) sum[n][v] = floats();
+    }
     for (int64_t word = 0; word < words; ++word) {
-      const __m512i low = _mm512_load_si512(keys + word * stride + column);
-      const __m512i high = _mm512_load_si512(keys + word * stride + column + kLanes);
+      Ints key[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) key[v] = load_ints(keys + word * stride + column + v * kLanes);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
-        sum[n][0] = Dot<T>::add(sum[n][0], low, queries[n * words + word]);
-        sum[n][1] = Dot<T>::add(sum[n][1], high, queries[n * words + word]);
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) sum[n][v] = Dot<T>::add(sum[n][v], key[v], queries[n * words + word]);
       }
     }
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      _mm512_store_ps(scores + n * kMaxColumns + column, sum[n][0]);
-      _mm512_store_ps(scores + n * kMaxColumns + column + kLanes, sum[n][1]);
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) store(scores + n * kMaxColumns + column + v * kLanes, sum[n][v]);
     }
   }
 }
@@ -111,11 +125,11 @@ void score(int count, const int32_t* queries, int64_t words, const int32_t* keys
 struct Scaling {
   float factor, softcap;  // softcap 0 is off
 
-  __m512 operator()(__m512 score) const {
-    const __m512 value = _mm512_mul_ps(score, _mm512_set1_ps(factor));
+  Floats operator()(Floats score) const {
+    const Floats value = mul(score, floats(factor));
     if (softcap <= 0.0f) return value;
-    const __m512 cap = _mm512_set1_ps(softcap);
-    return _mm512_mul_ps(cap, tanh512(_mm512_div_ps(value, cap)));
+    const Floats cap = floats(softcap);
+    return mul(cap, tanh(div(value, cap)));
   }
 };
 
@@ -123,73 +137,61 @@ struct Scaling {
 // nothing. scores are overwritten. sink: what is in the sum already. Returns the largest score and the sum of weights.
 template <class T>
 Softmax weigh(float* scores, int columns, int64_t from, int64_t to, Scaling scaling, Softmax sink, int32_t* weights) {
-  __m512 top = _mm512_set1_ps(sink.largest);
+  Floats top = floats(sink.largest);
   for (int column = 0; column < columns; column += kLanes) {
-    const __mmask16 seen = lanes(to - column) & ~lanes(from - column);
-    const __m512 value = scaling(_mm512_load_ps(scores + column));
-    const __m512 part = _mm512_mask_mov_ps(_mm512_set1_ps(kMinusInfinity), seen, value);
-    _mm512_store_ps(scores + column, part);
-    top = _mm512_max_ps(top, part);
+    const Mask seen = lanes(to - column) & ~lanes(from - column);
+    const Floats value = scaling(load(scores + column));
+    const Floats part = select(seen, value, floats(kMinusInfinity));
+    store(scores + column, part);
+    top = max(top, part);
   }
-  const float largest = _mm512_reduce_max_ps(top);
+  const float largest = largest_of(top);
   // Where nothing is seen, the difference to any number is as good.
-  const __m512 base = _mm512_set1_ps(largest == kMinusInfinity ? 0.0f : largest);
-  __m512 sum = _mm512_setzero_ps();
+  const Floats base = floats(largest == kMinusInfinity ? 0.0f : largest);
+  Floats sum = floats();
   for (int column = 0; column < columns; column += kLanes * Dot<T>::kStep) {
-    const __m512 low = exp512(_mm512_sub_ps(_mm512_load_ps(scores + column), base));
-    sum = _mm512_add_ps(sum, low);
+    const Floats low = exp(sub(load(scores + column), base));
+    sum = add(sum, low);
     if constexpr (Dot<T>::kStep == 1) {
-      _mm512_store_si512(weights + column, _mm512_castps_si512(low));
+      store(weights + column, as_ints(low));
     } else {
       const bool more = column + kLanes < columns;
-      const __m512 high = more ? exp512(_mm512_sub_ps(_mm512_load_ps(scores + column + kLanes), base)) : _mm512_setzero_ps();
-      sum = _mm512_add_ps(sum, high);
-      _mm512_store_si512(weights + column / 2, __m512i(_mm512_cvtne2ps_pbh(high, low)));
+      const Floats high = more ? exp(sub(load(scores + column + kLanes), base)) : floats();
+      sum = add(sum, high);
+      store(weights + column / 2, Dot<T>::pack(low, high));
     }
   }
   const float before = sink.sum > 0.0f ? sink.sum * std::exp(sink.largest - largest) : 0.0f;
-  return {largest, before + _mm512_reduce_add_ps(sum)};
-}
-
-// Two vectors of what lay_values took apart, in order again.
-template <class T>
-void put_in_order(__m512* sum) {
-  if constexpr (Dot<T>::kStep == 2) {
-    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    const __m512 low = _mm512_permutex2var_ps(sum[0], first, sum[1]);
-    sum[1] = _mm512_permutex2var_ps(sum[0], second, sum[1]);
-    sum[0] = low;
-  }
+  return {largest, before + sum_of(sum)};
 }
 
 // V vectors of each of N query vectors, from number d on.
 template <class T, int N, int V>
-void store_sums(__m512 (*sum)[V], int64_t wide, int64_t d, float* sums) {
+void store_sums(Floats (*sum)[V], int64_t wide, int64_t d, float* sums) {
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
-    if constexpr (V % 2 == 0) {
+    if constexpr (Dot<T>::kStep == 2) {
 #pragma GCC unroll 2
-      for (int v = 0; v < V; v += 2) put_in_order<T>(sum[n] + v);
+      for (int v = 0; v < V; v += 2) Dot<T>::put_in_order(sum[n] + v);
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) _mm512_store_ps(sums + n * wide + d + v * kLanes, sum[n][v]);
+    for (int v = 0; v < V; ++v) store(sums + n * wide + d + v * kLanes, sum[n][v]);
   }
 }
 
 template <class T, int N, int V>
 void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, int64_t d, int words, float* sums) {
-  __m512 sum[N][V];
+  Floats sum[N][V];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[n][v] = _mm512_setzero_ps();
+    for (int v = 0; v < V; ++v) sum[n][v] = floats();
   }
   for (int word = 0; word < words; ++word) {
     const int32_t* from = values + word * wide + d;
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const __m512i value = _mm512_load_si512(from + v * kLanes);
+      const Ints value = load_ints(from + v * kLanes);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], value, weights[n * kSplit + word]);
     }
@@ -199,9 +201,10 @@ void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, i
 
 template <class T, int N>
 void combine_for(const int32_t* weights, const int32_t* values, int64_t wide, int words, float* sums) {
+  constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
   int64_t d = 0;
-  for (; d + 4 * kLanes <= wide; d += 4 * kLanes) combine_some<T, N, 4>(weights, values, wide, d, words, sums);
-  for (; d + 2 * kLanes <= wide; d += 2 * kLanes) combine_some<T, N, 2>(weights, values, wide, d, words, sums);
+  for (; d + kMost * kLanes <= wide; d += kMost * kLanes) combine_some<T, N, kMost>(weights, values, wide, d, words, sums);
+  for (; d + kFew * kLanes <= wide; d += kFew * kLanes) combine_some<T, N, kFew>(weights, values, wide, d, words, sums);
   if constexpr (Dot<T>::kStep == 1) {
     if (d < wide) combine_some<T, N, 1>(weights, values, wide, d, words, sums);
   }

@@ -15,10 +15,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // A float32 that is not above the bound, for what is at least the bound must not be left out.
 inline float below(double bound) { return std::nextafter(float(bound), kNone); }
 
-inline __m512i ids_from(int64_t first) {
-  return _mm512_add_epi32(_mm512_set1_epi32(int(first)),
-                          _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-}
+inline Ints ids_from(int64_t first) { return add(ints(int(first)), first_ints()); }
 
 // The logits of a row, of which a grammar may allow some.
 struct LogitRow {
@@ -27,15 +24,15 @@ struct LogitRow {
   int64_t vocab;
   const int32_t* ids;       // [vocab], ascending: which tokens these are; null if they are all, in order
 
-  __m512i ids_at(int64_t i) const { return ids ? _mm512_maskz_loadu_epi32(lanes(vocab - i), ids + i) : ids_from(i); }
+  Ints ids_at(int64_t i) const { return ids ? load_ints(ids + i, lanes(vocab - i)) : ids_from(i); }
   int64_t id_of(int64_t place) const { return ids && place >= 0 ? ids[place] : place; }
   int64_t place_of(int64_t id) const { return ids ? std::lower_bound(ids, ids + vocab, id) - ids : id; }
 
   // Those of 16 tokens; -inf where there is none that may be drawn.
-  __m512 at(int64_t i) const {
-    __mmask16 mask = lanes(vocab - i);
-    if (allowed && mask) mask = __mmask16(mask & allowed[i / kLanes]);
-    return mask == 0xFFFF ? load(logits + i) : _mm512_mask_loadu_ps(_mm512_set1_ps(kNone), mask, logits + i);
+  Floats at(int64_t i) const {
+    Mask mask = lanes(vocab - i);
+    if (allowed && mask) mask = Mask(mask & allowed[i / kLanes]);
+    return mask == 0xFFFF ? load(logits + i) : load(logits + i, mask, floats(kNone));
   }
 };
 
@@ -50,26 +47,26 @@ struct Survey {
   void take(const LogitRow& row) {
     blocks = (row.vocab + kBlock - 1) / kBlock;
     if (int64_t(maxima.size()) < blocks * kLanes) maxima.resize(blocks * kLanes);
-    __m512 top = _mm512_set1_ps(kNone);
-    __mmask16 unordered = 0;
+    Floats top = floats(kNone);
+    Mask strange = 0;
     for (int64_t block = 0; block < blocks; ++block) {
-      __m512 group[2] = {top, top};
+      Floats group[2] = {top, top};
       for (int64_t i = 0; i < kBlock; i += 2 * kLanes) {
-        const __m512 x = row.at(block * kBlock + i), y = row.at(block * kBlock + i + kLanes);
-        unordered = __mmask16(unordered | _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q));
-        group[0] = _mm512_max_ps(group[0], x);
-        group[1] = _mm512_max_ps(group[1], y);
+        const Floats x = row.at(block * kBlock + i), y = row.at(block * kBlock + i + kLanes);
+        strange = Mask(strange | unordered(x, y));
+        group[0] = max(group[0], x);
+        group[1] = max(group[1], y);
       }
-      store(maxima.data() + block * kLanes, _mm512_max_ps(group[0], group[1]));
+      store(maxima.data() + block * kLanes, max(group[0], group[1]));
     }
-    for (int64_t block = 0; block < blocks; ++block) top = _mm512_max_ps(top, groups(block));
-    best = _mm512_reduce_max_ps(top);
-    token = unordered || !std::isfinite(best) ? -1 : row.id_of(first_best(row));
+    for (int64_t block = 0; block < blocks; ++block) top = max(top, groups(block));
+    best = largest_of(top);
+    token = strange || !std::isfinite(best) ? -1 : row.id_of(first_best(row));
   }
 
-  __m512 groups(int64_t block) const { return load(maxima.data() + block * kLanes); }
-  bool reaches(int64_t block, __m512 least) const {
-    return _mm512_cmp_ps_mask(groups(block), least, _CMP_GE_OQ) != 0;
+  Floats groups(int64_t block) const { return load(maxima.data() + block * kLanes); }
+  bool reaches(int64_t block, Floats least) const {
+    return greater_equal(groups(block), least) != 0;
   }
 
   // A logit that at least `count` tokens reach, and as few others as their groups' maxima tell.
@@ -96,19 +93,19 @@ struct Survey {
  private:
   int64_t reached_by(float least) const {
     int64_t count = 0;
-    const __m512 limit = _mm512_set1_ps(least);
+    const Floats limit = floats(least);
     for (int64_t block = 0; block < blocks; ++block) {
-      count += __builtin_popcount(_mm512_cmp_ps_mask(groups(block), limit, _CMP_GE_OQ));
+      count += __builtin_popcount(greater_equal(groups(block), limit));
     }
     return count;
   }
 
   int64_t first_best(const LogitRow& row) const {
-    const __m512 limit = _mm512_set1_ps(best);
+    const Floats limit = floats(best);
     int64_t i = 0;
     while (!reaches(i / kBlock, limit)) i += kBlock;
     for (;; i += kLanes) {
-      if (const __mmask16 hit = _mm512_cmp_ps_mask(row.at(i), limit, _CMP_EQ_OQ)) return i + __builtin_ctz(hit);
+      if (const Mask hit = equal(row.at(i), limit)) return i + __builtin_ctz(hit);
     }
   }
 };

@@ -10,6 +10,8 @@
 
 namespace outrider {
 
+constexpr int64_t kChunk = 64;  // bytes of an operand's chunk, of every format
+
 constexpr int kDotRows = 12;  // rows that one pass over a panel serves: 2 accumulators each, of 32 registers
 
 // sum += products of single numbers, or dot products of pairs or fours, in each 32 bits of w and x. Written out because

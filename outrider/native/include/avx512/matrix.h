@@ -12,7 +12,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "pass.h"
+#include "dots.h"
 
 namespace outrider {
 

@@ -1,0 +1,268 @@
+// Products of a few rows with a panel, by AVX2, which has half the registers of AVX-512, of half the width: a run takes two of
+// the panel's four vectors of eight outputs for up to six rows, or all four for up to two. Runs go over 64 numbers of k, so
+// that a panel is read once from its beginning to its end; what they come to meets in the tile.
+//
+// Every row's sums run over k in one order, whatever rows stand beside it, so a row's result does not depend on the batch.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "pass.h"
+
+namespace outrider {
+
+constexpr int kDotRows = 6;  // rows that one pass over a panel serves
+
+constexpr int kEight = 8;       // outputs of a vector
+constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
+
+// Some rows, the panel's vectors from `first` on, and a block of k. weight, x: where these begin, x of the first row, whose
+// next chunk is `jump` bytes further. line: how many are before the block's; the first run over a block fetches.
+struct Run {
+  const Pass& pass;
+  const int64_t block, line, jump;
+  const int first;
+  const char *weight, *x;
+
+  float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * kEight; }
+  void fetch(int64_t step) const {
+    if (first == 0) pass.fetch(line + step);
+  }
+};
+
+inline __m256i load_vector(const char* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+inline __m256 broadcast(const char* from) { return _mm256_broadcast_ss(reinterpret_cast<const float*>(from)); }
+inline __m256i broadcast_word(const char* from) { return _mm256_castps_si256(broadcast(from)); }
+
+// Written out because compilers would keep too much at a time in 16 registers.
+inline void add_product(__m256& sum, __m256 w, __m256 x) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x)); }
+inline void add_products(__m256i& sum, __m256i w, __m256i x) {  // of pairs of 16 bits
+  __m256i product;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
+}
+inline void add_bytes(__m256i& sum, __m256i w, __m256i x) {  // of pairs of unsigned with signed bytes, as 16 bits
+  __m256i product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
+}
+// The same address, of which compilers do not know that they have read from it.
+inline const char* once_more(const char* from) {
+  asm("" : "+r"(from));
+  return from;
+}
+
+// --- float32 and bfloat16 ---
+
+// A step of k: x: the first row's number; those of the others follow chunk by chunk
+template <int M, int V>
+[[gnu::always_inline]] inline void step(__m256 sum[M][V], const __m256 w[V], const char* x) {
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    const __m256 all = broadcast(x + m * bytes_of_chunk(Format::kFloat32));
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) add_product(sum[m][v], w[v], all);
+  }
+}
+
+// float32, a number of k a line, and bfloat16, two of them, which are widened one after the other.
+template <Format FORMAT, int M, int V>
+[[gnu::noinline]] void run_plain(Run run) {
+  constexpr int64_t kNumbers = FORMAT == Format::kFloat32 ? 1 : 2;
+  constexpr int64_t kSteps = bytes_of_chunk(FORMAT) / (4 * kNumbers);  // of a chunk
+  const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
+  __m256 sum[M][V];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[m][v] = _mm256_loadu_ps(run.tile(m, v));
+  }
+  const int64_t lines = std::min<int64_t>(kGroup, run.pass.weight.k - run.block * kGroup) / kNumbers;
+  const char* from = run.weight;
+  for (int64_t line = 0; line < lines; run.x += run.jump) {
+    const int64_t end = std::min(lines, line + kSteps);
+    const char* x = run.x;
+#pragma GCC unroll 1
+    for (; line < end; ++line, from += kLine, x += 4 * kNumbers) {
+      run.fetch(line);
+      __m256 w[V];
+      if constexpr (FORMAT == Format::kFloat32) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) w[v] = _mm256_castsi256_ps(load_vector(from + v * 32));
+        step<M, V>(sum, w, x);
+      } else {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) w[v] = _mm256_castsi256_ps(_mm256_slli_epi32(load_vector(from + v * 32), 16));
+        step<M, V>(sum, w, x);
+        const char* again = once_more(from);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) w[v] = _mm256_castsi256_ps(_mm256_and_si256(load_vector(again + v * 32), high));
+        step<M, V>(sum, w, x + 4);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) _mm256_storeu_ps(run.tile(m, v), sum[m][v]);
+  }
+}
+
+// --- int8: even and odd numbers of k apart, as 16 bits, so that nothing saturates: sums are the whole numbers that they are ---
+
+template <int M, int V>
+[[gnu::noinline]] void run_int8(const Run& run) {
+  constexpr int64_t kLines = kGroup / 4;
+  const __m256i low = _mm256_set1_epi32(0x00FF00FF);
+  const int64_t facts = run.block * run.pass.x.rows + run.pass.row;
+  auto add = [](__m256i sum[M][V], const __m256i w[V], const char* x) [[gnu::always_inline]] {
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt8));
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) add_products(sum[m][v], w[v], all);
+    }
+  };
+  const int32_t* offsets = run.pass.x.offsets + facts;
+  __m256i sum[M][V];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[m][v] = _mm256_set1_epi32(offsets[m]);
+  }
+  const char *from = run.weight, *x = run.x;
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 8) {
+    run.fetch(i);
+    __m256i w[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) w[v] = _mm256_and_si256(load_vector(from + v * 32), low);
+    add(sum, w, x);
+    const char* again = once_more(from);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) w[v] = _mm256_srli_epi16(load_vector(again + v * 32), 8);
+    add(sum, w, x + 4);
+  }
+  const float* scales = run.pass.x.scales + facts;
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+    const __m256 scale = _mm256_set1_ps(scales[m]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const __m256 before = _mm256_loadu_ps(run.tile(m, v));
+      _mm256_storeu_ps(run.tile(m, v), _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][v]), scale, before));
+    }
+  }
+}
+
+// --- int4 ---
+
+// What half a group comes to: whole numbers in sum, times the half's scales, plus its centres times the sum of the row's
+// numbers. first: what the first half comes to before the row's scale, taken up by the second
+template <int M, int V, bool HIGH>
+[[gnu::always_inline]] inline void add_half(const Run& run, const __m256i sum[M][V], __m256 first[M][V]) {
+  const Operand& operand = run.pass.x;
+  const int64_t at = run.block * operand.rows + run.pass.row;
+  const int32_t* offsets = operand.offsets + (2 * run.block + HIGH) * operand.rows + run.pass.row;
+  const char* facts = run.weight - run.first * 32 + kGroup / 8 * kLine;
+  const __m256i ones = _mm256_set1_epi16(1);
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    const char* halves = facts + (HIGH * kPanel + (run.first + v) * kEight) * 2;
+    const __m256 column = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
+    const __m256i centres = load_vector(facts + 2 * kPanel * 2 + (run.first + v) * 32);
+    const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
+    const __m256 centre[2] = {_mm256_castsi256_ps(_mm256_slli_epi32(centres, 16)),
+                              _mm256_castsi256_ps(_mm256_and_si256(centres, high))};
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(sum[m][v], ones), _mm256_set1_epi32(offsets[m]));
+      const __m256 real = _mm256_cvtepi32_ps(whole);
+      if constexpr (!HIGH) {
+        first[m][v] = _mm256_mul_ps(real, column);
+      } else {
+        const uint32_t sums = operand.sums[at + m];  // as bfloat16
+        const __m256 both = _mm256_fmadd_ps(real, column, first[m][v]);
+        __m256 all = _mm256_fmadd_ps(both, _mm256_set1_ps(operand.scales[at + m]), _mm256_loadu_ps(run.tile(m, v)));
+        all = _mm256_fmadd_ps(centre[0], _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(sums << 16))), all);
+        all = _mm256_fmadd_ps(centre[1], _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(sums & 0xFFFF0000))), all);
+        _mm256_storeu_ps(run.tile(m, v), all);
+      }
+    }
+  }
+}
+
+// 32 k of a group, the low or the high halves of its bytes. Pairs of products, 15 x 127 at most each, add up to 16 bits
+// without overflow over all of them.
+template <int M, int V, bool HIGH>
+[[gnu::always_inline]] inline void multiply_half(const Run& run, __m256 first[M][V]) {
+  constexpr int64_t kLines = kGroup / 8, kFacts = kInt4Facts / kLine;
+  const __m256i nibble = _mm256_set1_epi8(15);
+  __m256i sum[M][V];
+#pragma GCC unroll 6
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum[m][v] = _mm256_setzero_si256();
+  }
+  const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 4) {
+    if (!HIGH) run.fetch(i);
+    __m256i w[V];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const __m256i both = load_vector(from + v * 32);
+      w[v] = _mm256_and_si256(HIGH ? _mm256_srli_epi16(both, 4) : both, nibble);
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < M; ++m) {
+      const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt4));
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) add_bytes(sum[m][v], w[v], all);
+    }
+  }
+  for (int64_t i = 0; HIGH && i < kFacts; ++i) run.fetch(kLines + i);
+  add_half<M, V, HIGH>(run, sum, first);
+}
+
+template <int M, int V>
+[[gnu::noinline]] void run_int4(const Run& run) {
+  __m256 first[M][V];
+  multiply_half<M, V, false>(run, first);
+  multiply_half<M, V, true>(run, first);
+}
+
+// --- all of them ---
+
+template <int M, int V>
+void multiply_block(const Run& run) {
+  switch (run.pass.weight.format) {
+    case Format::kFloat32: return run_plain<Format::kFloat32, M, V>(run);
+    case Format::kBFloat16: return run_plain<Format::kBFloat16, M, V>(run);
+    case Format::kInt8: return run_int8<M, V>(run);
+    case Format::kInt4: return run_int4<M, V>(run);
+  }
+}
+
+template <int M>
+void multiply(const Pass& pass) {
+  constexpr int V = M <= 2 ? 4 : 2;
+  const Format format = pass.weight.format;
+  const int64_t bytes = bytes_of_panel(format, kGroup);  // of a block
+  const int64_t chunks = kGroup * width_of_operand(format) / bytes_of_chunk(format), jump = pass.x.rows * bytes_of_chunk(format);
+  std::memset(pass.tile, 0, M * kPanel * sizeof(float));
+  const char *weight = pass.begin(), *x = pass.chunk(0);
+  for (int64_t block = 0; block * kGroup < pass.weight.k; ++block, weight += bytes, x += chunks * jump) {
+    for (int first = 0; first < kPanel / kEight; first += V) {
+      multiply_block<M, V>(Run{pass, block, block * bytes / kLine, jump, first, weight + first * 32, x});
+    }
+  }
+  if (format == Format::kInt8) pass.scale_columns(M);
+}
+
+template <int... M>
+constexpr std::array<void (*)(const Pass&), sizeof...(M)> kernels_of(std::integer_sequence<int, M...>) {
+  return {multiply<M + 1>...};
+}
+constexpr auto kDots = kernels_of(std::make_integer_sequence<int, kDotRows>());
+
+}  // namespace outrider

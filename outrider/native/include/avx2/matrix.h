@@ -1,0 +1,26 @@
+// There is no matrix unit; avx512/matrix.h has what is asked for here.
+#pragma once
+
+#include "pass.h"
+
+namespace outrider {
+
+constexpr int kMatrixRows = 1;
+
+struct MatrixUnit {
+  static constexpr bool available() { return false; }
+  static bool use(bool) { return false; }
+};
+
+struct MatrixRegisters {
+  explicit MatrixRegisters(int) {}
+};
+
+namespace matrix {
+
+inline void multiply(const Pass&, int64_t) {}
+inline void multiply_by_vectors(const Pass&, int64_t) {}
+
+}  // namespace matrix
+
+}  // namespace outrider
