@@ -62,12 +62,13 @@ VARIABLE = "OUTRIDER_VECTORS"
 
 def library(name: str, folder: Path, flags: tuple[str, ...] = (), includes: tuple[Path, ...] = ()) -> Library:
     """Kernels in a folder, for this processor. flags, includes: beside those of its kind."""
-    kind = _kind()
+    kind = chosen()
     return Library(name, folder, (*kind.flags, *flags), (*kind.includes, *includes), lambda: _check(kind))
 
 
 @functools.cache
-def _kind() -> Kind:
+def chosen() -> Kind:
+    """What kernels of this process are compiled for."""
     if os.environ.get(VARIABLE) == AVX2.name:
         return AVX2
     return AVX2 if AVX512.missing() else AVX512

@@ -80,6 +80,24 @@ def test_narrow_weights_multiply_as_their_twins(number_format, outputs, inputs, 
             assert torch.equal(narrow(x[:count]), together[:count])
 
 
+@needs_kernels
+@pytest.mark.parametrize("number_format", [Format.INT8, Format.INT4])
+def test_the_largest_numbers_overflow_nowhere(number_format, multiplied_by):
+    """All of one sign, so that sums grow as far as they can."""
+    most = 127.0 if number_format == Format.INT8 else 15.0
+    weight = torch.full((64, 256), most)
+    weight[32:] = -most
+    if number_format == Format.INT4:  # a step of 1 needs both ends in each block
+        weight[:, ::32] = 0.0
+    linear = nn.Linear(256, 64, bias=False)
+    with torch.inference_mode():
+        linear.weight.copy_(weight)
+        narrow = NativeLinear(linear, number_format)
+        for sign in (1.0, -1.0):
+            x = torch.full((13, 256), sign * 127.0)
+            torch.testing.assert_close(narrow(x), x @ weight.T, rtol=1e-6, atol=0.0)
+
+
 def test_narrow_weights_err_little():
     torch.manual_seed(2)
     weight = torch.randn(64, 256)

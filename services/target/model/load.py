@@ -15,6 +15,7 @@ import transformers
 from outrider import checkpoint
 from outrider.config import DType, TargetConfig
 from outrider.errors import ConfigError
+from outrider.native import vectors
 from services.target import graphs
 from services.target.kernels import Planner, choose
 from services.target.kernels.cpu import library
@@ -110,10 +111,11 @@ def _runner(
                 module, probe, number_format, context_length, cache_dtype, means.copied,
                 looks_back=means.looks_back, head=head,
             )  # fmt: skip
-            unit = ", with a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
+            unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
             log.info(
-                "running as a compiled program%s; a step reads %.0f MB of weights", unit, runner.weight_bytes / 1e6
-            )
+                "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
+                vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
+            )  # fmt: skip
             if runner.drafts:
                 log.info("drafting by itself, too; that reads %.0f MB a token", runner.draft_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
