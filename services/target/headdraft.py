@@ -27,6 +27,7 @@ from services.target.batch import Burst, DrawPlan, Work, Worth, build
 from services.target.bursts import burst_of
 from services.target.drawing import Entry
 from services.target.headrows import HeadRows
+from services.target.kept import Kept
 from services.target.kv_cache import KVCache
 from services.target.line import Line
 from services.target.model.base import Model
@@ -95,10 +96,8 @@ class HeadDraft(SelfDraft):
         self.rows = HeadRows(prefix)
         self._lines: dict[int, Line] = {}  # what guesses take, by sessions
         self._chains: dict[int, _Chain] = {}
-        # Whether guesses of so many sessions pay, and in how many steps that is not asked again; steps without guesses.
-        self._paying: tuple[int, bool, int] = 0, False, 0
-        self._unpaid = 0
-        self._priced: tuple[int, Worth, int] = 0, Worth(0.0, 0.0, 0.0, 0.0), 0
+        self._paying, self._priced = Kept[bool](_AGAIN), Kept[Worth](_AGAIN)  # by sessions
+        self._unpaid = 0  # steps without guesses
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
@@ -184,14 +183,15 @@ class HeadDraft(SelfDraft):
 
     def pays(self, works: Sequence[Work]) -> bool:
         """As of SelfDraft. Where it does not, it is tried now and then all the same."""
-        sessions, pays, steps = self._paying
-        if sessions != len(works) or not steps:
-            keys = sum(work.chunk.stop for work in works)
-            step, _ = self._planner.budget.cost.step(len(works), keys)
-            pays, steps = self.rate(len(works), keys) > _LEAD / step, _AGAIN
-        self._paying = len(works), pays, steps - 1
+        pays = self._paying.get(len(works), lambda: self._promise(works))
         self._unpaid = 0 if pays or self._unpaid >= _TRIAL else self._unpaid + 1
         return not self._unpaid
+
+    def _promise(self, works: Sequence[Work]) -> bool:
+        """True if guesses promise enough over plain steps."""
+        keys = sum(work.chunk.stop for work in works)
+        step, _ = self._planner.budget.cost.step(len(works), keys)
+        return self.rate(len(works), keys) > _LEAD / step
 
     def rate(self, sessions: int, keys: int) -> float:
         """As of SelfDraft."""
@@ -214,11 +214,8 @@ class HeadDraft(SelfDraft):
 
     def _worth(self, works: Sequence[Work]) -> Worth:
         """What guesses cost and bring, as of one of the last steps."""
-        sessions, (known, worth, steps) = len(works), self._priced
-        if known != sessions or not steps:
-            worth, steps = self._price(sessions, sum(work.chunk.stop for work in works)), _AGAIN
-        self._priced = sessions, worth, steps - 1
-        return worth
+        sessions = len(works)
+        return self._priced.get(sessions, lambda: self._price(sessions, sum(work.chunk.stop for work in works)))
 
     def _price(self, sessions: int, keys: int) -> Worth:
         cost = self._planner.budget.cost

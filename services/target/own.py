@@ -20,6 +20,7 @@ from services.target.batch import Burst, Work
 from services.target.copydraft import CopyDraft
 from services.target.drawing import Entry
 from services.target.headdraft import HeadDraft
+from services.target.kept import Kept
 from services.target.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.planning import Planner
@@ -47,13 +48,12 @@ class OwnDrafts:
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
         self._guessing = False  # in the step at hand
         self._rounds: Burst | None = None  # in its place
-        # What `least` says of so many sessions, with guesses or without, and how often it will say so yet.
-        self._least: tuple[tuple[int, bool], int, int] = (0, False), 0, 0
+        self._least = Kept[int](_AGAIN)  # by sessions, with guesses or without
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
         self.repeats.forget()
-        self._least = (0, False), 0, 0
+        self._least.forget()
         if self.chains is not None:
             self.chains.forget()
 
@@ -114,16 +114,15 @@ class OwnDrafts:
         """
         if not self.looks_back:
             return 0
-        known, least, steps = self._least
-        if known != (sessions, self._guessing) or not steps:
-            self.repeats.fade()
-            rate = self._other_rate(sessions, keys)
-            chances = enumerate(self.repeats.chances().tolist(), LEAST)
-            pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
-            least = next(pays, 0)
-            steps = _AGAIN
-        self._least = (sessions, self._guessing), least, steps - 1
-        return least
+        return self._least.get((sessions, self._guessing), lambda: self._judge(sessions, keys))
+
+    def _judge(self, sessions: int, keys: int) -> int:
+        """`least`, as of now."""
+        self.repeats.fade()
+        rate = self._other_rate(sessions, keys)
+        chances = enumerate(self.repeats.chances().tolist(), LEAST)
+        pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
+        return next(pays, 0)
 
     def _serves(self, work: Work) -> bool:
         """True for a session that only wants its next tokens. What a grammar allows, nobody here knows."""

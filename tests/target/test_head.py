@@ -200,7 +200,7 @@ def test_chains_are_as_long_as_they_pay(pair):
         chains._lines = {1: Line(0.0, each * 1e-3)}
         chains.guesses.table = array("f", [odds] * 32)
         chains._kinds[True].drafted = 0.0
-        chains._priced = 0, chains._priced[1], 0  # anew
+        chains._priced.forget()
         (work,) = engine._plan()
         drafted = round(chains._kinds[True].drafted / headdraft._NEW)
         engine.abort()

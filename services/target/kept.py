@@ -1,0 +1,28 @@
+"""What takes a while to work out and changes slowly, so that it is asked anew now and then only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+_Value = TypeVar("_Value")
+
+
+class Kept(Generic[_Value]):
+    """A value that serves so many times, as long as it is asked for under one key."""
+
+    def __init__(self, times: int) -> None:
+        self._times = times
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask anew next time."""
+        self._known: tuple[Hashable, _Value] | None = None
+        self._left = 0
+
+    def get(self, key: Hashable, work_out: Callable[[], _Value]) -> _Value:
+        """The value, worked out if it has served long enough or the key is another one."""
+        if self._known is None or self._known[0] != key or not self._left:
+            self._known, self._left = (key, work_out()), self._times
+        self._left -= 1
+        return self._known[1]
