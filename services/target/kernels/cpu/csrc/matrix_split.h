@@ -1,4 +1,4 @@
-// As split.h, on the matrix unit (outrider/native/include/matrix.h): what it lays out is what the unit multiplies, 16 query
+// As split.h, on the matrix unit (outrider/native/include/avx512/matrix.h): what it lays out is what the unit multiplies, 16 query
 // vectors at a time with 16 columns or 16 numbers of values.
 //
 // Words and columns are taken 16 and 32 at a time, with zeros behind them. Sums are rounded in another order than those
