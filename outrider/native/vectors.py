@@ -16,9 +16,12 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider import native
 from outrider.native import Library, Unavailable
 
 _INCLUDE = Path(__file__).parent / "include"
@@ -56,14 +59,35 @@ AVX512 = Kind(
 )  # fmt: skip
 
 
+KINDS = {kind.name: kind for kind in (AVX2, AVX512)}
+
 VARIABLE = "OUTRIDER_VECTORS"
 """Of the environment: the name of a kind, in the place of the best that this processor is of."""
 
 
-def library(name: str, folder: Path, flags: tuple[str, ...] = (), includes: tuple[Path, ...] = ()) -> Library:
-    """Kernels in a folder, for this processor. flags, includes: beside those of its kind."""
-    kind = chosen()
-    return Library(name, folder, (*kind.flags, *flags), (*kind.includes, *includes), lambda: _check(kind))
+def library(
+    name: str, folder: Path, kind: Kind | None = None, flags: tuple[str, ...] = (), includes: tuple[Path, ...] = ()
+) -> Library:
+    """Kernels in a folder. kind: of another machine; by default for this processor, which must have what they ask for.
+
+    flags, includes: beside those of the kind
+    """
+    own = kind or chosen()
+    check = None if kind else functools.partial(_check, own)
+    return Library(name, folder, (*own.flags, *flags), (*own.includes, *includes), check)
+
+
+def report(library_of: Callable[[Kind | None], Library], what: str, instead: str) -> None:
+    """Compile kernels, and print what came of it: for this processor, or for each kind that the command line names.
+
+    instead: what serves where they cannot be had
+    """
+    names = sys.argv[1:]
+    if unknown := set(names) - set(KINDS):
+        raise SystemExit(f"{', '.join(sorted(unknown))}: there are kernels for {' and '.join(KINDS)}")
+    kinds: list[Kind | None] = [KINDS[name] for name in names]
+    for kind in kinds or [None]:
+        native.report(library_of(kind), f"{what} ({(kind or chosen()).name})", instead)
 
 
 @functools.cache

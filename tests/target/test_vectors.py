@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from outrider import native
 from outrider.native import vectors
 from services.target.kernels.cpu import library
 
@@ -55,3 +57,27 @@ def test_a_processor_without_them_is_told(monkeypatch):
     monkeypatch.setattr(vectors, "_processor", frozenset)
     with pytest.raises(library.Unavailable, match="written for x86 processors"):
         vectors.library("nothing", TARGET).compiled()
+
+
+def test_headers_of_all_kinds_are_installed():
+    root = TARGET.parents[1]
+    told = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["outrider.native"]
+    folder = root / "outrider" / "native"
+    installed = {path for pattern in told for path in folder.glob(pattern) if path.is_file()}
+    assert set(folder.rglob("*.h")) <= installed
+    kinds = [{path.name for path in folder.glob(f"include/{name}/*.h")} for name in vectors.KINDS]
+    assert kinds[0] == kinds[1] != set()  # of one name in both
+
+
+def test_kernels_for_other_machines_are_compiled_by_the_name_of_their_kind(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(native.Library, "compiled", lambda library: made.append(library) or Path("kernels.so"))
+    monkeypatch.setattr(vectors, "_processor", lambda: frozenset({"sse2"}))
+    monkeypatch.setattr(sys, "argv", ["build", "avx512", "avx2"])
+    vectors.report(library.build.kernels, "Kernels", "PyTorch")
+    assert [one.includes[-1].name for one in made] == ["avx512", "avx2"]
+    assert all(one.check is None for one in made)  # this machine need not be able to run them
+    assert capsys.readouterr().out.startswith("Kernels (avx512): compiled, kernels.so\nKernels (avx2): compiled")
+    monkeypatch.setattr(sys, "argv", ["build", "neon"])
+    with pytest.raises(SystemExit, match="neon: there are kernels for avx2 and avx512"):
+        vectors.report(library.build.kernels, "Kernels", "PyTorch")
