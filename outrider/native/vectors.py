@@ -54,11 +54,7 @@ class Kind:
 
 _PLAIN = ("avx2", "fma", "f16c")
 AVX2 = Kind("avx2", _PLAIN)
-AVX512 = Kind(
-    "avx512", (*_PLAIN, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
-)  # fmt: skip
-
-
+AVX512 = Kind("avx512", (*_PLAIN, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni"))
 KINDS = {kind.name: kind for kind in (AVX2, AVX512)}
 
 VARIABLE = "OUTRIDER_VECTORS"
