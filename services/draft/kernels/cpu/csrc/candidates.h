@@ -28,8 +28,6 @@ struct CandidatesCall {
   float* log_scores;                         // [S, R, count]
 };
 
-inline Ints iota(int64_t first) { return add(ints(int(first)), first_ints()); }
-
 // log(1 + f) for f in [-0.293, 0.415]; exact near 0.
 inline Floats log1p_small(Floats f) {
   Floats p = floats(7.0376836292e-2f);
@@ -93,7 +91,7 @@ class Candidates {
     for (int64_t i = 0; i < call_.vocab; i += kLanes) visit(i, lanes(call_.vocab - i));
   }
   Ints ids(int64_t i, Mask mask) const {
-    return call_.ids ? load_ints(call_.ids + i, mask) : iota(i);
+    return call_.ids ? load_ints(call_.ids + i, mask) : ids_from(i);
   }
   Floats score(int64_t i, Mask mask) const {
     return load(scores_ + i, mask, floats(kNever));

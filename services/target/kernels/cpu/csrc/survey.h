@@ -15,8 +15,6 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // A float32 that is not above the bound, for what is at least the bound must not be left out.
 inline float below(double bound) { return std::nextafter(float(bound), kNone); }
 
-inline Ints ids_from(int64_t first) { return add(ints(int(first)), first_ints()); }
-
 // The logits of a row, of which a grammar may allow some.
 struct LogitRow {
   const float* logits;      // [vocab]
