@@ -1,9 +1,4 @@
-"""Dense decoders on the CPU as programs of compiled kernels, taken from a loaded `transformers` model.
-
-The models here are variations of one layer: RMS norm, attention with rotary positions, RMS norm, a gated feed-forward
-layer. What varies (biases, norms of queries and keys, norms of what branches add, windows, two kinds of positions,
-caps) is read from the modules. Any other model runs module by module.
-"""
+"""Dense decoders (decoder.py) on the CPU as programs of compiled kernels, taken from a loaded `transformers` model."""
 
 from __future__ import annotations
 
@@ -21,13 +16,12 @@ from services.target.kernels.cpu.program import Activation, Buffer, Norm, Progra
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
+from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
 from services.target.model.head import Head, HeadWeights
 from services.target.model.linear import head_format, plain_format
 
-_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
-_SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16
 SCREENED = 8192  # outputs from which a narrow copy of a head pays; smaller ones stay in caches
@@ -36,14 +30,13 @@ _WIDEST_HEAD, _WIDEST_NORM = 576, 16384  # what the kernels have room for
 
 def serves(settings: Any) -> bool:
     """True if there are kernels on this machine for checkpoints of such a configuration."""
-    return settings.model_type in _MODEL_TYPES and library.available()
+    return settings.model_type in decoder.MODEL_TYPES and library.available()
 
 
 def reason_against(module: Any, backend: str, cache_dtype: torch.dtype) -> str | None:
     """Why a model cannot be a program; None if it can. backend: that of --attention-backend."""
-    config = module.config
-    if config.model_type not in _MODEL_TYPES:
-        return f"there is no program for models of type {config.model_type}"
+    if (against := decoder.reason_against(module)) is not None:
+        return against
     try:
         library.load()
     except library.Unavailable as reason:
@@ -52,23 +45,13 @@ def reason_against(module: Any, backend: str, cache_dtype: torch.dtype) -> str |
         return f"--attention-backend is {backend}"
     if plain_format(module.dtype) is None or not reads(module.dtype, cache_dtype):
         return f"there are no kernels for {_named(module.dtype)} with a cache in {_named(cache_dtype)}"
-    if _activation(config) not in _ACTIVATIONS:
-        return f"there is no kernel for the activation {_activation(config)}"
-    if any(
-        linear.bias is not None for layer in module.model.layers for linear in (layer.mlp.gate_proj, layer.mlp.up_proj)
-    ):
-        return "its feed-forward layers have biases"
-    if module.model.layers[0].self_attn.head_dim > _WIDEST_HEAD or config.hidden_size > _WIDEST_NORM:
+    if module.model.layers[0].self_attn.head_dim > _WIDEST_HEAD or module.config.hidden_size > _WIDEST_NORM:
         return "it is too wide for the kernels"
     return None
 
 
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _activation(config: Any) -> str:
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 class ProgramRunner:
@@ -158,8 +141,8 @@ class _Builder:
         self._narrow = copied
         self._config = module.config
         self._names = {id(child): name for name, child in module.named_modules()}
-        self._turns = _Rotation(module, positions)
-        self._activation = _ACTIVATIONS[_activation(module.config)]
+        self._turns = decoder.Rotation(module, positions)
+        self._activation = _ACTIVATIONS[decoder.activation(module.config)]
 
     def build(self) -> Tensor:
         """The whole program. Returns the embedding, [V, H]."""
@@ -170,14 +153,15 @@ class _Builder:
         self._runner.place("model.embed_tokens.weight", tuple(table.shape), table.copy_)
         for index, layer in enumerate(model.layers):
             self._mark(index)
-            self._attention(index, layer)
-            self._feed_forward(layer)
+            taken = decoder.parts(layer)
+            self._attention(index, taken)
+            self._feed_forward(taken)
         self._mark(len(model.layers))
         norm = self._norm(model.norm)
         self._format = head_format(self._format) or self._format
         self._narrow = head_format(self._narrow)
         tied = "model.embed_tokens" if self._tied else None
-        softcap = float(getattr(self._config, "final_logit_softcapping", None) or 0.0)
+        softcap = decoder.final_softcap(self._config)
         screen = None if softcap else self._screen(self._module.lm_head, tied)
         if screen is not None or self._format == self._narrow:  # which is narrow itself
             self._narrow = None
@@ -201,12 +185,12 @@ class _Builder:
     def _tied(self) -> bool:
         return self._module.lm_head.weight is self._module.model.embed_tokens.weight
 
-    def _attention(self, index: int, layer: Any) -> None:
-        program, attention = self._runner._program, layer.self_attn
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    def _attention(self, index: int, layer: decoder.Parts) -> None:
+        program = self._runner._program
+        projections = list(layer.projections)
         bias = self._bias(projections)
         weight, narrow = self._pack(projections)
-        norm = self._norm(layer.input_layernorm)
+        norm = self._norm(layer.before_attention)
         program.linear(weight, Buffer.RESIDUAL, Buffer.WIDE, norm=norm, bias=bias, narrow=narrow)
         call = self._probe.calls[index]
         shape = AttentionShape(
@@ -214,22 +198,18 @@ class _Builder:
             call.scaling, call.window or 0, call.softcap or 0.0, None,
         )  # fmt: skip
         query_norm, key_norm = (
-            self._norm(getattr(attention, name)) if hasattr(attention, name) else None for name in ("q_norm", "k_norm")
+            None if module is None else self._norm(module) for module in (layer.query_norm, layer.key_norm)
         )
         program.attend(index, shape, *self._turns.of(index), query_norm, key_norm)
-        after = layer.post_attention_layernorm if hasattr(layer, "pre_feedforward_layernorm") else None
-        self._branch(attention.o_proj, Buffer.ATTENDED, after)
+        self._branch(layer.output, Buffer.ATTENDED, layer.after_attention)
 
-    def _feed_forward(self, layer: Any) -> None:
-        program, mlp = self._runner._program, layer.mlp
-        gated = hasattr(layer, "pre_feedforward_layernorm")
-        before = layer.pre_feedforward_layernorm if gated else layer.post_attention_layernorm
-        weight, narrow = self._pack([mlp.gate_proj, mlp.up_proj], interleaved=True)
-        program.linear(
+    def _feed_forward(self, layer: decoder.Parts) -> None:
+        weight, narrow = self._pack([layer.gate, layer.up], interleaved=True)
+        self._runner._program.linear(
             weight, Buffer.RESIDUAL, Buffer.HIDDEN,
-            norm=self._norm(before), activation=self._activation, narrow=narrow,
+            norm=self._norm(layer.before_feed_forward), activation=self._activation, narrow=narrow,
         )  # fmt: skip
-        self._branch(mlp.down_proj, Buffer.HIDDEN, layer.post_feedforward_layernorm if gated else None)
+        self._branch(layer.down, Buffer.HIDDEN, layer.after_feed_forward)
 
     def _branch(self, linear: nn.Linear, source: Buffer, norm: Any) -> None:
         """residual += linear(source), normalised first if there is a norm."""
@@ -299,35 +279,13 @@ class _Builder:
         return bias
 
     def _norm(self, module: Any) -> Norm:
-        shift = 1.0 if self._config.model_type in _SCALED_NORMS else 0.0
+        shift = decoder.norm_shift(self._config)
         weight = module.weight.detach().float() + shift
-        epsilon = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
         self._runner.place(
             self._names[id(module)] + ".weight", tuple(weight.shape), lambda new: weight.copy_(new.float() + shift)
         )
-        return Norm(weight, float(epsilon))
+        return Norm(weight, decoder.norm_epsilon(module))
 
 
 def _filling(packed: PackedWeight, outputs: Tensor) -> Callable[[Tensor], object]:
     return lambda weight: packed.fill(outputs, weight)
-
-
-class _Rotation:
-    """Cosines and sines of a model's positions, one pair for all layers of a kind."""
-
-    def __init__(self, module: Any, positions: int) -> None:
-        self._rotary = module.model.rotary_emb
-        kinds = getattr(module.config, "layer_types", None) or []
-        self._kinds = kinds if module.config.model_type == "gemma3_text" else []
-        self._positions = torch.arange(positions)[None]
-        self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
-
-    def of(self, layer: int) -> tuple[Tensor, Tensor]:
-        """[positions, turned / 2] float32 each."""
-        kind = self._kinds[layer] if self._kinds else None
-        if kind not in self._tables:
-            like = torch.empty(0)  # float32
-            pair = self._rotary(like, self._positions, *([kind] if kind else []))
-            cosines, sines = (side[0, :, : side.shape[2] // 2].contiguous() for side in pair)  # both halves are alike
-            self._tables[kind] = (cosines, sines)
-        return self._tables[kind]
