@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from services.target.batch import Batch, Capture, Rows, pad
 from services.target.kernels import Attention, Planner
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache
-from services.target.layout import Layout
+from services.target.layout import SHORT, Layout
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
 from services.target.upload import Slab, upload
@@ -79,9 +79,9 @@ class CudaCapturer:
 class _Step:
     """A step of a fixed number of rows, with its inputs in fixed places."""
 
-    def __init__(self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer) -> None:
-        """batch: all padding, with the capture that every batch of this step asks for."""
-        self._runner, self._cache = runner, cache
+    def __init__(self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer, *, short: bool) -> None:
+        """batch: all padding, with the capture that every batch of this step asks for. short: see `_Key`."""
+        self._runner, self._cache, self._short = runner, cache, short
         self.size = len(batch)
         self._attention = self._static_attention(batch)
         limits = batch.inputs
@@ -129,7 +129,10 @@ class _Step:
         made: list[Attention] = []
 
         def noting(batch: Batch) -> Attention:
-            made.append(self._runner.planner(batch))
+            attention: Any = self._runner.planner(batch)
+            if hasattr(attention, "short"):
+                attention.short = self._short
+            made.append(attention)
             return made[-1]
 
         self._runner.run(batch, self._cache, noting)
@@ -139,7 +142,17 @@ class _Step:
         from services.target.kernels.triton_attention import StaticAttention
 
         pages = min(2 * self._cache.pages, _MOST_PAGES)
-        return StaticAttention(self.size, pages, kinds, batch.device, ordered=getattr(made[0], "ordered", False))
+        ordered = getattr(made[0], "ordered", False)
+        return StaticAttention(self.size, pages, kinds, batch.device, ordered=ordered, short=self._short)
+
+
+class _Key(NamedTuple):
+    """What distinguishes captured steps. short: whether they serve batches of short spans, whose tiles differ."""
+
+    size: int
+    layers: tuple[int, ...]
+    final: bool
+    short: bool
 
 
 class GraphRunner:
@@ -151,7 +164,7 @@ class GraphRunner:
         self._sizes = sorted(set(sizes))
         self._capturer = capturer
         self._padding = padding
-        self._steps: dict[tuple[int, tuple[int, ...], bool], _Step] = {}
+        self._steps: dict[_Key, _Step] = {}
         self._works = True
         self._cache: KVCache | None = None
 
@@ -160,8 +173,9 @@ class GraphRunner:
         """Capture every size over a cache, the largest first, so that the others fit into its memory."""
         self._cache = cache
         for size in reversed(self._sizes):
-            if self._works:
-                self._step(size, None, cache, device)
+            for short in (False, True) if self._knows_short and size > SHORT else (self._knows_short,):
+                if self._works:
+                    self._step(size, None, cache, device, short=short)
         if self._works:
             log.info("captured steps of %s rows", ", ".join(map(str, self._sizes)))
 
@@ -169,7 +183,8 @@ class GraphRunner:
         """As `Runner.forward`. Logits and features last until the next call."""
         size = self.size_for(max(len(batch), len(batch.rows.sampled)))
         if size is not None and self._works and cache is self._cache:
-            step = self._step(size, batch.capture, cache, batch.device)
+            short = self._knows_short and batch.layout.short
+            step = self._step(size, batch.capture, cache, batch.device, short=short)
             outputs = step.forward(batch) if step else None
             if outputs is not None:
                 return outputs
@@ -190,8 +205,14 @@ class GraphRunner:
         """As `Runner.update`; parameters stay in place, so captured steps go on with the new values."""
         self._runner.update(tensors)
 
-    def _step(self, size: int, capture: Capture | None, cache: KVCache, device: torch.device) -> _Step | None:
-        key = (size, *((capture.layers, capture.final) if capture else ((), False)))
+    @property
+    def _knows_short(self) -> bool:
+        return bool(getattr(self._runner.planner, "knows_short", False))
+
+    def _step(
+        self, size: int, capture: Capture | None, cache: KVCache, device: torch.device, *, short: bool
+    ) -> _Step | None:
+        key = _Key(size, *((capture.layers, capture.final) if capture else ((), False)), short)
         if key not in self._steps:
             every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
@@ -199,7 +220,7 @@ class GraphRunner:
             rows = Rows(nothing, nothing, nothing)
             batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size)
             try:
-                self._steps[key] = _Step(self._runner, batch, cache, self._capturer)
+                self._steps[key] = _Step(self._runner, batch, cache, self._capturer, short=short)
             except RuntimeError as error:  # what the model does on the way cannot be captured
                 self._works = False
                 self._steps.clear()

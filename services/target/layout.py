@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from outrider.paging.allocator import NULL_PAGE
 from outrider.speculation.tree import ROOT
 
+SHORT = 4
+"""Rows of a short span: plain ones, and some nodes."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -100,6 +103,11 @@ class Layout:
     def single(self) -> bool:
         """True if every span is one row."""
         return int(self.first[-1]) == len(self)
+
+    @property
+    def short(self) -> bool:
+        """True if no span has more than SHORT rows."""
+        return self.single or int(np.diff(self.first).max()) <= SHORT
 
     @cached_property
     def span(self) -> NDArray[np.int64]:

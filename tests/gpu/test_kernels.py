@@ -52,14 +52,15 @@ def case(heads, dims, dtype, pool_dtype=None, rows=ROWS, page_size=16):
     return works, batch, torch.randn(len(batch), heads[0], dims[0]).to(CUDA, dtype), cache
 
 
-def attention(batch):
+def attention(batch, *, ordered=False):
     from services.target.kernels.triton_attention import TritonAttention
 
-    return TritonAttention(batch)
+    return TritonAttention(batch, ordered=ordered)
 
 
-def agree(heads, dims, dtype, pool_dtype=None, **options):
-    _, batch, q, cache = case(heads, dims, dtype, pool_dtype)
+def agree(heads, dims, dtype, pool_dtype=None, rows=ROWS, **options):
+    _, batch, q, cache = case(heads, dims, dtype, pool_dtype, rows)
+    assert batch.layout.short == (rows is not ROWS)
     pools = cache.keys[0], cache.values[0]
     options = {"scaling": dims[0] ** -0.5} | options
     found = attention(batch)(q, *pools, **options)
@@ -78,6 +79,13 @@ def test_shapes(heads, dims, dtype):
     agree(heads, dims, dtype)
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (28, 4), (16, 16), (64, 8)], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"softcap": 30.0, "window": 300}], ids=str)
+def test_short_spans_have_tiles_of_their_own(heads, extra):
+    rows = [(1, 0, 0), (700, 699, 0), (4097, 4096, 0), (513, 512, 3), (9000, 8999, 2), (2049, 2045, 0), (300, 299, 1)]
+    agree(heads, (128, 128), torch.bfloat16, rows=rows, **extra)
+
+
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_pools(pool_dtype):
     agree((32, 8), (128, 128), torch.bfloat16, pool_dtype)
@@ -93,14 +101,14 @@ def test_windows_soft_caps_and_sinks(window, extra):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_rows_bits_do_not_depend_on_its_company(dtype):
     works, together, q, cache = case((32, 8), (128, 128), dtype)
-    found = attention(together)(q, cache.keys[0], cache.values[0], scaling=0.1)
+    found = attention(together, ordered=True)(q, cache.keys[0], cache.values[0], scaling=0.1)
     for work, span in zip(works, together.spans, strict=True):
         rows = slice(span.first, span.first + span.rows)
-        alone = attention(build([work], CUDA))(q[rows], cache.keys[0], cache.values[0], scaling=0.1)
+        alone = attention(build([work], CUDA), ordered=True)(q[rows], cache.keys[0], cache.values[0], scaling=0.1)
         assert torch.equal(found[rows], alone)
     padded = pad(together, len(together) + 21)
     more = torch.cat([q, torch.randn(21, *q.shape[1:], device=CUDA, dtype=dtype)])
-    result = attention(padded)(more, cache.keys[0], cache.values[0], scaling=0.1)
+    result = attention(padded, ordered=True)(more, cache.keys[0], cache.values[0], scaling=0.1)
     assert torch.equal(result[: len(together)], found)
     assert not result[len(together) :].any()
 
@@ -113,12 +121,12 @@ def test_a_plain_rows_bits_are_those_of_the_same_row_among_nodes():
     chain = random_slice(np.random.default_rng(0), nodes)
     chain = type(chain)(chain.tokens, parents, parents + 2, chain.path_scores)
     verified = build([Work(works[0].chunk, chain)], CUDA)
-    found = attention(verified)(q, cache.keys[0], cache.values[0], scaling=0.1)
+    found = attention(verified, ordered=True)(q, cache.keys[0], cache.values[0], scaling=0.1)
     session = works[0].chunk.session
     session.append(chain.tokens)
     for row in range(nodes + 1):
         plain = build([Work(Chunk(session, length - 1 + row, length + row))], CUDA)
-        alone = attention(plain)(q[row : row + 1], cache.keys[0], cache.values[0], scaling=0.1)
+        alone = attention(plain, ordered=True)(q[row : row + 1], cache.keys[0], cache.values[0], scaling=0.1)
         assert torch.equal(alone[0], found[row])
 
 

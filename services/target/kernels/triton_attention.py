@@ -1,7 +1,8 @@
 """Ragged paged attention with a tree mask on CUDA: the host side of triton_kernels.py.
 
 One launch serves prompt chunks, plain rows and draft nodes of all sessions; a second one folds long contexts that
-several programs share. Shapes and constants of a model fix the program, so a row gives the same bits in every batch.
+several programs share. Shapes and constants of a model fix the program, and whether all spans are short. Where keys are
+visited in the order of plain decoding, it is one program for all batches, so a row gives the same bits in each.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOG2E = 1.4426950408889634
 _PARTIAL_BYTES = 64 << 20
 # Programs a multiprocessor runs at once; persistent ones, so that a captured launch serves any batch.
 _PER_PROCESSOR = 2
-_FOLDS_AT_ONCE = 8
+_FOLDS_AT_ONCE = 16
 # Items of a captured step beyond one a tile.
 _STATIC_ITEMS = 4096
 # Entries of paths in a captured step, for each of its rows.
@@ -45,7 +46,7 @@ _STATIC_PATH = 16
 class Tile:
     """How a program cuts its work: rows times heads, keys a block and a split, warps, blocks in flight.
 
-    One for all batches of a model: heights differ in the order in which a device adds up, so a row's bits would.
+    Tiles differ in the order in which a device adds up, and so in a row's bits.
     """
 
     lanes: int
@@ -55,12 +56,17 @@ class Tile:
     stages: int
 
 
-def pick_tile(key_dim: int, value_dim: int, itemsize: int) -> Tile:
-    """The tile of a shape. Tall enough that the verification of 16 nodes reads the keys of 4 heads a group once."""
+def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = False) -> Tile:
+    """The tile of a shape. Tall enough that the verification of 16 nodes reads the keys of 4 heads a group once.
+
+    short: of batches of short spans (see Layout), where a tile has little to do but wait for its keys
+    """
     if itemsize > 2:  # exact products run outside the tensor cores
         return Tile(16, 32, 512, 4, 2)
+    if short and max(key_dim, value_dim) <= 128:
+        return Tile(16, 128, 256, 4, 3)
     if max(key_dim, value_dim) <= 128:
-        return Tile(64, 64, 512, 4, 3)
+        return Tile(64, 64, 256, 4, 3)
     if max(key_dim, value_dim) <= 256:
         return Tile(64, 32, 512, 8, 2)
     return Tile(16, 32, 512, 4, 2)
@@ -103,9 +109,13 @@ def _workspace(rows: int, heads: int, value_dim: int, device: torch.device) -> t
 class TritonAttention:
     """Attention of one batch; call it once a layer."""
 
+    knows_short = True
+    """Of a planner: whether batches of short spans have tiles of their own."""
+
     def __init__(self, batch: Batch, tile: Tile | None = None, *, ordered: bool = False) -> None:
         """tile: for measurements; by default by shape. ordered: keys are visited in the order of plain decoding."""
         self.ordered = ordered
+        self.short = not ordered and batch.layout.short
         self._batch = batch
         self._tile = tile
         self._ragged: Ragged | None = None
@@ -126,7 +136,7 @@ class TritonAttention:
         v_scale: float = 1.0,
     ) -> Tensor:
         """As `reference.paged_attention`; pools may be fp8, whose numbers are multiplied by k_scale and v_scale."""
-        layout = Layout.of(q, k_pool, v_pool, self._tile)
+        layout = Layout.of(q, k_pool, v_pool, self._tile, short=self.short)
         tables, partial = self._tables_of(layout.kind(window), q.device)
         assert self._ragged is not None
         return launch(
@@ -160,13 +170,20 @@ class StaticAttention:
     """Attention for steps that are captured: tables in fixed places, which batch after batch is laid out in."""
 
     def __init__(
-        self, rows: int, pages: int, kinds: Sequence[Kind], device: torch.device, *, ordered: bool = False
+        self,
+        rows: int,
+        pages: int,
+        kinds: Sequence[Kind],
+        device: torch.device,
+        *,
+        ordered: bool = False,
+        short: bool = False,
     ) -> None:
         """rows: of a step, with padding; pages: most pages of a batch; kinds: those of the model's layers.
 
-        ordered: as TritonAttention
+        ordered: as TritonAttention; short: whether it serves batches of short spans, or others
         """
-        self._ordered = ordered
+        self._ordered, self._short = ordered, short
         self._node_words = words_for(rows)
         self._rows, self._kinds, self._device = rows, kinds, device
         tables = [[rows, TILE_COLUMNS], [rows + _STATIC_ITEMS, ITEM_COLUMNS], [rows, FOLD_COLUMNS], [1]]
@@ -210,7 +227,7 @@ class StaticAttention:
         v_scale: float = 1.0,
     ) -> Tensor:
         """As TritonAttention."""
-        layout = Layout.of(q, k_pool, v_pool)
+        layout = Layout.of(q, k_pool, v_pool, short=self._short)
         return launch(
             layout, q, k_pool, v_pool, self._positions, self._tables[layout.kind(window)], self._pages, self._words,
             self._paths, partial=True, tree=True, words_a_node=self._node_words, ordered=self._ordered,
@@ -238,11 +255,10 @@ class Layout:
     blocks: int
 
     @classmethod
-    def of(cls, q: Tensor, k_pool: Tensor, v_pool: Tensor, tile: Tile | None = None) -> Layout:
-        """q: [T, heads, D]; pools: [pages, page_size, kv_heads, D or Dv]."""
-        return _layout(
-            q.shape[1], k_pool.shape[2], q.shape[2], v_pool.shape[3], k_pool.shape[1], q.element_size(), tile
-        )
+    def of(cls, q: Tensor, k_pool: Tensor, v_pool: Tensor, tile: Tile | None = None, *, short: bool = False) -> Layout:
+        """q: [T, heads, D]; pools: [pages, page_size, kv_heads, D or Dv]. short: as of `pick_tile`."""
+        tile = tile or pick_tile(q.shape[2], v_pool.shape[3], q.element_size(), short=short)
+        return _layout(q.shape[1], k_pool.shape[2], q.shape[2], v_pool.shape[3], k_pool.shape[1], tile)
 
     @property
     def height(self) -> int:
@@ -257,10 +273,7 @@ class Layout:
 
 
 @lru_cache
-def _layout(
-    heads: int, kv_heads: int, key_dim: int, value_dim: int, page_size: int, itemsize: int, tile: Tile | None
-) -> Layout:
-    tile = tile or pick_tile(key_dim, value_dim, itemsize)
+def _layout(heads: int, kv_heads: int, key_dim: int, value_dim: int, page_size: int, tile: Tile) -> Layout:
     group = heads // kv_heads
     blocks = -(-group // tile.lanes)
     return Layout(kv_heads, group, key_dim, value_dim, page_size, tile, -(-group // blocks), blocks)
