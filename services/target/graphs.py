@@ -250,7 +250,9 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
         raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
     captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
     rows, padding = sizes(config), not config.disable_cuda_graph_padding
-    if config.enable_torch_compile:
+    if config.enable_torch_compile and not runner.compilable:
+        log.info("--enable-torch-compile finds nothing to compile: the model runs in kernels of its own")
+    elif config.enable_torch_compile:
         from services.target.compiled import compiled
 
         most = config.torch_compile_max_bs * (config.speculative_num_draft_tokens or 1)

@@ -5,6 +5,7 @@ The folder's tensors must be exactly those that the model needs; a missing one i
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     support.check_vocabulary(folder, vocab_size)
     if config.tp_size == 1:
         latent.install(module)
-    probe = _probe(module, device)
+    probe = pass_a_token(module, device)
     assert probe.dtype is not None
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = _context_length(module.config.get_text_config(), config.context_length)
@@ -95,7 +96,7 @@ def _runner(
     config: TargetConfig,
     device: torch.device,
 ) -> Runner:
-    """On a CPU a compiled program where there is one for the model, else its modules, with linear layers laid out."""
+    """A program of kernels where there is one for the model, else its modules, on a CPU with linear layers laid out."""
     plain = config.tp_size > 1 or config.enable_torch_compile
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not plain:
@@ -125,8 +126,25 @@ def _runner(
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
     own_drafts(config, module, reason)  # raises if they were asked for
+    if device.type == "cuda" and config.tp_size == 1 and not config.deterministic:
+        fused = _fused(module, probe, planner, context_length)
+        if fused is not None:
+            return graphs.wrap(fused, config, device)
     around = deterministic.prepare(module, how, probe, device) if config.deterministic else None
     return graphs.wrap(ModuleRunner(module, planner, around), config, device)
+
+
+def _fused(module: Any, probe: attention.Probe, planner: Planner, context_length: int) -> ModuleRunner | None:
+    """The model in few launches, where there are kernels for it."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from services.target.model import fused
+
+    reason = fused.reason_against(module)
+    if reason is not None:
+        log.info("running module by module: %s", reason)
+        return None
+    return fused.FusedRunner(module, planner, probe, context_length)
 
 
 def pick_device(name: str) -> torch.device:
@@ -183,8 +201,8 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device) -> attention.Probe:
-    """Pass one token through the model. Raises ConfigError if the paged cache cannot serve it."""
+def pass_a_token(module: Any, device: torch.device) -> attention.Probe:
+    """See what a model stores and how it attends. Raises ConfigError if the paged cache cannot serve it."""
     probe = attention.Probe()
     token = torch.zeros(1, 1, dtype=torch.long, device=device)
     with attention.probing(probe):

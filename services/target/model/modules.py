@@ -20,6 +20,9 @@ from services.target.model.places import Places
 class ModuleRunner:
     """A `Runner` for any causal LM of `transformers` that uses its attention interface."""
 
+    compilable = True
+    """Whether there is something for torch.compile."""
+
     def __init__(self, module: nn.Module, planner: Planner, around: AbstractContextManager[Any] | None = None) -> None:
         """planner: makes the attention of a batch. around: stands around every forward pass; see invariant.py."""
         self.module = module

@@ -1,0 +1,68 @@
+"""Decoders in few launches on a GPU, and products of a few rows on shapes of real models. Run by `make gpu`."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from outrider.config import TargetConfig
+from services.target.batch import Capture
+from services.target.kernels import triton_few
+from services.target.model.fused import FusedRunner
+from services.target.model.load import load
+from tests.target.decoders import MODELS, cache_of, random_batch, runners, written
+from tests.tiny import write_model
+
+# What libraries warn of on a GPU is theirs.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_step_is_that_of_the_modules(name, dtype, tmp_path):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    modules, few, probe = runners(written(tmp_path, name, intermediate_size=2080), "triton", CUDA, dtype)
+    rng = np.random.default_rng(1)
+    batch, works = random_batch(rng, CUDA)
+    batch = replace(batch, capture=Capture((0, 1, 2), True, rng.integers(0, len(batch), 3)))
+    said = []
+    for runner in (modules, few):
+        cache = cache_of(probe, works, CUDA, dtype)
+        outputs = runner.forward(batch, cache)
+        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+    tolerance = 1e-3 if dtype == torch.float32 else 1e-1
+    for found, expected in zip(said[1], said[0], strict=True):
+        error = (found.float() - expected.float()).norm() / expected.float().norm()
+        assert error < tolerance / 2
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.float().std()) * 4)
+
+
+def test_models_are_loaded_so(tmp_path):
+    config = TargetConfig(device="cuda", dtype="bfloat16", max_total_tokens=2048)
+    assert isinstance(load(write_model(tmp_path), config).runner._runner, FusedRunner)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (2050, 1000), (28672, 4096)])
+def test_products_of_a_few_rows(dtype, gated, outputs, inputs):
+    torch.manual_seed(outputs)
+    x = torch.randn(16, inputs, device=CUDA, dtype=dtype)
+    weight = (torch.randn(outputs, inputs, device=CUDA) / inputs**0.5).to(dtype)
+    bias = torch.randn(outputs, device=CUDA, dtype=dtype)
+    wide = x.double() @ weight.double().T
+    if gated:
+        found = triton_few.gated(x, weight)
+        gates, values = wide.chunk(2, 1)
+        expected = functional.silu(gates) * values
+    else:
+        found, expected = triton_few.linear(x, weight, bias), wide + bias.double()
+    assert (found.double() - expected).norm() / expected.norm() < 5e-3
+    for rows in (1, 2, 7, 15):
+        again = triton_few.gated(x[:rows], weight) if gated else triton_few.linear(x[:rows], weight, bias)
+        assert torch.equal(again, found[:rows])
