@@ -41,13 +41,16 @@ from services.target.engine import TargetEngine
 from services.target.graphs import CudaCapturer, GraphRunner, direct
 from services.target.kernels import choose
 from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.layout import SHORT
 from services.target.model import attention
 from services.target.model.base import Model, Runner
+from services.target.model.load import pass_a_token
 from services.target.model.modules import ModuleRunner
 
 PAGE = 16
 VERIFIED = 16  # rows of a session in a step of verification, the root included
 GREEDY = SamplingParams(temperature=0.0)
+SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,10 @@ def main(argv: Sequence[str]) -> None:
     if not flags.tiny and not torch.cuda.is_available():
         raise SystemExit("there is no GPU on this machine; --tiny shows that this program works")
     report = Report("gpu", "The target on a GPU: steps of a model of 8 billion parameters")
-    Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report).run(flags.parts)
-    if not flags.tiny:
-        report.write()
+    bench = Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report)
+    for _ in bench.run(flags.parts):
+        if not flags.tiny:
+            report.write()
 
 
 class Bench:
@@ -96,12 +100,13 @@ class Bench:
         self.size, self.device, self.report = size, device, report
         self.shape = LayerShape(size.kv_heads, size.hidden // size.heads, size.hidden // size.heads)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.token_bytes = token_bytes([self.shape] * size.layers, self.dtype)
         self.bandwidth = read_bandwidth(device)
         report.notes.append(f"Measured read bandwidth: {self.bandwidth / 1e9:,.0f} GB/s.")
         report.columns = ("what", "how", "sessions", "rows", "context", "ms", "floor ms", "of floor", "to plain")
 
-    def run(self, parts: Sequence[str]) -> None:
-        """Measure parts by name."""
+    def run(self, parts: Sequence[str]) -> Iterator[None]:
+        """Measure parts by name; yields after each."""
         with torch.inference_mode():
             if {"step", "engine", "compiled"} & set(parts):
                 with self.failing("model"):
@@ -110,11 +115,13 @@ class Bench:
                         if part in parts:
                             with self.failing(part):
                                 getattr(self, part)(module)
-                            gc.collect()
+                            self.free()
+                            yield
                     del module
-                gc.collect()
+                self.free()
             if "attention" in parts:
                 self.attention()
+                yield
 
     @contextlib.contextmanager
     def failing(self, what: str) -> Iterator[None]:
@@ -124,6 +131,12 @@ class Bench:
         except Exception as error:
             traceback.print_exc()
             self.report.notes.append(f"{what} failed: {str(error).splitlines()[0] if str(error) else repr(error)}")
+
+    def free(self) -> None:
+        """Give back the memory of what was measured."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def module(self) -> Any:
         """A random model on the device."""
@@ -142,15 +155,30 @@ class Bench:
 
     def step(self, module: Any) -> None:
         """Plain steps and verification."""
-        cells = self.size.cells
-        cache, runner = self.cache(cells), ModuleRunner(module, choose("auto", self.device))
-        for how, run, chosen in (("eager", runner, cells[:1]), ("graph", self.captured(runner, cells, cache), cells)):
-            for count, context in chosen:
-                with self.failing(f"{how}, {count} sessions, {context} tokens"):
-                    self.cell(how, run, cache, self.weights(module), count, context)
+        cells = self.fitting(self.size.cells)
+        cache, modules = self.cache(cells), ModuleRunner(module, choose("auto", self.device))
+        with self.failing("modules"):
+            self.cell("modules", modules, cache, self.weights(module), *cells[0])
+            self.cell(
+                "modules, graph", self.captured(modules, cells[:1], cache), cache, self.weights(module), *cells[0]
+            )
+        graphs = self.captured(self.fused(module), cells, cache)
+        for count, context in cells:
+            with self.failing(f"{count} sessions, {context} tokens"):
+                self.cell("graph", graphs, cache, self.weights(module), count, context)
+
+    def fused(self, module: Any) -> ModuleRunner:
+        """The model as it is served: in few launches where there are kernels."""
+        planner = choose("auto", self.device)
+        if self.device.type != "cuda":
+            return ModuleRunner(module, planner)
+        from services.target.model.fused import FusedRunner
+
+        longest = max(context for _, context in self.size.cells) + VERIFIED
+        return FusedRunner(module, planner, pass_a_token(module, self.device), longest)
 
     def compiled(self, module: Any) -> None:
-        """The same with compiled layers. Comes last, as they stay so."""
+        """Modules whose layers are compiled. Comes last, as they stay so."""
         from services.target.compiled import compiled
 
         cells = self.size.compiled
@@ -158,7 +186,17 @@ class Bench:
         cache, runner = self.cache(cells), compiled(ModuleRunner(module, choose("auto", self.device)), most)
         graphs = self.captured(runner, cells, cache)
         for count, context in cells:
-            self.cell("graph, compiled", graphs, cache, self.weights(module), count, context)
+            self.cell("modules, graph, compiled", graphs, cache, self.weights(module), count, context)
+
+    def fitting(self, cells: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """The cells whose keys and values the device has room for beside the weights; the others are told."""
+        if self.device.type != "cuda":
+            return cells
+        room = torch.cuda.mem_get_info(self.device)[0] - SPARE_BYTES
+        fitting = [(count, context) for count, context in cells if count * (context + 64) * self.token_bytes <= room]
+        for count, context in set(cells) - set(fitting):
+            self.report.notes.append(f"{count} sessions of {context} tokens do not fit into the device's memory.")
+        return fitting
 
     def cache(self, cells: Sequence[tuple[int, int]]) -> KVCache:
         """A cache with room for each of the cells, all zeros."""
@@ -199,8 +237,12 @@ class Bench:
 
             seconds = self.time(once)
             plain = plain or seconds
-            floor = (read + count * context * token_bytes([self.shape] * self.size.layers, self.dtype)) / self.bandwidth
+            floor = self.floor(read, count, context)
             self.add("verification" if rows > 1 else "plain step", how, count, rows, context, seconds, floor, plain)
+
+    def floor(self, read: int, count: int, context: int) -> float:
+        """Seconds in which the weights and the sessions' keys and values can be read. read: bytes of weights."""
+        return (read + count * context * self.token_bytes) / self.bandwidth
 
     # --- the whole engine ---
 
@@ -210,54 +252,56 @@ class Bench:
         config = TargetConfig(
             max_running_requests=most, max_total_tokens=most * 1200, chunked_prefill_size=4096, page_size=PAGE
         )
-        runner = ModuleRunner(module, choose("auto", self.device))
-        capturer = CudaCapturer() if self.device.type == "cuda" else direct
-        graphs = GraphRunner(runner, self.size.engine_sessions, capturer)
         model = Model(
-            runner=graphs, device=self.device, dtype=self.dtype, cache_dtype=self.dtype, architecture="random",
-            vocab_size=self.size.vocab, hidden_size=self.size.hidden, context_length=4096, eos_token_ids=(),
-            shapes=tuple([self.shape] * self.size.layers),
+            runner=self.fused(module), device=self.device, dtype=self.dtype, cache_dtype=self.dtype,
+            architecture="random", vocab_size=self.size.vocab, hidden_size=self.size.hidden, context_length=4096,
+            eos_token_ids=(), shapes=tuple([self.shape] * self.size.layers),
         )  # fmt: skip
         for count, overlap in itertools.product(self.size.engine_sessions, (False, True)):
             how = "graph, overlapping" if overlap else "graph"
             with self.failing(f"engine, {count} sessions, {how}"):
-                engine = TargetEngine(model, config)
-                graphs = GraphRunner(runner, [count], capturer)
-                engine.model = replace(model, runner=graphs)
-                engine = TargetEngine(engine.model, config)
-                graphs.capture(engine.cache, self.device)
-                engine.overlap = overlap
-                tokens = np.arange(1000, dtype=np.uint32) % 500
-                for i in range(count):
-                    stop = StopConditions(max_tokens=180, ignore_eos=True)
-                    engine.open(OpenSession(i, np.roll(tokens, i), len(tokens), GREEDY, stop))
-                while len(engine.step().commits) < count:
-                    pass
-                seconds = self.pace(engine.step)
-                self.add("engine's step", how, count, 1, len(tokens), seconds, None, None)
-                del engine
+                self.engine_cell(how, model, config, self.weights(module), count, overlap=overlap)
+            self.free()  # an engine and its pools are part of a circle
+
+    def engine_cell(
+        self, how: str, model: Model, config: TargetConfig, read: int, count: int, *, overlap: bool
+    ) -> None:
+        """Steps of an engine with so many sessions."""
+        graphs = GraphRunner(model.runner, [count], CudaCapturer() if self.device.type == "cuda" else direct)
+        engine = TargetEngine(replace(model, runner=graphs), config)
+        graphs.capture(engine.cache, self.device)
+        engine.overlap = overlap
+        tokens = np.arange(1000, dtype=np.uint32) % 500
+        for i in range(count):
+            stop = StopConditions(max_tokens=180, ignore_eos=True)
+            engine.open(OpenSession(i, np.roll(tokens, i), len(tokens), GREEDY, stop))
+        while len(engine.step().commits) < count:
+            pass
+        seconds = self.pace(engine.step)
+        self.add("engine's step", how, count, 1, len(tokens), seconds, self.floor(read, count, len(tokens)), None)
 
     # --- the attention kernel ---
 
     def attention(self) -> None:
-        """The kernel alone on some shapes of a batch, with several tiles; the first is the one in use."""
+        """The kernel alone on some shapes of a batch, with the tile that is picked for it and others."""
         if choose("auto", self.device).__name__ != "TritonAttention":
             return
         from services.target.kernels.triton_attention import Tile, TritonAttention, pick_tile
 
         head, heads = self.shape.key_dim, self.size.heads
-        chosen = pick_tile(head, head, self.dtype.itemsize)
+        short, tall = (pick_tile(head, head, self.dtype.itemsize, short=short) for short in (True, False))
         others = [
-            Tile(16, 64, 512, 4, 3), Tile(32, 64, 512, 4, 3), Tile(64, 64, 512, 4, 2), Tile(64, 64, 512, 8, 3),
-            Tile(64, 128, 512, 8, 2), Tile(64, 64, 256, 4, 3), Tile(64, 64, 1024, 4, 3),
+            Tile(16, 64, 256, 4, 3), Tile(16, 64, 256, 4, 4), Tile(16, 128, 256, 4, 2), Tile(16, 128, 512, 4, 3),
+            Tile(64, 64, 256, 4, 3), Tile(64, 64, 512, 4, 4), Tile(64, 64, 512, 8, 3),
         ]  # fmt: skip
-        cells = [(1, 1, 1024), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (16, VERIFIED, 8192), (1, 2048, 2048)]
-        pages = -(-16 * (8192 + 64) // PAGE) + 64
-        cache = KVCache([self.shape], pages, PAGE, self.dtype, self.device)
+        cells = [(1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048)]
+        layers, pages = 12, -(-16 * (8192 + 64) // PAGE) + 64  # more than the device's caches hold
+        cache = KVCache([self.shape] * layers, pages, PAGE, self.dtype, self.device)
         for pool in (*cache.keys, *cache.values):
             pool.normal_()
-        for tile, (count, rows, context) in itertools.product([chosen, *others], cells):
-            name = f"{tile.lanes}x{tile.keys}, split {tile.split}, {tile.warps} warps, {tile.stages} stages"
+        for (count, rows, context), tile in itertools.product(cells, [None, *others]):
+            picked = tile or (short if rows <= SHORT else tall)
+            name = f"{picked.lanes}x{picked.keys}, split {picked.split}, {picked.warps} warps, {picked.stages} stages"
             with self.failing(name):
                 works = sessions(count, context, rows, cache)
                 batch = build(works, self.device)
@@ -265,10 +309,12 @@ class Bench:
                 kernel = TritonAttention(batch, tile)
 
                 def once(kernel: TritonAttention = kernel, q: torch.Tensor = q) -> None:
-                    kernel(q, cache.keys[0], cache.values[0], scaling=head**-0.5)
+                    for keys, values in zip(cache.keys, cache.values, strict=True):
+                        kernel(q, keys, values, scaling=head**-0.5)
 
-                seconds = self.device_time(once)
+                seconds = self.device_time(once) / layers
                 floor = count * context * token_bytes([self.shape], self.dtype) / self.bandwidth
+                name = name if tile else f"{name} (picked)"
                 self.add("attention of a layer", name, count, rows, context, seconds, floor, None)
 
     # --- clocks ---
@@ -308,8 +354,7 @@ class Bench:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(10):
-                once()
+            once()
         seconds = []
         for _ in range(self.size.repeats):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -317,7 +362,7 @@ class Bench:
             graph.replay()
             end.record()
             end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e4)
+            seconds.append(begin.elapsed_time(end) / 1e3)
         return float(np.median(seconds))
 
     def synchronize(self) -> None:
