@@ -68,7 +68,7 @@ def test_the_kernel_equals_its_twin(backend, name, dtype):
     with jax.default_matmul_precision("highest"):
         wide_q, wide_pool = narrow_q.astype(jnp.float32), jnp.nan_to_num(narrow_pool.astype(jnp.float32))
         expected = plain_attention(wide_q, wide_pool, context, batch.page_size, **options)
-    assert float(jnp.abs(expected).max()) > 0.1
+    assert float(jnp.abs(expected).max()) > 0.02  # the more keys, the smaller is their mean
     np.testing.assert_allclose(np.asarray(found, np.float32), expected, atol=TOLERANCE[dtype], rtol=1e-2)
 
 

@@ -272,10 +272,7 @@ def _take(
     dim = pool_ref.shape[-1]
     widths, compute = parts(dim), jnp.promote_types(queries[0].dtype, pool_ref.dtype)
     keys = [_load_part(pool_ref, (slot[:, None], 0, head), there, part).astype(compute) for part in widths]
-    scores = sum(
-        lax.dot_general(part.astype(compute), key, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-        for part, key in zip(queries, keys, strict=True)
-    )
+    scores = sum(_product(part.astype(compute), key, 1) for part, key in zip(queries, keys, strict=True))
     scores = scores * (dim**-0.5 * (1.0 if softcap else _LOG2E))
     if softcap:
         scores = jnp.tanh(scores / softcap) * (softcap * _LOG2E)
@@ -290,9 +287,16 @@ def _take(
         values = keys[i]
         if pool_ref.shape[1] > 1:
             values = _load_part(pool_ref, (slot[:, None], 1, head), there, part).astype(compute)
-        seen = lax.dot_general(p, values, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        output.append(running.output[i] * decay[:, None] + seen)
+        output.append(running.output[i] * decay[:, None] + _product(p, values, 0))
     return Running(maximum, total, tuple(output))
+
+
+def _product(left: jax.Array, right: jax.Array, contracted: int) -> jax.Array:
+    """left @ right, or @ its transpose where dimension 1 is contracted; in float32, and of float32 exactly."""
+    exact = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+    return lax.dot_general(
+        left, right, (((1,), (contracted,)), ((), ())), precision=exact, preferred_element_type=jnp.float32
+    )
 
 
 def _with_sink(running: Running, sink: jax.Array, split: jax.Array) -> Running:
