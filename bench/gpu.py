@@ -7,7 +7,7 @@ made and sent, the forward pass, the tokens drawn and brought back.
     step      plain decoding and verification by sessions and context, captured or not
     compiled  the same with compiled layers
     engine    steps of the whole engine, whose planning and settling come on top, or are done while the device computes
-    attention the kernel alone, against its own floor, by tile
+    attention the kernel alone, against its own floor, by tile: rows times heads x keys, keys a split, warps, stages
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bench.report import Report
+from bench.report import Report, line_of
 from outrider.config import TargetConfig
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -90,6 +90,7 @@ def main(argv: Sequence[str]) -> None:
     bench = Bench(TINY if flags.tiny else Size(), torch.device("cpu" if flags.tiny else "cuda"), report)
     for _ in bench.run(flags.parts):
         if not flags.tiny:
+            plot(report)
             report.write()
 
 
@@ -295,6 +296,8 @@ class Bench:
             Tile(64, 64, 256, 4, 3), Tile(64, 64, 512, 4, 4), Tile(64, 64, 512, 8, 3),
         ]  # fmt: skip
         cells = [(1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048)]
+        table: list[dict[str, Any]] = []
+        self.report.more = [("Attention of a layer", table)]
         layers, pages = 12, -(-16 * (8192 + 64) // PAGE) + 64  # more than the device's caches hold
         cache = KVCache([self.shape] * layers, pages, PAGE, self.dtype, self.device)
         for pool in (*cache.keys, *cache.values):
@@ -312,10 +315,16 @@ class Bench:
                     for keys, values in zip(cache.keys, cache.values, strict=True):
                         kernel(q, keys, values, scaling=head**-0.5)
 
-                seconds = self.device_time(once) / layers
-                floor = count * context * token_bytes([self.shape], self.dtype) / self.bandwidth
-                name = name if tile else f"{name} (picked)"
-                self.add("attention of a layer", name, count, rows, context, seconds, floor, None)
+                us = 1e6 * self.device_time(once) / layers
+                floor = 1e6 * count * context * token_bytes([self.shape], self.dtype) / self.bandwidth
+                row = {
+                    "sessions": count,
+                    "rows": rows,
+                    "context": context,
+                    "tile": name + ("" if tile else " (picked)"),
+                }
+                table.append(row | {"us": us, "floor us": floor, "of floor": floor / us})
+                print(line_of(table[-1]), flush=True)
 
     # --- clocks ---
 
@@ -382,6 +391,30 @@ class Bench:
         if plain is not None and rows > 1:
             row["to plain"] = round(seconds / plain, 3)
         self.report.add(**row)
+
+
+def plot(report: Report) -> None:
+    """Steps by sessions and context, in milliseconds, over their floors."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in report.rows if row["how"] == "graph" and row["what"] != "engine's step"]
+    cells = list(dict.fromkeys((row["sessions"], row["context"]) for row in rows))
+    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    for nth, what in enumerate(("floor", "plain step", "verification")):
+        found = [row for row in rows if row["what"] == (what if nth else "plain step")]
+        heights = [row["ms" if nth else "floor ms"] for row in found]
+        places = [cells.index((row["sessions"], row["context"])) + 0.27 * (nth - 1) for row in found]
+        label = f"verification of {VERIFIED} rows a session" if nth == 2 else what
+        axes.bar(places, heights, 0.25, label=label, color=("0.75", "tab:blue", "tab:orange")[nth])
+    axes.set(xticks=range(len(cells)), ylabel="ms")
+    axes.set_xticklabels([f"{count} x {context:,}" for count, context in cells])
+    axes.set_xlabel("sessions x tokens of context")
+    axes.legend(frameon=False)
+    report.save(figure)
+    plt.close(figure)
 
 
 def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[Work]:
