@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch.nn import functional
 
+from outrider.config import TargetConfig
+from services.target import graphs
 from services.target.batch import Capture
 from services.target.kernels import choose
 from services.target.model.modules import ModuleRunner
 from tests.target.decoders import MODELS, cache_of, module_of, random_batch, runners, written
+from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.interpreter import need_interpreter
-from tests.tiny import write_model
+from tests.tiny import VOCAB, write_model
 
 need_interpreter()
 
@@ -73,6 +76,29 @@ def test_other_models_have_a_reason_against(tmp_path):
     module = module_of(write_model(tmp_path / "d", "llama", **odd))
     module.model.layers[0].mlp.down_proj.weight.data = torch.ones(40, 128).to(torch.float8_e4m3fn)
     assert "format" in fused.reason_against(module)
+
+
+def test_an_engine_says_the_same_with_captured_steps_of_it(tmp_path):
+    plain = load_model(write_model(tmp_path, num_hidden_layers=1))
+    requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=4) for i in range(2)]
+
+    def hints():
+        rng = np.random.default_rng(1)
+        return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 6)]
+
+    expected = run(engine_of(plain), requests, hints()).new
+    _, few, _ = runners(tmp_path, "triton")
+    runner = graphs.GraphRunner(few, [4, 12], graphs.direct)
+    engine = engine_of(replace(plain, runner=runner))
+    runner.capture(engine.cache, torch.device("cpu"))
+    assert run(engine, requests, hints()).new == expected
+
+
+def test_torch_compile_finds_nothing_in_it(tmp_path, caplog):
+    _, few, _ = runners(written(tmp_path, "llama"), "torch_native")
+    with caplog.at_level("INFO"):
+        assert graphs.wrap(few, TargetConfig(enable_torch_compile=True), torch.device("cpu")) is few
+    assert "--enable-torch-compile finds nothing to compile" in caplog.text
 
 
 # --- kernels against their plain twins ---

@@ -117,7 +117,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(window, monkeypatch):
 def test_words_are_tree_masks():
     rng = np.random.default_rng(0)
     drafts = [np.array([rng.integers(-1, i) for i in range(size)], np.int32) for size in (1, 70, 33, 5)]
-    words = ancestor_words(drafts, 3).view(np.uint32)
+    words = ancestor_words(np.concatenate(drafts), np.array([len(draft) for draft in drafts]), 3).view(np.uint32)
     bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32) & 1).reshape(len(words), -1).astype(bool)
     first = 0
     for parents in drafts:
@@ -125,7 +125,7 @@ def test_words_are_tree_masks():
         assert (bits[first : first + size, :size] == tree_mask(parents)).all()
         assert not bits[first : first + size, size:].any()
         first += size
-    assert ancestor_words([], 1).shape == (0, 1)
+    assert ancestor_words(np.zeros(0, np.int32), np.zeros(3, np.int64), 1).shape == (0, 1)
 
 
 def test_rows_of_padding_see_nothing():
@@ -139,7 +139,7 @@ def test_rows_of_padding_see_nothing():
 
 def test_partial_results_stay_within_their_room():
     batch, *_ = case(8, sessions=6)
-    ragged = Ragged(batch.spans)
+    ragged = Ragged(batch.layout, batch.rows.positions)
     free = ragged.tables(8, None, 16, Load(1000, 10**6), 2)
     assert free.partial_rows > 50
     assert len(free.items) > len(free.tiles)

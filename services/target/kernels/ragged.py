@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.paging.allocator import NULL_PAGE
 from outrider.speculation.tree import ROOT
-from services.target.layout import Span
+from services.target.layout import Layout, Span
 
 Ints = NDArray[np.int32]
 
@@ -62,20 +63,34 @@ class Ragged:
     where the keys of its path lie, as positions in its span's pages.
     """
 
-    def __init__(self, spans: Sequence[Span], node_words: int | None = None, *, ordered: bool = False) -> None:
-        """node_words: words of bits a node; by default as many as the largest draft needs. ordered: see above."""
-        nodes = _column([span.nodes for span in spans])
+    def __init__(
+        self, layout: Layout, positions: NDArray[np.int64], node_words: int | None = None, *, ordered: bool = False
+    ) -> None:
+        """positions: [T], logical ones. node_words: words of bits a node; by default as many as the largest needs.
+
+        ordered: see above
+        """
+        nodes = layout.nodes
         self.node_words = node_words or words_for(int(nodes.max()))
-        self.words = ancestor_words([span.parents for span in spans if span.nodes], self.node_words)
-        self.positions = np.concatenate([span.positions for span in spans])
-        self.pages: Ints = np.concatenate([span.pages for span in spans])
+        self.words = ancestor_words(layout.parents, nodes, self.node_words)
+        self.positions, self.pages, self.paths = positions, layout.pages, np.zeros(0, np.int32)
+        words = _starts(nodes) * self.node_words
+        if ordered:
+            self._take_apart(layout.spans(positions), layout.table, words)
+            return
+        rows = np.diff(layout.first)
+        inert = layout.pages[layout.table] == NULL_PAGE  # they start so far below zero that they end before any key
+        self.first, self.rows, self.first_page, self.first_word = layout.first[:-1], rows, layout.table, words
+        self.start = np.where(inert, -rows, layout.start)
+        self.own = np.where(inert, -rows, layout.start + layout.committed)
+        self.path_key, self.first_path = np.full(len(rows), _NO_PATH), np.zeros(len(rows), np.int64)
+
+    def _take_apart(self, spans: Sequence[Span], pages: NDArray[np.int64], words: NDArray[np.int64]) -> None:
+        """Pieces of spans. pages, words: where those of each span begin."""
         paths: list[int] = []
         pieces: list[tuple[int, ...]] = []
-        page = word = 0
-        for span in spans:
-            pieces += _pieces(span, page, word, paths, ordered=ordered)
-            page += len(span.pages)
-            word += span.nodes * self.node_words
+        for span, page, word in zip(spans, pages.tolist(), words.tolist(), strict=True):
+            pieces += _pieces(span, page, word, paths)
         self.paths = np.array(paths, np.int32)
         columns = np.array(pieces, np.int64).T
         self.first, self.rows, self.start, self.own = columns[:4]
@@ -83,10 +98,13 @@ class Ragged:
 
     def tables(self, height: int, window: int | None, split: int, load: Load, programs_per_item: int) -> Tables:
         """Lay out the work. height: rows a tile; window: keys seen back, in positions; split: keys."""
-        count = -(-self.rows // height)
-        span = np.repeat(np.arange(len(count)), count)
-        place = (np.arange(len(span)) - np.repeat(_starts(count), count)) * height
-        rows = np.minimum(height, self.rows[span] - place)
+        if (self.rows <= height).all():
+            span, place, rows = np.arange(len(self.rows)), np.zeros(len(self.rows), np.int64), self.rows
+        else:
+            count = -(-self.rows // height)
+            span = np.repeat(np.arange(len(count)), count)
+            place = (np.arange(len(span)) - np.repeat(_starts(count), count)) * height
+            rows = np.minimum(height, self.rows[span] - place)
         first_row = self.first[span] + place
         end = np.maximum(self.start[span] + place + rows, 0)
         low = np.zeros(len(span), np.int64)
@@ -96,7 +114,7 @@ class Ragged:
             first_row, rows, place, self.start[span], self.own[span], self.first_page[span], self.first_word[span], low,
             self.path_key[span], self.first_path[span],
         )  # fmt: skip
-        tiles = np.stack(columns, axis=1).astype(np.int32)
+        tiles = _table(columns)
         first, stop = low // split, -(-end // split)
         first = np.minimum(first, stop)
         shared = _shared(rows, stop - first, load, programs_per_item)
@@ -106,13 +124,13 @@ class Ragged:
                       int(partial.sum()))  # fmt: skip
 
 
-def _pieces(span: Span, page: int, word: int, paths: list[int], *, ordered: bool) -> Iterator[tuple[int, ...]]:
+def _pieces(span: Span, page: int, word: int, paths: list[int]) -> Iterator[tuple[int, ...]]:
     """Columns of a span's pieces; adds to `paths`. page, word: the first of the span in `pages` and `words`."""
-    if span.inert:  # starts so far below zero that its rows end before the first key
+    if span.inert:
         yield span.first, span.rows, -span.rows, -span.rows, page, word, _NO_PATH, 0
         return
     own = span.start + span.committed
-    scattered = np.flatnonzero(span.parents != np.arange(-1, span.nodes - 1)) if ordered else ()
+    scattered = np.flatnonzero(span.parents != np.arange(-1, span.nodes - 1))
     first = int(scattered[0]) if len(scattered) else span.nodes
     yield span.first, span.committed + first, span.start, own, page, word, _NO_PATH, 0
     for node in range(first, span.nodes):
@@ -125,13 +143,17 @@ def _pieces(span: Span, page: int, word: int, paths: list[int], *, ordered: bool
         paths.extend(own + ancestor for ancestor in reversed(path))
 
 
-def _column(values: list[int]) -> NDArray[np.int64]:
-    return np.array(values, dtype=np.int64)
-
-
 def words_for(nodes: int) -> int:
     """Words that hold a bit for each of some nodes; at least 1."""
     return max(1, -(-nodes // _WORD_BITS))
+
+
+def _table(columns: Sequence[NDArray[np.int64]]) -> Ints:
+    """Columns side by side."""
+    table = np.empty((len(columns[0]), len(columns)), np.int32)
+    for i, column in enumerate(columns):
+        table[:, i] = column
+    return table
 
 
 def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -139,16 +161,15 @@ def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(counts) - counts
 
 
-def ancestor_words(drafts: Sequence[Ints], width: int) -> Ints:
+def ancestor_words(parents: Ints, sizes: NDArray[np.int64], width: int) -> Ints:
     """Which nodes each node sees, itself and its ancestors, as bits: node i of a draft is bit i % 32 of word i // 32.
 
-    drafts: parents [N] of each session, before their children; ROOT for none. Returns [all N, width] int32.
+    parents: of all drafts' nodes, each among those of its draft and before its children; ROOT for none. sizes: nodes of
+    each draft. Returns [all nodes, width] int32.
     """
-    sizes = np.array([len(parents) for parents in drafts], dtype=np.int64)
-    total = int(sizes.sum())
+    total = len(parents)
     words = np.zeros((total + 1, width), np.uint32)  # behind the nodes, one that sees nothing
     if total:
-        parents = np.concatenate(drafts).astype(np.int64)
         begin = np.repeat(_starts(sizes), sizes)
         local = np.arange(total) - begin
         words[np.arange(total), local // _WORD_BITS] = np.uint32(1) << (local % _WORD_BITS).astype(np.uint32)
@@ -183,8 +204,8 @@ def _items(
     begin = first[tile] + nth
     end = np.where(alone, stop[tile], begin + 1)
     partial = np.where(alone, -1, base[tile] + nth * rows[tile])
-    items = np.stack([tile, begin, end, partial], axis=1).astype(np.int32)
-    return items[np.argsort(begin - end, kind="stable")]
+    order = np.argsort(begin - end, kind="stable")
+    return _table([column[order] for column in (tile, begin, end, partial)])
 
 
 def _folds(
@@ -193,5 +214,5 @@ def _folds(
 ) -> Ints:  # fmt: skip
     tile = np.repeat(np.arange(len(rows)), rows)
     nth = np.arange(len(tile)) - np.repeat(_starts(rows), rows)
-    folds = np.stack([base[tile] + nth, rows[tile], (stop - first)[tile]], axis=1)
-    return np.where(shared[tile, None], folds, 0).astype(np.int32)
+    live = shared[tile]
+    return _table([(base[tile] + nth) * live, rows[tile] * live, (stop - first)[tile] * live])

@@ -155,7 +155,7 @@ class TritonAttention:
         if kind not in self._tables:
             shared: list[NDArray[np.int32]] = []
             if self._ragged is None:
-                self._ragged = Ragged(self._batch.spans, ordered=self.ordered)
+                self._ragged = Ragged(self._batch.layout, self._batch.rows.positions, ordered=self.ordered)
                 shared = [self._ragged.pages, self._ragged.words, self._ragged.paths]
             host = tabulate(self._ragged, kind, device)
             count = np.array([len(host.items)], np.int32)
@@ -198,7 +198,7 @@ class StaticAttention:
 
     def arrays(self, batch: Batch) -> list[NDArray[np.int32]] | None:
         """The tables of a padded batch, in the order of the limits; None if it has more than fits."""
-        ragged = Ragged(batch.spans, self._node_words, ordered=self._ordered)
+        ragged = Ragged(batch.layout, batch.rows.positions, self._node_words, ordered=self._ordered)
         if len(ragged.paths) > len(self.limits[-2]) or len(ragged.pages) > len(self.limits[-1]):
             return None
         arrays: list[NDArray[np.int32]] = []

@@ -144,7 +144,9 @@ def _fused(module: Any, probe: attention.Probe, planner: Planner, context_length
     if reason is not None:
         log.info("running module by module: %s", reason)
         return None
-    return fused.FusedRunner(module, planner, probe, context_length)
+    runner = fused.FusedRunner(module, planner, probe, context_length)
+    torch.cuda.empty_cache()  # of the weights that were laid beside others; the KV cache takes what is free
+    return runner
 
 
 def pick_device(name: str) -> torch.device:
