@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider import native
+from outrider.errors import ConfigError
 from outrider.native import Library, Unavailable
 
 _INCLUDE = Path(__file__).parent / "include"
@@ -88,17 +89,21 @@ def report(library_of: Callable[[Kind | None], Library], what: str, instead: str
 
 @functools.cache
 def chosen() -> Kind:
-    """What kernels of this process are compiled for."""
-    if os.environ.get(VARIABLE) == AVX2.name:
-        return AVX2
-    return AVX2 if AVX512.missing() else AVX512
+    """What kernels of this process are compiled for: the kind that the environment names, or the best."""
+    named = KINDS.get(os.environ.get(VARIABLE, ""))
+    return named or (AVX2 if AVX512.missing() else AVX512)
 
 
 def _check(kind: Kind) -> None:
-    """Raise Unavailable unless the processor has all the instructions."""
+    """Raise Unavailable unless the processor has all the instructions; ConfigError if somebody asked for them."""
+    named = os.environ.get(VARIABLE)
+    if named and named not in KINDS:
+        raise ConfigError(f"{VARIABLE} is {named}, but there are kernels for {' and '.join(KINDS)}; leave it out")
     if not _processor():
         raise Unavailable(f"they are written for x86 processors under Linux, and this is {platform.platform()}")
     if missing := kind.missing():
+        if named:
+            raise ConfigError(f"{VARIABLE} is {named}, but this processor lacks {', '.join(missing)}; leave it out")
         raise Unavailable(f"this processor lacks {', '.join(missing)}")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider import native
+from outrider.errors import ConfigError
 from outrider.native import vectors
 from services.target.kernels.cpu import library
 
@@ -49,6 +50,22 @@ def test_a_processor_without_them_is_told(monkeypatch):
     monkeypatch.setattr(vectors, "_processor", frozenset)
     with pytest.raises(library.Unavailable, match="written for x86 processors"):
         vectors.library("nothing", TARGET).compiled()
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [("sse2", "OUTRIDER_VECTORS is sse2, but there are kernels for avx2 and avx512"),
+     ("avx512", "OUTRIDER_VECTORS is avx512, but this processor lacks avx512f")],
+)  # fmt: skip
+def test_a_kind_that_cannot_be_had_is_refused_where_it_is_named(named, message, monkeypatch):
+    monkeypatch.setattr(vectors, "_processor", lambda: frozenset(vectors.AVX2.instructions))
+    monkeypatch.setenv(vectors.VARIABLE, named)
+    vectors.chosen.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=message):
+            vectors.library("nothing", TARGET).compiled()
+    finally:
+        vectors.chosen.cache_clear()
 
 
 def test_headers_of_all_kinds_are_installed():
