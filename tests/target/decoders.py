@@ -46,10 +46,12 @@ def runners(folder, backend, device=CPU, dtype=torch.float32):
     return ModuleRunner(modules, planner), FusedRunner(few, planner, probe, 512), probe
 
 
-def random_batch(rng, device=CPU, page_size=4, sessions=3):
+def random_batch(rng, device=CPU, page_size=4, sessions=3, most=1000):
+    """most: rows of a chunk."""
     works = random_works(rng, page_size, sessions)
     for work in works:
         session = work.chunk.session
+        work.chunk.start = max(work.chunk.start, work.chunk.stop - most)
         session._tokens[: session.length] = rng.integers(0, VOCAB, session.length)
     return build(works, device), works
 
