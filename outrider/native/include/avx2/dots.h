@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "pass.h"
@@ -36,14 +37,31 @@ inline __m256 broadcast(const char* from) { return _mm256_broadcast_ss(reinterpr
 inline __m256i broadcast_word(const char* from) { return _mm256_castps_si256(broadcast(from)); }
 
 // Written out because compilers would keep too much at a time in 16 registers.
-inline void add_product(__m256& sum, __m256 w, __m256 x) { asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x)); }
+inline void add_product(__m256& sum, __m256 w, __m256 x) {
+  __m256 value = sum;  // an operand that lies in memory would have the sum go through memory
+  asm("vfmadd231ps %2, %1, %0" : "+x"(value) : "x"(w), "x"(x));
+  sum = value;
+}
 inline void add_products(__m256i& sum, __m256i w, __m256i x) {  // of pairs of 16 bits
-  __m256i product;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
+  __m256i value = sum, product;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(value), "=&x"(product) : "x"(w), "x"(x));
+  sum = value;
 }
 inline void add_bytes(__m256i& sum, __m256i w, __m256i x) {  // of pairs of unsigned with signed bytes, as 16 bits
-  __m256i product;
-  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(x));
+  __m256i value = sum, product;
+  asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(value), "=&x"(product) : "x"(w), "x"(x));
+  sum = value;
+}
+// f(0), f(1), ... with constants, so that what they index lies in registers: loops are unrolled too late for that, and sums
+// would go through memory in every step.
+#define INLINE __attribute__((always_inline))
+template <class F, int... I>
+[[gnu::always_inline]] inline void each_of(std::integer_sequence<int, I...>, F&& f) {
+  (f(std::integral_constant<int, I>()), ...);
+}
+template <int N, class F>
+[[gnu::always_inline]] inline void each(F&& f) {
+  each_of(std::make_integer_sequence<int, N>(), f);
 }
 // The same address, of which compilers do not know that they have read from it.
 inline const char* once_more(const char* from) {
@@ -56,12 +74,10 @@ inline const char* once_more(const char* from) {
 // A step of k: x: the first row's number; those of the others follow chunk by chunk
 template <int M, int V>
 [[gnu::always_inline]] inline void step(__m256 sum[M][V], const __m256 w[V], const char* x) {
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
+  each<M>([&](auto m) INLINE {
     const __m256 all = broadcast(x + m * bytes_of_chunk(Format::kFloat32));
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) add_product(sum[m][v], w[v], all);
-  }
+    each<V>([&](auto v) INLINE { add_product(sum[m][v], w[v], all); });
+  });
 }
 
 // float32, a number of k a line, and bfloat16, two of them, which are widened one after the other.
@@ -71,11 +87,9 @@ template <Format FORMAT, int M, int V>
   constexpr int64_t kSteps = bytes_of_chunk(FORMAT) / (4 * kNumbers);  // of a chunk
   const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
   __m256 sum[M][V];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[m][v] = _mm256_loadu_ps(run.tile(m, v));
-  }
+  each<M>([&](auto m) INLINE {
+    each<V>([&](auto v) INLINE { sum[m][v] = _mm256_loadu_ps(run.tile(m, v)); });
+  });
   const int64_t lines = std::min<int64_t>(kGroup, run.pass.weight.k - run.block * kGroup) / kNumbers;
   const char* from = run.weight;
   for (int64_t line = 0; line < lines; run.x += run.jump) {
@@ -86,25 +100,20 @@ template <Format FORMAT, int M, int V>
       run.fetch(line);
       __m256 w[V];
       if constexpr (FORMAT == Format::kFloat32) {
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) w[v] = _mm256_castsi256_ps(load_vector(from + v * 32));
+        each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(load_vector(from + v * 32)); });
         step<M, V>(sum, w, x);
       } else {
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) w[v] = _mm256_castsi256_ps(_mm256_slli_epi32(load_vector(from + v * 32), 16));
+        each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(_mm256_slli_epi32(load_vector(from + v * 32), 16)); });
         step<M, V>(sum, w, x);
         const char* again = once_more(from);
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) w[v] = _mm256_castsi256_ps(_mm256_and_si256(load_vector(again + v * 32), high));
+        each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(_mm256_and_si256(load_vector(again + v * 32), high)); });
         step<M, V>(sum, w, x + 4);
       }
     }
   }
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) _mm256_storeu_ps(run.tile(m, v), sum[m][v]);
-  }
+  each<M>([&](auto m) INLINE {
+    each<V>([&](auto v) INLINE { _mm256_storeu_ps(run.tile(m, v), sum[m][v]); });
+  });
 }
 
 // --- int8: even and odd numbers of k apart, as 16 bits, so that nothing saturates: sums are the whole numbers that they are ---
@@ -115,43 +124,35 @@ template <int M, int V>
   const __m256i low = _mm256_set1_epi32(0x00FF00FF);
   const int64_t facts = run.block * run.pass.x.rows + run.pass.row;
   auto add = [](__m256i sum[M][V], const __m256i w[V], const char* x) [[gnu::always_inline]] {
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m) {
+    each<M>([&](auto m) INLINE {
       const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt8));
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) add_products(sum[m][v], w[v], all);
-    }
+      each<V>([&](auto v) INLINE { add_products(sum[m][v], w[v], all); });
+    });
   };
   const int32_t* offsets = run.pass.x.offsets + facts;
   __m256i sum[M][V];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[m][v] = _mm256_set1_epi32(offsets[m]);
-  }
+  each<M>([&](auto m) INLINE {
+    each<V>([&](auto v) INLINE { sum[m][v] = _mm256_set1_epi32(offsets[m]); });
+  });
   const char *from = run.weight, *x = run.x;
 #pragma GCC unroll 1
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 8) {
     run.fetch(i);
     __m256i w[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) w[v] = _mm256_and_si256(load_vector(from + v * 32), low);
+    each<V>([&](auto v) INLINE { w[v] = _mm256_and_si256(load_vector(from + v * 32), low); });
     add(sum, w, x);
     const char* again = once_more(from);
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) w[v] = _mm256_srli_epi16(load_vector(again + v * 32), 8);
+    each<V>([&](auto v) INLINE { w[v] = _mm256_srli_epi16(load_vector(again + v * 32), 8); });
     add(sum, w, x + 4);
   }
   const float* scales = run.pass.x.scales + facts;
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
+  each<M>([&](auto m) INLINE {
     const __m256 scale = _mm256_set1_ps(scales[m]);
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
+    each<V>([&](auto v) INLINE {
       const __m256 before = _mm256_loadu_ps(run.tile(m, v));
       _mm256_storeu_ps(run.tile(m, v), _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum[m][v]), scale, before));
-    }
-  }
+    });
+  });
 }
 
 // --- int4 ---
@@ -165,16 +166,14 @@ template <int M, int V, bool HIGH>
   const int32_t* offsets = operand.offsets + (2 * run.block + HIGH) * operand.rows + run.pass.row;
   const char* facts = run.weight - run.first * 32 + kGroup / 8 * kLine;
   const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) {
+  each<V>([&](auto v) INLINE {
     const char* halves = facts + (HIGH * kPanel + (run.first + v) * kEight) * 2;
     const __m256 column = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves)));
     const __m256i centres = load_vector(facts + 2 * kPanel * 2 + (run.first + v) * 32);
     const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
     const __m256 centre[2] = {_mm256_castsi256_ps(_mm256_slli_epi32(centres, 16)),
                               _mm256_castsi256_ps(_mm256_and_si256(centres, high))};
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m) {
+    each<M>([&](auto m) INLINE {
       const __m256i whole = _mm256_add_epi32(_mm256_madd_epi16(sum[m][v], ones), _mm256_set1_epi32(offsets[m]));
       const __m256 real = _mm256_cvtepi32_ps(whole);
       if constexpr (!HIGH) {
@@ -187,8 +186,8 @@ template <int M, int V, bool HIGH>
         all = _mm256_fmadd_ps(centre[1], _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(sums & 0xFFFF0000))), all);
         _mm256_storeu_ps(run.tile(m, v), all);
       }
-    }
-  }
+    });
+  });
 }
 
 // 32 k of a group, the low or the high halves of its bytes. Pairs of products, 15 x 127 at most each, add up to 16 bits
@@ -198,27 +197,22 @@ template <int M, int V, bool HIGH>
   constexpr int64_t kLines = kGroup / 8, kFacts = kInt4Facts / kLine;
   const __m256i nibble = _mm256_set1_epi8(15);
   __m256i sum[M][V];
-#pragma GCC unroll 6
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) sum[m][v] = _mm256_setzero_si256();
-  }
+  each<M>([&](auto m) INLINE {
+    each<V>([&](auto v) INLINE { sum[m][v] = _mm256_setzero_si256(); });
+  });
   const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
 #pragma GCC unroll 1
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 4) {
     if (!HIGH) run.fetch(i);
     __m256i w[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
+    each<V>([&](auto v) INLINE {
       const __m256i both = load_vector(from + v * 32);
       w[v] = _mm256_and_si256(HIGH ? _mm256_srli_epi16(both, 4) : both, nibble);
-    }
-#pragma GCC unroll 6
-    for (int m = 0; m < M; ++m) {
+    });
+    each<M>([&](auto m) INLINE {
       const __m256i all = broadcast_word(x + m * bytes_of_chunk(Format::kInt4));
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) add_bytes(sum[m][v], w[v], all);
-    }
+      each<V>([&](auto v) INLINE { add_bytes(sum[m][v], w[v], all); });
+    });
   }
   for (int64_t i = 0; HIGH && i < kFacts; ++i) run.fetch(kLines + i);
   add_half<M, V, HIGH>(run, sum, first);
@@ -264,5 +258,7 @@ constexpr std::array<void (*)(const Pass&), sizeof...(M)> kernels_of(std::intege
   return {multiply<M + 1>...};
 }
 constexpr auto kDots = kernels_of(std::make_integer_sequence<int, kDotRows>());
+
+#undef INLINE
 
 }  // namespace outrider
