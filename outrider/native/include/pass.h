@@ -33,6 +33,12 @@ struct Pass {
     _mm_prefetch(from, _MM_HINT_T0);
     _mm_prefetch(from + ahead_step, _MM_HINT_T0);
   }
+  // The same in two parts, of which each falls to one of two runs: all at once, they would wait for one another.
+  void fetch_half(int64_t step, int64_t half) const {
+    const char* from = ahead + (2 * step + half) * ahead_step;
+    if (streams) _mm_prefetch(from + kFar, _MM_HINT_T1);
+    _mm_prefetch(from, _MM_HINT_T0);
+  }
   // int8: the results of so many rows times their outputs' scales.
   void scale_columns(int64_t rows) const {
     const float* scales = weight.scales + panel * kPanel;

@@ -19,7 +19,7 @@ constexpr int kEight = 8;       // outputs of a vector
 constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
 
 // Some rows, the panel's vectors from `first` on, and a block of k. weight, x: where these begin, x of the first row, whose
-// next chunk is `jump` bytes further. line: how many are before the block's; the first run over a block fetches.
+// next chunk is `jump` bytes further. line: how many are before the block's. Two runs over a block fetch half each.
 struct Run {
   const Pass& pass;
   const int64_t block, line, jump;
@@ -27,8 +27,10 @@ struct Run {
   const char *weight, *x;
 
   float* tile(int m, int v) const { return pass.tile + m * kPanel + (first + v) * kEight; }
+  template <int V>
   void fetch(int64_t step) const {
-    if (first == 0) pass.fetch(line + step);
+    if (V * kEight == kPanel) return pass.fetch(line + step);
+    pass.fetch_half(line + step, first / V);
   }
 };
 
@@ -97,7 +99,7 @@ template <Format FORMAT, int M, int V>
     const char* x = run.x;
 #pragma GCC unroll 1
     for (; line < end; ++line, from += kLine, x += 4 * kNumbers) {
-      run.fetch(line);
+      run.template fetch<V>(line);
       __m256 w[V];
       if constexpr (FORMAT == Format::kFloat32) {
         each<V>([&](auto v) INLINE { w[v] = _mm256_castsi256_ps(load_vector(from + v * 32)); });
@@ -137,7 +139,7 @@ template <int M, int V>
   const char *from = run.weight, *x = run.x;
 #pragma GCC unroll 1
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 8) {
-    run.fetch(i);
+    run.template fetch<V>(i);
     __m256i w[V];
     each<V>([&](auto v) INLINE { w[v] = _mm256_and_si256(load_vector(from + v * 32), low); });
     add(sum, w, x);
@@ -203,7 +205,7 @@ template <int M, int V, bool HIGH>
   const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
 #pragma GCC unroll 1
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 4) {
-    if (!HIGH) run.fetch(i);
+    if (!HIGH) run.template fetch<V>(i);
     __m256i w[V];
     each<V>([&](auto v) INLINE {
       const __m256i both = load_vector(from + v * 32);
@@ -214,7 +216,7 @@ template <int M, int V, bool HIGH>
       each<V>([&](auto v) INLINE { add_bytes(sum[m][v], w[v], all); });
     });
   }
-  for (int64_t i = 0; HIGH && i < kFacts; ++i) run.fetch(kLines + i);
+  for (int64_t i = 0; HIGH && i < kFacts; ++i) run.template fetch<V>(kLines + i);
   add_half<M, V, HIGH>(run, sum, first);
 }
 
