@@ -83,8 +83,11 @@ def report(library_of: Callable[[Kind | None], Library], what: str, instead: str
     if unknown := set(names) - set(KINDS):
         raise SystemExit(f"{', '.join(sorted(unknown))}: there are kernels for {' and '.join(KINDS)}")
     kinds: list[Kind | None] = [KINDS[name] for name in names]
-    for kind in kinds or [None]:
-        native.report(library_of(kind), f"{what} ({(kind or chosen()).name})", instead)
+    try:
+        for kind in kinds or [None]:
+            native.report(library_of(kind), f"{what} ({(kind or chosen()).name})", instead)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
 
 
 @functools.cache
