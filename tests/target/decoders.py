@@ -18,6 +18,7 @@ MODELS = {
     "llama-bias": {"attention_bias": True, "tie_word_embeddings": True},
     "odd sizes": {"hidden_size": 40, "intermediate_size": 72, "head_dim": 20, "num_attention_heads": 4,
                   "num_key_value_heads": 2},
+    "many heads": {"hidden_size": 80, "num_attention_heads": 40, "num_key_value_heads": 1, "head_dim": 8},
     "mistral": {"sliding_window": 9},
     "qwen2": {},
     "qwen3": {},
@@ -27,7 +28,7 @@ MODELS = {
 
 
 def written(folder, name, **more):
-    family = {"llama-bias": "llama", "odd sizes": "llama"}.get(name, name)
+    family = {"llama-bias": "llama", "odd sizes": "llama", "many heads": "llama"}.get(name, name)
     return write_model(folder, family, **MODELS[name] | more)
 
 

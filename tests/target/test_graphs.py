@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
@@ -16,8 +15,8 @@ from services.target.graphs import GraphRunner, direct
 from services.target.kernels import choose
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache, LayerShape
-from services.target.model import attention
 from services.target.model.modules import ModuleRunner
+from tests.target.decoders import module_of
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.interpreter import need_interpreter
 from tests.target.test_kernels import random_works
@@ -32,8 +31,7 @@ SHAPES = [LayerShape(2, 16, 16)] * 2
 
 def modules(folder, backend="torch_native", *, ordered=False):
     """A runner of the model's own modules, whatever else could run it."""
-    module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.NAME)
-    return ModuleRunner(module.eval().requires_grad_(False), choose(backend, CPU, ordered=ordered))
+    return ModuleRunner(module_of(folder), choose(backend, CPU, ordered=ordered))
 
 
 @pytest.fixture(scope="module")

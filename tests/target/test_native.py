@@ -22,29 +22,13 @@ from services.target.model import narrow
 from services.target.model.load import load
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
+from tests.target.decoders import MODELS, written
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, random_tree, run
 from tests.target.test_kernels import random_slice
 from tests.tiny import VOCAB, write_model
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 CPU = torch.device("cpu")
-MODELS = {
-    "llama": {},
-    "llama-bias": {"attention_bias": True, "tie_word_embeddings": True},
-    "odd sizes": {"hidden_size": 40, "intermediate_size": 72, "head_dim": 20, "num_attention_heads": 4,
-                  "num_key_value_heads": 2},
-    "many heads": {"hidden_size": 80, "num_attention_heads": 40, "num_key_value_heads": 1, "head_dim": 8},
-    "mistral": {"sliding_window": 9},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma2": {"sliding_window": 7, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
-    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-}  # fmt: skip
-
-
-def written(folder, name):
-    family = {"llama-bias": "llama", "odd sizes": "llama", "many heads": "llama"}.get(name, name)
-    return write_model(folder, family, **MODELS[name])
 
 
 class Sessions:

@@ -29,13 +29,18 @@ class Norm:
 
 
 @triton.jit
-def _normed(x, weight, at, width, epsilon, SHIFTED: tl.constexpr):
-    """x: float32, zeros behind `width`. Returns float32 that holds numbers of the weight's format."""
-    scaled = x * tl.rsqrt(tl.sum(x * x, 0) / width + epsilon)
-    factor = tl.load(weight + at, mask=at < width, other=0.0)
+def _scaled(x, scale, weight, at, there, SHIFTED: tl.constexpr):
+    """x: float32, whose numbers `there` are scaled and weighted. Returns float32 that holds the weight's format."""
+    factor = tl.load(weight + at, mask=there, other=0.0)
     if SHIFTED:
-        return (scaled * (1.0 + factor.to(tl.float32))).to(factor.dtype).to(tl.float32)
-    return (scaled.to(factor.dtype).to(tl.float32) * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)
+        return (x * scale * (1.0 + factor.to(tl.float32))).to(factor.dtype).to(tl.float32)
+    return ((x * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)
+
+
+@triton.jit
+def _normed(x, weight, at, width, epsilon, SHIFTED: tl.constexpr):
+    """x: float32, zeros behind `width`. Returns as `_scaled`."""
+    return _scaled(x, tl.rsqrt(tl.sum(x * x, 0) / width + epsilon), weight, at, at < width, SHIFTED)
 
 
 @triton.jit
@@ -112,14 +117,6 @@ def _turn(
             value = v_pool + (slot // PAGE) * v_page + (slot % PAGE) * v_slot + own * D
             _put(value, at, half, tl.load(source + at, mask=half, other=0.0), LIMIT)
             _put(value + HALF, at, half, tl.load(source + HALF + at, mask=half, other=0.0), LIMIT)
-
-
-@triton.jit
-def _scaled(x, scale, weight, at, half, SHIFTED: tl.constexpr):
-    factor = tl.load(weight + at, mask=half, other=0.0)
-    if SHIFTED:
-        return (x * scale * (1.0 + factor.to(tl.float32))).to(factor.dtype).to(tl.float32)
-    return ((x * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)
 
 
 @triton.jit
