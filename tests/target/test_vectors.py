@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,22 @@ def test_a_kind_that_cannot_be_had_is_refused_where_it_is_named(named, message, 
             vectors.library("nothing", TARGET).compiled()
     finally:
         vectors.chosen.cache_clear()
+
+
+@pytest.mark.parametrize("kind", vectors.KINDS.values(), ids=list(vectors.KINDS))
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
+def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
+    """In machine code, which compilers once left it out of: they took it for something without effect."""
+    source, machine = tmp_path / "dots.cpp", tmp_path / "dots.s"
+    use = "void multiply(int rows, outrider::Pass pass) { outrider::kDots[rows](pass); }"
+    source.write_text(f'#include "linear.h"\n{use}\n')
+    folders = [f"-I{folder}" for folder in kind.includes]
+    subprocess.run(["g++", *kind.flags, *folders, "-S", "-o", machine, source], check=True, timeout=100)
+    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4))I\w+"
+    parts = re.split(rf"^{name}:$", machine.read_text(), flags=re.M)
+    products = list(zip(parts[1::2], parts[2::2], strict=True))
+    assert {"plain", "int8", "int4"} == {function.split("_")[1] for function, _ in products}
+    assert all("prefetcht0" in code and "prefetcht1" in code for _, code in products)
 
 
 def test_headers_of_all_kinds_are_installed():

@@ -27,17 +27,17 @@ struct Pass {
   void fetch(int64_t step) const {
     const char* from = ahead + 2 * step * ahead_step;
     if (streams) {
-      _mm_prefetch(from + kFar, _MM_HINT_T1);
-      _mm_prefetch(from + kFar + ahead_step, _MM_HINT_T1);
+      to_second_cache(from + kFar);
+      to_second_cache(from + kFar + ahead_step);
     }
-    _mm_prefetch(from, _MM_HINT_T0);
-    _mm_prefetch(from + ahead_step, _MM_HINT_T0);
+    to_first_cache(from);
+    to_first_cache(from + ahead_step);
   }
   // The same in two parts, of which each falls to one of two runs: all at once, they would wait for one another.
   void fetch_half(int64_t step, int64_t half) const {
     const char* from = ahead + (2 * step + half) * ahead_step;
-    if (streams) _mm_prefetch(from + kFar, _MM_HINT_T1);
-    _mm_prefetch(from, _MM_HINT_T0);
+    if (streams) to_second_cache(from + kFar);
+    to_first_cache(from);
   }
   // int8: the results of so many rows times their outputs' scales.
   void scale_columns(int64_t rows) const {

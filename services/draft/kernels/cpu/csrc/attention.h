@@ -193,7 +193,7 @@ class Attention {
           row[i] = ints();
           if (there) {
             row[i] = Words::load_words(call_.key(work.slots[half + i], head) + word * kStep, call_.dim - word * kStep);
-            _mm_prefetch(call_.value(work.slots[half + i], head) + word * kStep, _MM_HINT_T0);
+            to_first_cache(call_.value(work.slots[half + i], head) + word * kStep);
           }
         }
         transpose16(row);

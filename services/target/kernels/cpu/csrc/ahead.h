@@ -5,12 +5,13 @@
 // way at a time, so a burst of them would hold up whatever else it does.
 #pragma once
 
-#include <immintrin.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <vector>
+
+#include "memory.h"
 
 namespace outrider {
 
@@ -28,7 +29,7 @@ class alignas(64) Ahead {
   void add(const char* from, int64_t bytes) { stretches_.push_back({from, bytes}); }
 
   void bring(int lines) {
-    for (; lines > 0 && at_ < end_; --lines, at_ += kLine) _mm_prefetch(at_, _MM_HINT_T1);
+    for (; lines > 0 && at_ < end_; --lines, at_ += kLine) to_second_cache(at_);
     if (at_ >= end_) go_on();
   }
 

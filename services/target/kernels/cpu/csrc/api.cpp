@@ -254,7 +254,7 @@ double outrider_read_bandwidth(Pool* pool, const char* memory, int64_t bytes, do
     for (int64_t piece; (piece = next.fetch_add(1)) < bytes / kPiece;) {
       for (int64_t i = 0; i < kPiece; i += 64) {
         sum = bit_xor(sum, load_ints(memory + piece * kPiece + i));
-        _mm_prefetch(memory + piece * kPiece + i + kAhead, _MM_HINT_T0);
+        to_first_cache(memory + piece * kPiece + i + kAhead);
       }
     }
     sink += sum_of(sum);

@@ -125,7 +125,7 @@ class AttentionWorker {
   static void touch(const P* from, int64_t count) {
     const volatile char* at = reinterpret_cast<const volatile char*>(from);
     for (int64_t i = 0; i < count * int64_t(sizeof(P)); i += 64) {
-      if constexpr (kOnMatrixUnit<T>) _mm_prefetch(const_cast<const char*>(at) + i, _MM_HINT_T1);
+      if constexpr (kOnMatrixUnit<T>) to_second_cache(const_cast<const char*>(at) + i);
       else (void)at[i];
     }
   }

@@ -164,7 +164,7 @@ void Program::fetch_ahead(int thread, size_t operation) const {
   if (linear == nullptr || thread + 1 >= int64_t(linear->portions.size())) return;
   const Weight& weight = weight_of(*linear);
   const char* from = weight.panel(linear->portions[thread]);
-  for (int64_t i = 0; i < std::min(kAhead, weight.panel_bytes); i += 64) _mm_prefetch(from + i, _MM_HINT_T0);
+  for (int64_t i = 0; i < std::min(kAhead, weight.panel_bytes); i += 64) to_first_cache(from + i);
 }
 
 void Program::execute(const Embed& op, int thread, const Call& call, Counter* next) {
