@@ -5,6 +5,7 @@
 
 namespace outrider {
 
+constexpr bool kHasMatrixUnit = false;
 constexpr int kMatrixRows = 1;
 
 struct MatrixUnit {

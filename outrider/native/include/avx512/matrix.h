@@ -16,6 +16,7 @@
 
 namespace outrider {
 
+constexpr bool kHasMatrixUnit = true;  // of some processors of this kind
 constexpr int kMatrixRows = 32;  // that one pass serves: two blocks of 16, each with the panel's two halves
 
 class MatrixUnit {

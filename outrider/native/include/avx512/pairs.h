@@ -5,18 +5,14 @@
 
 namespace outrider {
 
-// What numbers of T are multiplied as.
-template <class T>
-using Computed = T;
-
 template <>
 struct Dot<BF16> {
   using Number = BF16;
-  static constexpr int kStep = 2;
+  static constexpr int kStep = 2, kQuery = 1;
   static Floats add(Floats sum, Ints keys, Ints queries) {
     return _mm512_dpbf16_ps(sum, __m512bh(keys), __m512bh(queries));
   }
-  static Floats add(Floats sum, Ints keys, int32_t query) { return add(sum, keys, ints(query)); }
+  static Floats add(Floats sum, Ints keys, const int32_t* query) { return add(sum, keys, ints(*query)); }
   template <class P>
   static Ints load_words(const P* from, int64_t count) {
     if constexpr (std::is_same_v<P, BF16>) {
@@ -28,8 +24,8 @@ struct Dot<BF16> {
   }
   // 32 numbers in a row.
   static Ints pack(Floats low, Floats high) { return Ints(_mm512_cvtne2ps_pbh(high, low)); }
+  static void store_weights(int32_t* to, Floats low, Floats high) { store(to, pack(low, high)); }
 
-  // Each number of a beside that of b, in two vectors; `put_in_order` undoes what that does to the order.
   static void interleave(Ints a, Ints b, Ints& first, Ints& second) {
     first = _mm512_unpacklo_epi16(a, b);
     second = _mm512_unpackhi_epi16(a, b);

@@ -65,8 +65,8 @@ class Attention {
   }
 
  private:
-  using Words = Dot<Computed<T>>;
-  static constexpr int kStep = Words::kStep;
+  using Words = Dot<T>;
+  static constexpr int kStep = Words::kStep, kQuery = Words::kQuery;
 
   // --- plan: which splits there are ---
 
@@ -108,7 +108,7 @@ class Attention {
   }
 
   struct Workspace {
-    std::vector<int32_t> queries;              // [queries, words]
+    std::vector<int32_t> queries;              // [queries, words, kQuery]
     alignas(64) int32_t keys[kBlock * 1024];   // [words, 32]
     alignas(64) float weights[kTogether][kBlock];
     int64_t slots[kBlock];
@@ -145,12 +145,12 @@ class Attention {
 
   void take_queries(Workspace& work, int64_t session, int64_t head, int64_t words) const {
     const int64_t group = call_.group();
-    work.queries.assign(call_.queries() * words, 0);
+    work.queries.assign(call_.queries() * words * kQuery, 0);
     const Floats scale = floats(1.0f / std::sqrt(float(call_.dim)));
     for (int64_t query = 0; query < call_.queries(); ++query) {
       const int64_t row = session * call_.rows + query / group, own = head * group + query % group;
       const T* from = call_.q + (row * call_.heads + own) * call_.dim;
-      auto* to = reinterpret_cast<typename Words::Number*>(work.queries.data() + query * words);
+      auto* to = reinterpret_cast<typename Words::Number*>(work.queries.data() + query * words * kQuery);
       for (int64_t d = 0; d < call_.dim; d += kLanes) {
         const Mask mask = lanes(call_.dim - d);
         store(to + d, mul(load(from + d, mask), scale), mask);
@@ -244,7 +244,7 @@ class Attention {
   template <int M>
   void multiply(const Workspace& work, int64_t query, int64_t words, Floats sums[][2]) const {
     constexpr int V = 2 * M > kSums ? 1 : 2;  // vectors at a time
-    const int32_t* q = work.queries.data() + query * words;
+    const int32_t* q = work.queries.data() + query * words * kQuery;
     for (int half = 0; half < 2; half += V) {
       Floats sum[M][V];
       for (int i = 0; i < M; ++i) {
@@ -257,7 +257,7 @@ class Attention {
 #pragma GCC unroll 4
         for (int i = 0; i < M; ++i) {
 #pragma GCC unroll 2
-          for (int v = 0; v < V; ++v) sum[i][v] = Words::add(sum[i][v], key[v], q[i * words + word]);
+          for (int v = 0; v < V; ++v) sum[i][v] = Words::add(sum[i][v], key[v], q + (i * words + word) * kQuery);
         }
       }
       for (int i = 0; i < M; ++i) {

@@ -64,7 +64,7 @@ class AttentionWorker {
   }
 
  private:
-  static constexpr int kStep = Dot<T>::kStep;
+  static constexpr int kStep = Dot<T>::kStep, kQuery = Dot<T>::kQuery;
 
   static int64_t words_of(int64_t dim) {
     const int64_t words = (dim + kStep - 1) / kStep;
@@ -99,11 +99,13 @@ class AttentionWorker {
   }
 
   void take_query(const float* from) {
-    auto* to = reinterpret_cast<typename Dot<T>::Number*>(query_ + queries_ * words_);
+    auto* to = reinterpret_cast<typename Dot<T>::Number*>(query_at(queries_));
     const int64_t dim = call_.shape.key_dim;
-    std::memset(to, 0, words_ * sizeof(int32_t));
+    std::memset(to, 0, words_ * kQuery * sizeof(int32_t));
     for (int64_t d = 0; d < dim; d += kLanes) store(to + d, load(from + d, lanes(dim - d)), lanes(dim - d));
   }
+
+  int32_t* query_at(int index) { return query_ + index * words_ * kQuery; }
 
   // Bring the keys and values of a task's split near. They lie scattered, and waiting for one after the other would cost
   // most of the time.
@@ -162,7 +164,7 @@ class AttentionWorker {
     lay_values_of(slot_, 0, count);
     for (int query = 0; query < queries; query += kTogether<T>) {
       const int some = std::min(kTogether<T>, queries - query);
-      score<T>(some, query_ + query * words_, words_, keys_, stride_, count, scores_);
+      score<T>(some, query_at(query), words_, keys_, stride_, count, scores_);
       for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
       combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
     }
@@ -193,12 +195,12 @@ class AttentionWorker {
       const int end = std::min(queries_, begin + rows * heads_);
       for (int first = begin; first < end; first += kTogether<T>) {  // more than once for many heads of one row
         const int some = std::min(kTogether<T>, end - first);
-        if (together) score<T>(some, query_ + first * words_, words_, keys_, stride_, int(cached + nodes), scores_);
+        if (together) score<T>(some, query_at(first), words_, keys_, stride_, int(cached + nodes), scores_);
         for (int query = first; query < first + some; query += heads_) {
           const int heads = std::min(heads_, first + some - query);
           if (query % heads_ == 0) begin_row(query, from, std::min(to, last_[query]), base, together, common);
           const float* scores = scores_ + (query - first) * kMaxColumns;
-          if (!together) score<T>(heads, query_ + query * words_, words_, keys_, stride_, count_, scores_);
+          if (!together) score<T>(heads, query_at(query), words_, keys_, stride_, count_, scores_);
           for (int i = 0; i < heads; ++i, scores += kMaxColumns) {
             alignas(64) float ordered[kSplit];
             for (int j = 0; j < count_; ++j) ordered[j] = scores[together ? column_[j] : j];
@@ -299,8 +301,9 @@ class AttentionWorker {
   Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the split at hand; of those before it
   // The matrix unit takes 16 query vectors even where there are fewer; results of those behind the last are nobody's.
   static constexpr int kBehind = kOnMatrixUnit<T> ? kTogether<T> : 1;
-  alignas(64) float scores_[kTogether<T> * kMaxColumns];
-  alignas(64) int32_t weights_[kTogether<T> * kSplit];
+  static constexpr int kMost = std::max(kTogether<T>, kDirectly);  // query vectors at a time
+  alignas(64) float scores_[kMost * kMaxColumns];
+  alignas(64) int32_t weights_[kMost * kSplit];
   alignas(64) int32_t query_[(kMaxQueries + kBehind) * kMaxDim];
   alignas(64) int32_t keys_[kMaxDim * kMaxColumns];
   alignas(64) int32_t values_[kSplit * kMaxDim];

@@ -8,6 +8,8 @@
 
 namespace outrider {
 
+constexpr int kDirectly = 4;  // query vectors, at most
+
 // scores: [N][kMaxColumns], of N query vectors with all columns. at(column): where a key lies, [dim] numbers.
 template <class T, class P, int N, class At>
 void score_directly(const int32_t* queries, int64_t words, int64_t dim, int columns, At&& at, float* scores) {
@@ -25,7 +27,7 @@ void score_directly(const int32_t* queries, int64_t words, int64_t dim, int colu
       transpose16(part);
       auto add = [&](int i) {
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sum[n] = Dot<T>::add(sum[n], part[i], queries[n * words + word + i]);
+        for (int n = 0; n < N; ++n) sum[n] = Dot<T>::add(sum[n], part[i], queries + (n * words + word + i) * Dot<T>::kQuery);
       };
       if (words - word >= kLanes) {
 #pragma GCC unroll 16
@@ -66,26 +68,31 @@ void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, 
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], part[v], weights[n * kSplit + word]);
+      for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], part[v], weights + n * kSplit + word * Dot<T>::kQuery);
     }
   }
   store_sums<T, N, V>(sum, wide, d, sums);
 }
 
-// sums: [N][wide]. weights: [N][kSplit] words. at(column): where a value lies, [dim] numbers.
+// sums: [N][wide]. weights: [N][kSplit]. at(column): where a value lies, [dim] numbers.
 template <class T, class P, int N, class At>
 void combine_directly(const int32_t* weights, int64_t dim, int columns, At&& at, float* sums) {
   const int64_t wide = value_words<T>(dim);
-  constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
-  int64_t d = 0;
-  for (; d + kMost * kLanes <= wide; d += kMost * kLanes) {
-    combine_part<T, P, N, kMost>(weights, dim, wide, d, columns, at, sums);
-  }
-  for (; d + kFew * kLanes <= wide; d += kFew * kLanes) {
-    combine_part<T, P, N, kFew>(weights, dim, wide, d, columns, at, sums);
-  }
-  if constexpr (Dot<T>::kStep == 1) {
-    if (d < wide) combine_part<T, P, N, 1>(weights, dim, wide, d, columns, at, sums);
+  if constexpr (N * Dot<T>::kStep > kSums) {  // pairs come in two vectors
+    combine_directly<T, P, N / 2>(weights, dim, columns, at, sums);
+    combine_directly<T, P, N - N / 2>(weights + N / 2 * kSplit, dim, columns, at, sums + N / 2 * wide);
+  } else {
+    constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
+    int64_t d = 0;
+    for (; d + kMost * kLanes <= wide; d += kMost * kLanes) {
+      combine_part<T, P, N, kMost>(weights, dim, wide, d, columns, at, sums);
+    }
+    for (; d + kFew * kLanes <= wide; d += kFew * kLanes) {
+      combine_part<T, P, N, kFew>(weights, dim, wide, d, columns, at, sums);
+    }
+    if constexpr (Dot<T>::kStep == 1) {
+      if (d < wide) combine_part<T, P, N, 1>(weights, dim, wide, d, columns, at, sums);
+    }
   }
 }
 

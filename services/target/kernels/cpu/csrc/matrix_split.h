@@ -76,7 +76,7 @@ inline void combine<MatrixBF16>(int count, const int32_t* weights, const int32_t
 template <class Function>
 void with_arithmetic(bool bfloat16, PoolFormat pools, Function&& function) {
   with_formats(bfloat16, pools, [&](auto computed, auto stored) {
-    if constexpr (std::is_same_v<decltype(computed), BF16>) {
+    if constexpr (kHasMatrixUnit && std::is_same_v<decltype(computed), BF16>) {
       if (MatrixUnit::available()) return function(MatrixBF16{}, stored);
     }
     function(computed, stored);

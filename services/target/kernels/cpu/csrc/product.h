@@ -30,7 +30,7 @@ struct Product {
 // A step of a dot product: a vector of words.
 template <class T>
 struct Step {
-  using Words = Dot<Computed<T>>;
+  using Words = Dot<T>;
   static constexpr int64_t kNumbers = kLanes * Words::kStep;
 };
 

@@ -15,7 +15,7 @@ namespace outrider {
 constexpr int64_t kSplit = 128;                // keys
 constexpr int kMaxColumns = int(kSplit) + 64;  // laid out at a time: a split of the cache, and 64 nodes behind it
 template <class T>
-constexpr int kTogether = kOnMatrixUnit<T> ? 16 : 4;  // query vectors that are multiplied at a time
+constexpr int kTogether = kOnMatrixUnit<T> ? 16 : std::min(4, kSums / 2);  // query vectors that are multiplied at a time
 
 // A value's width among words: whole vectors, of bfloat16 pairs of them.
 template <class T>
@@ -98,7 +98,7 @@ void score_some(const int32_t* queries, int64_t words, const int32_t* keys, int6
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) {
 #pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) sum[n][v] = Dot<T>::add(sum[n][v], key[v], queries[n * words + word]);
+        for (int v = 0; v < V; ++v) sum[n][v] = Dot<T>::add(sum[n][v], key[v], queries + (n * words + word) * Dot<T>::kQuery);
       }
     }
 #pragma GCC unroll 4
@@ -114,7 +114,9 @@ template <class T>
 void score(int count, const int32_t* queries, int64_t words, const int32_t* keys, int64_t stride, int columns,
            float* scores) {
   switch (count) {
-    case 4: return score_some<T, 4>(queries, words, keys, stride, columns, scores);
+    case 4:
+      if constexpr (kTogether<T> >= 4) return score_some<T, 4>(queries, words, keys, stride, columns, scores);
+      [[fallthrough]];
     case 3: return score_some<T, 3>(queries, words, keys, stride, columns, scores);
     case 2: return score_some<T, 2>(queries, words, keys, stride, columns, scores);
     default: return score_some<T, 1>(queries, words, keys, stride, columns, scores);
@@ -158,7 +160,7 @@ Softmax weigh(float* scores, int columns, int64_t from, int64_t to, Scaling scal
       const bool more = column + kLanes < columns;
       const Floats high = more ? exp(sub(load(scores + column + kLanes), base)) : floats();
       sum = add(sum, high);
-      store(weights + column / 2, Dot<T>::pack(low, high));
+      Dot<T>::store_weights(weights + column / Dot<T>::kStep * Dot<T>::kQuery, low, high);
     }
   }
   const float before = sink.sum > 0.0f ? sink.sum * std::exp(sink.largest - largest) : 0.0f;
@@ -193,7 +195,7 @@ void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, i
     for (int v = 0; v < V; ++v) {
       const Ints value = load_ints(from + v * kLanes);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], value, weights[n * kSplit + word]);
+      for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], value, weights + n * kSplit + word * Dot<T>::kQuery);
     }
   }
   store_sums<T, N, V>(sum, wide, d, sums);
@@ -201,6 +203,7 @@ void combine_some(const int32_t* weights, const int32_t* values, int64_t wide, i
 
 template <class T, int N>
 void combine_for(const int32_t* weights, const int32_t* values, int64_t wide, int words, float* sums) {
+  static_assert(N * Dot<T>::kStep <= kSums, "pairs come in two vectors");
   constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
   int64_t d = 0;
   for (; d + kMost * kLanes <= wide; d += kMost * kLanes) combine_some<T, N, kMost>(weights, values, wide, d, words, sums);
@@ -210,12 +213,13 @@ void combine_for(const int32_t* weights, const int32_t* values, int64_t wide, in
   }
 }
 
-// sums: [count][wide], weights times values of up to kTogether query vectors. weights: [count][kSplit] words, of which `words`
-// count.
+// sums: [count][wide], weights times values of up to kTogether query vectors. weights: [count][kSplit]. words: of the values.
 template <class T>
 void combine(int count, const int32_t* weights, const int32_t* values, int64_t wide, int words, float* sums) {
   switch (count) {
-    case 4: return combine_for<T, 4>(weights, values, wide, words, sums);
+    case 4:
+      if constexpr (kTogether<T> >= 4) return combine_for<T, 4>(weights, values, wide, words, sums);
+      [[fallthrough]];
     case 3: return combine_for<T, 3>(weights, values, wide, words, sums);
     case 2: return combine_for<T, 2>(weights, values, wide, words, sums);
     default: return combine_for<T, 1>(weights, values, wide, words, sums);
