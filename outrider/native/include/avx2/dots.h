@@ -1,5 +1,5 @@
 // Products of a few rows with a panel, by AVX2, which has half the registers of AVX-512, of half the width: a run takes two of
-// the panel's four vectors of eight outputs for up to six rows, or all four for up to two. Runs go over 64 numbers of k, so
+// the panel's four vectors of eight outputs for up to six rows, or all four for up to two. Runs go over a block of k, so
 // that a panel is read once from its beginning to its end; what they come to meets in the tile.
 //
 // Every row's sums run over k in one order, whatever rows stand beside it, so a row's result does not depend on the batch.
@@ -17,6 +17,9 @@ constexpr int kDotRows = 6;  // rows that one pass over a panel serves
 
 constexpr int kEight = 8;       // outputs of a vector
 constexpr int64_t kLine = 128;  // bytes of a panel for a step of k
+
+// Numbers of k that a run goes over: a group, or, where there are none, what the first cache holds beside the rows.
+constexpr int64_t block_of(Format format) { return format == Format::kBFloat16 ? 2 * kGroup : kGroup; }
 
 // Some rows, the panel's vectors from `first` on, and a block of k. weight, x: where these begin, x of the first row, whose
 // next chunk is `jump` bytes further. line: how many are before the block's. Two runs over a block fetch half each.
@@ -85,14 +88,14 @@ template <int M, int V>
 // float32, a number of k a line, and bfloat16, two of them, which are widened one after the other.
 template <Format FORMAT, int M, int V>
 [[gnu::noinline]] void run_plain(Run run) {
-  constexpr int64_t kNumbers = FORMAT == Format::kFloat32 ? 1 : 2;
+  constexpr int64_t kNumbers = FORMAT == Format::kFloat32 ? 1 : 2, kBlock = block_of(FORMAT);
   constexpr int64_t kSteps = bytes_of_chunk(FORMAT) / (4 * kNumbers);  // of a chunk
   const __m256i high = _mm256_set1_epi32(int32_t(0xFFFF0000));
   __m256 sum[M][V];
   each<M>([&](auto m) INLINE {
     each<V>([&](auto v) INLINE { sum[m][v] = _mm256_loadu_ps(run.tile(m, v)); });
   });
-  const int64_t lines = std::min<int64_t>(kGroup, run.pass.weight.k - run.block * kGroup) / kNumbers;
+  const int64_t lines = std::min(kBlock, run.pass.weight.k - run.block * kBlock) / kNumbers;
   const char* from = run.weight;
   for (int64_t line = 0; line < lines; run.x += run.jump) {
     const int64_t end = std::min(lines, line + kSteps);
@@ -243,11 +246,11 @@ template <int M>
 void multiply(const Pass& pass) {
   constexpr int V = M <= 2 ? 4 : 2;
   const Format format = pass.weight.format;
-  const int64_t bytes = bytes_of_panel(format, kGroup);  // of a block
-  const int64_t chunks = kGroup * width_of_operand(format) / bytes_of_chunk(format), jump = pass.x.rows * bytes_of_chunk(format);
+  const int64_t numbers = block_of(format), bytes = bytes_of_panel(format, numbers);  // of a block
+  const int64_t chunks = numbers * width_of_operand(format) / bytes_of_chunk(format), jump = pass.x.rows * bytes_of_chunk(format);
   std::memset(pass.tile, 0, M * kPanel * sizeof(float));
   const char *weight = pass.begin(), *x = pass.chunk(0);
-  for (int64_t block = 0; block * kGroup < pass.weight.k; ++block, weight += bytes, x += chunks * jump) {
+  for (int64_t block = 0; block * numbers < pass.weight.k; ++block, weight += bytes, x += chunks * jump) {
     for (int first = 0; first < kPanel / kEight; first += V) {
       multiply_block<M, V>(Run{pass, block, block * bytes / kLine, jump, first, weight + first * 32, x});
     }
