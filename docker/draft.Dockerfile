@@ -20,7 +20,7 @@ RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
 # The n-grams and the kernels for CPUs; without a compiler plain ones serve instead.
 RUN command -v g++ > /dev/null || (apt-get update && apt-get install --yes --no-install-recommends g++) || true
 RUN /opt/outrider/bin/python -m services.draft.ngrams.compiled
-RUN /opt/outrider/bin/python -m services.draft.kernels.cpu.build avx2 avx512
+RUN /opt/outrider/bin/python -m services.draft.kernels.cpu avx2 avx512
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \

@@ -20,7 +20,7 @@ COPY services/target ./services/target
 RUN /opt/outrider/bin/python -m pip install --no-cache-dir --no-deps .
 # The CPU kernels, for all machines that may run the image; without a compiler PyTorch's own operators serve instead.
 RUN command -v g++ > /dev/null || (apt-get update && apt-get install --yes --no-install-recommends g++) || true
-RUN /opt/outrider/bin/python -m services.target.kernels.cpu.build avx2 avx512
+RUN /opt/outrider/bin/python -m services.target.kernels.cpu avx2 avx512
 
 FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -86,20 +87,25 @@ class Library:
 
     def compile(self, compiler: str, path: Path) -> Path:
         """Compile to a file, which appears at once and whole. Raises Unavailable."""
-        sources = sorted(str(source) for source in self.folder.glob("*.cpp"))
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        sources = sorted(self.folder.glob("*.cpp"))
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = [Path(folder) / f"{source.stem}.o" for source in sources]
             made = Path(folder) / path.name
-            includes = [f"-I{folder}" for folder in self.includes]
-            command = [compiler, *self.flags, *includes, *sources, "-o", str(made)]
-            try:
-                result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
-            except subprocess.TimeoutExpired:
-                raise Unavailable(f"{compiler} did not compile {self.name} in {_LONGEST:.0f} s") from None
-            if result.returncode:
-                first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
-                raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
+            list(threads.map(lambda source, to: self._run(compiler, "-c", source, "-o", to), sources, objects))
+            self._run(compiler, "-shared", *objects, "-o", made)
             os.replace(made, path)
         return path
+
+    def _run(self, compiler: str, *arguments: str | Path) -> None:
+        """Call the compiler. Raises Unavailable."""
+        command = [compiler, *self.flags, *(f"-I{folder}" for folder in self.includes), *map(str, arguments)]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{compiler} did not compile {self.name} in {_LONGEST:.0f} s") from None
+        if result.returncode:
+            first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
+            raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
 
 
 def report(library: Library, what: str, instead: str) -> None:

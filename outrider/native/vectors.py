@@ -27,7 +27,7 @@ from outrider.native import Library, Unavailable
 
 _INCLUDE = Path(__file__).parent / "include"
 _FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-tree-slp-vectorize", "-mtune=native",
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-fno-tree-slp-vectorize", "-mtune=native",
 )  # fmt: skip
 
 

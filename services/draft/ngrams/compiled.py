@@ -20,7 +20,7 @@ from services.draft.ngrams.base import NO_LEAD, Continuations, NgramOptions, Ngr
 LIBRARY = native.Library(
     "outrider-ngrams",
     Path(__file__).parent / "csrc",
-    ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off"),
+    ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off"),
 )
 
 

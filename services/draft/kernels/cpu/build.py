@@ -1,7 +1,4 @@
-"""`python -m services.draft.kernels.cpu.build`: compiles the kernels, once an environment and source.
-
-For this processor; kinds can be named instead (`avx2 avx512`), for images that other machines run.
-"""
+"""What the kernels are compiled from, and with which flags."""
 
 from __future__ import annotations
 
@@ -19,6 +16,3 @@ def kernels(kind: vectors.Kind | None = None) -> Library:
 
 
 KERNELS = kernels()
-
-if __name__ == "__main__":
-    vectors.report(kernels, "CPU kernels of the draft", "plain JAX")
