@@ -40,7 +40,18 @@ BATCHES = {
 
 def expected(q, pool, context, page_size, options):
     """What the twin makes of it, which adds up nothing as long as no number is missing."""
-    return np.asarray(plain_attention(q, jnp.nan_to_num(pool), context, page_size, **options), np.float32)
+    return np.asarray(whole(plain_attention)(q, jnp.nan_to_num(pool), context, page_size, **options), np.float32)
+
+
+def whole(kernel):
+    """A kernel as one program. Called as it is, it would be compiled operation by operation."""
+
+    def run(q, pool, context, page_size, since=None, sinks=None, **constants):
+        arrays = {name: array for name, array in (("since", since), ("sinks", sinks)) if array is not None}
+        program = jax.jit(lambda q, pool, context, arrays: kernel(q, pool, context, page_size, **arrays, **constants))
+        return program(q, pool, context, arrays)
+
+    return run
 
 
 def widened(pool):
@@ -67,11 +78,11 @@ def test_kernels_equal_their_twin(name):
         assert found.dtype == q.dtype
         np.testing.assert_allclose(np.asarray(found, np.float32), truth, atol=TOLERANCE[batch.dtype])
 
-    agrees(gpu_attention(q, pool, context, batch.page_size, **options, interpret=True))
+    agrees(whole(gpu_attention)(q, pool, context, batch.page_size, **options, interpret=True))
     if batch.dtype != "float16":  # which TPUs do not know
         # Its memory holds no numbers until a copy has come, and races are found.
         run = pltpu.InterpretParams(uninitialized_memory="nan", detect_races=True)
-        agrees(tpu_attention(q, widened(pool), context, batch.page_size, **options, interpret=run))
+        agrees(whole(tpu_attention)(q, widened(pool), context, batch.page_size, **options, interpret=run))
         assert not interpret_pallas_call.races.races_found
 
 

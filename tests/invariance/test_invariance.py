@@ -4,6 +4,7 @@ The same prompts and seeds, at temperature 0, 0.7 and 1.0, give identical tokens
 and malicious ones, messages lost, doubled, delayed and reordered, a draft killed midway, alone and in a batch.
 """
 
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ TEMPERATURES = [0.0, 0.7, 1.0]
 PROMPTS = [
     [5, 6, 7], [9] * 10, [20, 21, 22, 20, 21], list(range(30, 75)), [200], [8, 7, 8, 7, 8, 7], [4, 310, 4], [99, 98, 97]
 ]  # fmt: skip
-LENGTH = 48
+LENGTH = 36
 
 
 @pytest.fixture(scope="session")
@@ -122,8 +123,7 @@ def drafters(models):
     return Drafters(models)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(("batch", "temperature"), [*((8, temperature) for temperature in TEMPERATURES), (1, 1.0)])
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "garbage"])
 def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
     todo = requests(temperature)
@@ -136,7 +136,7 @@ def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
     if drafter == "self, chain":
         # Sharing the noise makes the drafter propose the target's own samples, at any temperature.
         assert accepted / verified > 0.97
-        if temperature > 0 and batch == 1:
+        if batch == 1:
             assert max(run.steps for run in runs) <= LENGTH / 8 * 1.5 + 2
 
 
@@ -152,12 +152,12 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage", "eagle", "eagle 3"])
 def test_any_fault_of_the_transport(target, drafters, plain, drafter, fault, temperature):
-    for seed in range(2):
-        run = Pair(target, drafters[drafter], FAULTS[fault], seed=seed).run(requests(temperature))
-        assert run.tokens == plain[temperature]
-        if drafter.endswith("self"):
-            assert run.accepted > 0
-            assert run.reopened > 0 or FAULTS[fault].lost == FAULTS[fault].delay == 0
+    seed = zlib.crc32(f"{drafter} {fault} {temperature}".encode())  # other accidents for each
+    run = Pair(target, drafters[drafter], FAULTS[fault], seed=seed).run(requests(temperature))
+    assert run.tokens == plain[temperature]
+    if drafter.endswith("self"):
+        assert run.accepted > 0
+        assert run.reopened > 0 or FAULTS[fault].lost == FAULTS[fault].delay == 0
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

@@ -47,9 +47,9 @@ def runners(folder, backend, device=CPU, dtype=torch.float32):
     return ModuleRunner(modules, planner), FusedRunner(few, planner, probe, 512), probe
 
 
-def random_batch(rng, device=CPU, page_size=4, sessions=3, most=1000):
-    """most: rows of a chunk."""
-    works = random_works(rng, page_size, sessions)
+def random_batch(rng, device=CPU, page_size=4, sessions=3, most=1000, longest=120):
+    """most: rows of a chunk; longest: tokens of a session, at most."""
+    works = random_works(rng, page_size, sessions, longest)
     for work in works:
         session = work.chunk.session
         work.chunk.start = max(work.chunk.start, work.chunk.stop - most)

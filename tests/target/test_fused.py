@@ -32,7 +32,7 @@ from services.target.model import fused  # noqa: E402
 def test_a_step_is_that_of_the_modules(name, tmp_path):
     modules, few, probe = runners(written(tmp_path, name), "triton" if name == "llama" else "torch_native")
     rng = np.random.default_rng(1)
-    batch, works = random_batch(rng, most=3)
+    batch, works = random_batch(rng, most=3, longest=50)
     rows = rng.integers(0, len(batch), 3)
     batch = replace(batch, capture=Capture((0, 1, 2), True, rows))
     said = []
@@ -48,7 +48,7 @@ def test_a_step_is_that_of_the_modules(name, tmp_path):
 @torch.inference_mode()
 def test_states_of_all_rows_do_not_change_as_the_step_goes_on(tmp_path):
     modules, few, probe = runners(written(tmp_path, "llama"), "torch_native")
-    batch, works = random_batch(np.random.default_rng(2), most=3)
+    batch, works = random_batch(np.random.default_rng(2), most=3, longest=50)
     batch = replace(batch, capture=Capture((0, 1), False, None))
     found, expected = (runner.forward(batch, cache_of(probe, works)).features for runner in (few, modules))
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
@@ -57,7 +57,7 @@ def test_states_of_all_rows_do_not_change_as_the_step_goes_on(tmp_path):
 @torch.inference_mode()
 def test_new_weights_reach_it(tmp_path):
     _, few, probe = runners(written(tmp_path, "llama-bias"), "torch_native")
-    batch, works = random_batch(np.random.default_rng(3), most=3)
+    batch, works = random_batch(np.random.default_rng(3), most=3, longest=50)
     generator = torch.Generator().manual_seed(1)
     new = {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in few.weights().items()}
     few.update(new)

@@ -33,7 +33,7 @@ from tests.tiny import VOCAB, write_tokenizer
 from tests.train.helpers import head_of, random_record, shared_of, store_of, target_of
 
 FLAGS = {
-    "tokens": 2500, "max_new_tokens": 40, "max_length": 160, "max_running_requests": 16, "draft_vocab_size": 64,
+    "tokens": 1500, "max_new_tokens": 40, "max_length": 160, "max_running_requests": 16, "draft_vocab_size": 64,
     "intermediate_size": 64, "steps": 40, "batch_tokens": 600, "learning_rate": 5e-3, "unroll": 4, "held_out": 0.2,
     "evaluate": 6,
 }  # fmt: skip
