@@ -42,7 +42,7 @@ def exposed(tmp_path_factory):
 
     def hinted():
         system.ask("a b a b a b", max_tokens=200)
-        return samples().get("outrider_drafted_tokens_total")
+        return sum(sample.value for sample in samples().get("outrider_drafted_tokens_total", ()))
 
     try:
         system.ask_all()
