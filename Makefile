@@ -36,7 +36,7 @@ lint: install  ## style, types, import rules, wire definitions
 check: lint fresh-protos  ## lint, and the generated stubs are up to date
 
 test: install  ## the whole suite, on the CPU
-	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile -m "not gpu" $(ARGS)
+	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 conformance: install  ## clients that nobody here wrote against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)

@@ -26,6 +26,20 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("outrider")
 
+_STARTING = ("bench", "gateway", "ops", "system")  # folders of tests that start processes
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests start processes are spread among those that compute, so that few of them run at once."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    places: dict[Path, float] = {}
+    for starts in (True, False):
+        some = [path for path in files if (path.parent.name in _STARTING) == starts]
+        places |= {path: (i + 0.5) / len(some) for i, path in enumerate(some)}
+    items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
+
 
 @pytest.fixture(autouse=True)
 def _logging_as_it_was():
