@@ -46,10 +46,8 @@ def expected(q, pool, context, page_size, options):
 def whole(kernel):
     """A kernel as one program. Called as it is, it would be compiled operation by operation."""
 
-    def run(q, pool, context, page_size, since=None, sinks=None, **constants):
-        arrays = {name: array for name, array in (("since", since), ("sinks", sinks)) if array is not None}
-        program = jax.jit(lambda q, pool, context, arrays: kernel(q, pool, context, page_size, **arrays, **constants))
-        return program(q, pool, context, arrays)
+    def run(q, pool, context, page_size, **options):
+        return jax.jit(lambda q, pool, context: kernel(q, pool, context, page_size, **options))(q, pool, context)
 
     return run
 
