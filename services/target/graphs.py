@@ -23,7 +23,7 @@ from services.target.batch import Batch, Capture, Rows, pad
 from services.target.kernels import Attention, Planner
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache
-from services.target.layout import SHORT, Layout
+from services.target.layout import SHORT, Extent, Layout
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
 from services.target.upload import Slab, upload
@@ -79,9 +79,11 @@ class CudaCapturer:
 class _Step:
     """A step of a fixed number of rows, with its inputs in fixed places."""
 
-    def __init__(self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer, *, short: bool) -> None:
-        """batch: all padding, with the capture that every batch of this step asks for. short: see `_Key`."""
-        self._runner, self._cache, self._short = runner, cache, short
+    def __init__(
+        self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer, *, extent: Extent
+    ) -> None:
+        """batch: all padding, with the capture that every batch of this step asks for. extent: see `_Key`."""
+        self._runner, self._cache, self._extent = runner, cache, extent
         self.size = len(batch)
         self._attention = self._static_attention(batch)
         limits = batch.inputs
@@ -130,8 +132,8 @@ class _Step:
 
         def noting(batch: Batch) -> Attention:
             attention: Any = self._runner.planner(batch)
-            if hasattr(attention, "short"):
-                attention.short = self._short
+            if hasattr(attention, "extent"):
+                attention.extent = self._extent
             made.append(attention)
             return made[-1]
 
@@ -143,16 +145,16 @@ class _Step:
 
         pages = min(2 * self._cache.pages, _MOST_PAGES)
         ordered = getattr(made[0], "ordered", False)
-        return StaticAttention(self.size, pages, kinds, batch.device, ordered=ordered, short=self._short)
+        return StaticAttention(self.size, pages, kinds, batch.device, ordered=ordered, extent=self._extent)
 
 
 class _Key(NamedTuple):
-    """What distinguishes captured steps. short: whether they serve batches of short spans, whose tiles differ."""
+    """What distinguishes captured steps. extent: of the batches that they serve, to whom attention is fitted."""
 
     size: int
     layers: tuple[int, ...]
     final: bool
-    short: bool
+    extent: Extent
 
 
 class GraphRunner:
@@ -173,9 +175,9 @@ class GraphRunner:
         """Capture every size over a cache, the largest first, so that the others fit into its memory."""
         self._cache = cache
         for size in reversed(self._sizes):
-            for short in (False, True) if self._knows_short and size > SHORT else (self._knows_short,):
+            for extent in self._extents(size):
                 if self._works:
-                    self._step(size, None, cache, device, short=short)
+                    self._step(size, None, cache, device, extent=extent)
         if self._works:
             log.info("captured steps of %s rows", ", ".join(map(str, self._sizes)))
 
@@ -183,8 +185,8 @@ class GraphRunner:
         """As `Runner.forward`. Logits and features last until the next call."""
         size = self.size_for(max(len(batch), len(batch.rows.sampled)))
         if size is not None and self._works and cache is self._cache:
-            short = self._knows_short and batch.layout.short
-            step = self._step(size, batch.capture, cache, batch.device, short=short)
+            extent = batch.layout.extent if self._knows_extents else Extent.LONG
+            step = self._step(size, batch.capture, cache, batch.device, extent=extent)
             outputs = step.forward(batch) if step else None
             if outputs is not None:
                 return outputs
@@ -206,13 +208,19 @@ class GraphRunner:
         self._runner.update(tensors)
 
     @property
-    def _knows_short(self) -> bool:
-        return bool(getattr(self._runner.planner, "knows_short", False))
+    def _knows_extents(self) -> bool:
+        return bool(getattr(self._runner.planner, "knows_extents", False))
+
+    def _extents(self, size: int) -> Sequence[Extent]:
+        """Those of batches with up to so many rows, to whom attention is fitted."""
+        if not self._knows_extents:
+            return [Extent.LONG]
+        return [extent for extent, rows in ((Extent.LONG, SHORT), (Extent.SHORT, 1), (Extent.PLAIN, 0)) if size > rows]
 
     def _step(
-        self, size: int, capture: Capture | None, cache: KVCache, device: torch.device, *, short: bool
+        self, size: int, capture: Capture | None, cache: KVCache, device: torch.device, *, extent: Extent
     ) -> _Step | None:
-        key = _Key(size, *((capture.layers, capture.final) if capture else ((), False)), short)
+        key = _Key(size, *((capture.layers, capture.final) if capture else ((), False)), extent)
         if key not in self._steps:
             every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
@@ -220,7 +228,7 @@ class GraphRunner:
             rows = Rows(nothing, nothing, nothing)
             batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size)
             try:
-                self._steps[key] = _Step(self._runner, batch, cache, self._capturer, short=short)
+                self._steps[key] = _Step(self._runner, batch, cache, self._capturer, extent=extent)
             except RuntimeError as error:  # what the model does on the way cannot be captured
                 self._works = False
                 self._steps.clear()

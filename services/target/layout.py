@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +23,17 @@ from outrider.speculation.tree import ROOT
 
 SHORT = 4
 """Rows of a short span: plain ones, and some nodes."""
+
+
+class Extent(IntEnum):
+    """How many rows the spans of a batch have. Kernels do less where they need not know of more."""
+
+    PLAIN = 1
+    """One each, which is no node."""
+    SHORT = 2
+    """SHORT at most."""
+    LONG = 3
+    """Any number."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +117,11 @@ class Layout:
         return int(self.first[-1]) == len(self)
 
     @property
-    def short(self) -> bool:
-        """True if no span has more than SHORT rows."""
-        return self.single or int(np.diff(self.first).max()) <= SHORT
+    def extent(self) -> Extent:
+        """How many rows the spans have."""
+        if self.single:
+            return Extent.PLAIN
+        return Extent.SHORT if int(np.diff(self.first).max()) <= SHORT else Extent.LONG
 
     @cached_property
     def span(self) -> NDArray[np.int64]:

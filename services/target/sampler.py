@@ -28,6 +28,8 @@ from services.target.upload import Parcel
 _CANDIDATES = 32
 # Tokens that are put in order at first where top_p alone limits them; all of them if that does not suffice.
 _ORDERED = 1024
+# Parts in which a GPU goes through a row, over which one multiprocessor would be long. Most vocabularies are multiples.
+_SHARED_BY = 64
 UNSURE = -2  # in place of a token: see `draw`
 _LOW16, _LOW17, _LOW32 = 0xFFFF, 0x1FFFF, 0xFFFFFFFF
 
@@ -196,11 +198,24 @@ def pick(logits: Tensor, rows: RowParams, *, hurry: bool = False) -> Tensor:
     hurry: do not wait for the device to find out whether the likeliest tokens were enough; rows for which they were not
     get UNSURE, and want to be drawn again without hurry.
     """
-    best, argmax = logits.max(dim=-1)
+    best, argmax = likeliest(logits, 1 if logits.device.type == "cpu" else _SHARED_BY)
     tokens = argmax
     if not rows.all_greedy:
         tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows, hurry))
     return torch.where(best.isfinite(), tokens, -1)
+
+
+def likeliest(logits: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Each row's largest logit and the first token that has it, [R] each. logits: [R, V].
+
+    parts: of a row, that a device goes through side by side if they are of one size
+    """
+    if parts == 1 or logits.shape[1] % parts:
+        best, tokens = logits.max(dim=-1)
+        return best, tokens
+    bests, places = logits.unflatten(1, (parts, -1)).max(dim=-1)
+    best, part = bests.max(dim=-1)
+    return best, part * (logits.shape[1] // parts) + places.gather(1, part[:, None])[:, 0]
 
 
 def probabilities(logits: Tensor, rows: RowParams, parents: Tensor, tokens: Tensor) -> Tensor:

@@ -9,16 +9,21 @@ from torch.nn import functional
 
 from outrider.config import TargetConfig
 from services.target.batch import Capture
-from services.target.kernels import triton_few
+from services.target.graphs import CudaCapturer, GraphRunner
+from services.target.kernels import triton_few, triton_rows
 from services.target.model.fused import FusedRunner
 from services.target.model.load import load
-from tests.target.decoders import MODELS, cache_of, random_batch, runners, written
+from tests.target.decoders import MODELS, cache_of, few_rows, random_batch, runners, written
 from tests.tiny import write_model
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 CUDA = torch.device("cuda")
+
+
+def error(found, expected):
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -37,9 +42,53 @@ def test_a_step_is_that_of_the_modules(name, dtype, tmp_path):
         said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
     tolerance = 1e-3 if dtype == torch.float32 else 1e-1
     for found, expected in zip(said[1], said[0], strict=True):
-        error = (found.float() - expected.float()).norm() / expected.float().norm()
-        assert error < tolerance / 2
+        assert error(found, expected) < tolerance / 2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.float().std()) * 4)
+
+
+WIDE = {"hidden_size": 2048, "intermediate_size": 2112, "head_dim": 128, "num_attention_heads": 16,
+        "num_key_value_heads": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3", "gemma2"])
+@torch.inference_mode()
+def test_a_step_of_a_few_rows_waits_for_every_launch_of_its_chain(name, tmp_path):
+    modules, few, probe = runners(written(tmp_path, name, **WIDE), "triton", CUDA, torch.bfloat16)
+    batch, works = few_rows(triton_few.ROWS, CUDA)
+    said = []
+    for runner in (modules, few):
+        cache = cache_of(probe, works, CUDA, torch.bfloat16)
+        said.append((runner.forward(batch, cache).logits.clone(), *cache.keys, *cache.values))
+    for found, expected in zip(said[1], said[0], strict=True):
+        assert error(found, expected) < 5e-2
+    cache = cache_of(probe, works, CUDA, torch.bfloat16)
+    captured = GraphRunner(few, [triton_few.ROWS], CudaCapturer())
+    captured.capture(cache, CUDA)
+    first = captured.forward(batch, cache).logits.clone()
+    for found, expected in zip((first, *cache.keys, *cache.values), said[1], strict=True):
+        assert error(found, expected) < 1e-2
+    for _ in range(200):
+        assert torch.equal(captured.forward(batch, cache).logits, first)
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_products_turn_and_store(rows, pool_dtype):
+    torch.manual_seed(rows)
+    heads, dim, inputs = (32, 8), 128, 4096
+    x = torch.randn(rows, inputs, device=CUDA).bfloat16()
+    weight = (torch.randn((heads[0] + 2 * heads[1]) * dim, inputs, device=CUDA) / inputs**0.5).bfloat16()
+    positions = torch.randint(0, 500, (rows,), device=CUDA)
+    slots = torch.randperm(100, device=CUDA)[:rows] + 16
+    angles = torch.arange(500, device=CUDA)[:, None] * torch.rand(dim // 2, device=CUDA)
+    tables = angles.cos(), angles.sin()
+    pools = [torch.zeros(8, 16, heads[1], dim, device=CUDA).to(pool_dtype) for _ in range(2)]
+    others = [pool.clone() for pool in pools]
+    found = triton_few.turned(x, weight, None, heads, positions, slots, tables, tuple(pools))
+    wide = triton_few.linear(x, weight)
+    expected = triton_rows.turn(wide, heads, positions, slots, tables, tuple(others))
+    assert torch.equal(found, expected)
+    assert all(torch.equal(pool.float(), other.float()) for pool, other in zip(pools, others, strict=True))
 
 
 def test_models_are_loaded_so(tmp_path):

@@ -57,6 +57,15 @@ def random_batch(rng, device=CPU, page_size=4, sessions=3, most=1000, longest=12
     return build(works, device), works
 
 
+def few_rows(most, device=CPU):
+    """As `random_batch`, of no more than `most` rows."""
+    for seed in range(100):
+        batch, works = random_batch(np.random.default_rng(seed), device, most=3, longest=50)
+        if most // 2 <= len(batch) <= most:
+            return batch, works
+    raise AssertionError("no batch is so small")
+
+
 def cache_of(probe, works, device=CPU, dtype=torch.float32):
     allocator = works[0].chunk.session.table._allocator
     shapes = [probe.shapes[layer] for layer in range(len(probe.shapes))]

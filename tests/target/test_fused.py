@@ -15,7 +15,7 @@ from services.target import graphs
 from services.target.batch import Capture
 from services.target.kernels import choose
 from services.target.model.modules import ModuleRunner
-from tests.target.decoders import MODELS, cache_of, module_of, random_batch, runners, written
+from tests.target.decoders import MODELS, cache_of, few_rows, module_of, random_batch, runners, written
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.interpreter import need_interpreter
 from tests.tiny import VOCAB, write_model
@@ -41,6 +41,22 @@ def test_a_step_is_that_of_the_modules(name, tmp_path):
         outputs = runner.forward(batch, cache)
         said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
     assert said[0][0].std() > 0.1, "flat logits prove little"
+    for found, expected in zip(said[1], said[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_step_of_a_few_rows_is_that_of_the_modules(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(triton_few, "serves", lambda x, weight: True)
+    modules, few, probe = runners(written(tmp_path, name), "torch_native")
+    batch, works = few_rows(triton_few.ROWS)
+    batch = replace(batch, capture=Capture((0, 1, 2), True, None))
+    said = []
+    for runner in (modules, few):
+        cache = cache_of(probe, works)
+        outputs = runner.forward(batch, cache)
+        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
     for found, expected in zip(said[1], said[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
@@ -183,6 +199,32 @@ def test_products_of_a_few_rows(rows, outputs, inputs, kind):
         bias = torch.randn(2 * outputs) if kind == "bias" else None
         found, expected = triton_few.linear(x, weight, bias), functional.linear(x, weight, bias)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 128)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_turn_and_store(pool_dtype, heads, dim, biased):
+    rng = np.random.default_rng(dim)
+    torch.manual_seed(dim)
+    rows, inputs, page_size, pages = 7, 300, 4, 9
+    outputs = (heads[0] + 2 * heads[1]) * dim
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs) / inputs**0.5
+    bias = torch.randn(outputs) if biased else None
+    assert triton_few.turns(heads, weight)
+    positions = torch.from_numpy(rng.integers(0, 50, rows))
+    slots = torch.from_numpy(page_size + rng.permutation((pages - 1) * page_size)[:rows])
+    slots[2] = 1  # padding's
+    angles = torch.arange(50)[:, None] * torch.rand(dim // 2)
+    tables = angles.cos(), angles.sin()
+    pools = [torch.randn(pages, page_size, heads[1], dim).to(pool_dtype) for _ in range(2)]
+    others = [pool.clone() for pool in pools]
+    found = triton_few.turned(x, weight, bias, heads, positions, slots, tables, tuple(pools))
+    expected = triton_rows.turn(functional.linear(x, weight, bias), heads, positions, slots, tables, tuple(others))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float8_e4m3fn: 0.1}[pool_dtype]
+    for pool, other in zip(pools, others, strict=True):
+        torch.testing.assert_close(pool.float(), other.float(), atol=tolerance, rtol=tolerance)
 
 
 def test_few_rows_are_served_where_that_is_faster():

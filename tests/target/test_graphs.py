@@ -15,6 +15,7 @@ from services.target.graphs import GraphRunner, direct
 from services.target.kernels import choose
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import KVCache, LayerShape
+from services.target.layout import Extent
 from services.target.model.modules import ModuleRunner
 from tests.target.decoders import module_of
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
@@ -155,9 +156,12 @@ def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend, ordered)
     engine = engine_of(replace(plain, runner=runner), speculative_num_draft_tokens=4)
     runner.capture(engine.cache, CPU)
     assert run(engine, requests, hints()).new == expected
-    short = backend == "triton" and not ordered  # has steps of its own
-    assert {(key.size, key.short) for key in runner._steps} == (
-        {(1, True), (4, True), (12, True), (12, False)} if short else {(1, False), (4, False), (12, False)}
+    plain, short, long = Extent
+    fitted = backend == "triton" and not ordered
+    assert {(key.size, key.extent) for key in runner._steps} == (
+        {(1, plain), (4, plain), (4, short), (12, plain), (12, short), (12, long)}
+        if fitted
+        else {(1, long), (4, long), (12, long)}
     )
 
 

@@ -9,7 +9,17 @@ from scipy import stats
 
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
-from services.target.sampler import UNSURE, RowRequest, _gumbel, _rough_gumbel, draw, gather, pick, token_bits
+from services.target.sampler import (
+    UNSURE,
+    RowRequest,
+    _gumbel,
+    _rough_gumbel,
+    draw,
+    gather,
+    likeliest,
+    pick,
+    token_bits,
+)
 
 CPU = torch.device("cpu")
 PARAMS = [
@@ -99,6 +109,18 @@ def test_greedy_takes_the_lowest_of_equals():
     logits = np.zeros((2, 300), np.float32)
     logits[:, [40, 41, 200]] = 3.0
     check(logits, [SamplingParams(0.0), SamplingParams(1.0, top_k=1)], [0, 0])
+
+
+@pytest.mark.parametrize("vocab", [1, 40, 64 * 5, 64 * 5 + 1])
+def test_the_likeliest_is_the_first_of_equals_in_however_many_parts(vocab):
+    logits = torch.randint(0, 5, (7, vocab)).float()
+    logits[1] = 0.0
+    logits[2, vocab // 2] = torch.nan
+    for parts in (1, 8, 64):
+        best, tokens = likeliest(logits, parts)
+        expected = logits.max(-1)
+        assert torch.equal(tokens, expected.indices)
+        torch.testing.assert_close(best, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
 def test_banned_tokens_are_not_drawn_and_others_as_if_they_had_no_mass():

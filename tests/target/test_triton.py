@@ -209,16 +209,16 @@ POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sin
     "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
     "item_count": "i32", "pages": "i32", "words": "i32", "paths": "i32", "folds": "i32", "x": "bf16", "y": "bf16",
     "weight": "bf16", "bias": "bf16", "residual": "bf16", "branch": "bf16", "after": "bf16", "wide": "bf16",
-    "query_weight": "bf16", "key_weight": "bf16", "cosines": "fp32", "sines": "fp32",
+    "query_weight": "bf16", "key_weight": "bf16", "queries": "bf16", "cosines": "fp32", "sines": "fp32",
     "tile_group": "i64", "tile_row": "i64", "group_end": "i64"}
 HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0, D=128, DV=128, DV_PAD=128, D_PAD=1024,
     PAGE=16, M=64, N=64, SPLIT=512, PART=1024, AT_ONCE=8, LIMIT=0.0,
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
-    EVEN=True, GATED=True, GELU=True)
+    EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True)
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
-               triton_cache.move_paths, triton_product._product, triton_product._sum, triton_few._few_rows,
-               triton_rows._add_norm, triton_rows._turn, triton_rows._gated):
+               triton_cache.move_paths, triton_product._product, triton_product._sum, triton_few.few_rows,
+               triton_few.turned_rows, triton_rows._add_norm, triton_rows._turn, triton_rows._gated):
     names = kernel.arg_names
     floats = ("scale", "softcap", "v_scale", "epsilon", "after_epsilon", "query_epsilon", "key_epsilon")
     signature = {n: "constexpr" if n in HEADS else "*" + POINTERS[n] if n in POINTERS else
@@ -236,8 +236,8 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     assert result.returncode == 0, result.stderr
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
     assert list(shared) == [
-        "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "_few_rows", "_add_norm",
-        "_turn", "_gated",
+        "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "few_rows", "turned_rows",
+        "_add_norm", "_turn", "_gated",
     ]  # fmt: skip
     assert max(shared.values()) < 227 << 10
 

@@ -28,6 +28,8 @@ from services.target.kernels.ragged import (
     Tables,
     words_for,
 )
+from services.target.kernels.triton_chain import chained
+from services.target.layout import Extent
 from services.target.upload import upload
 
 _LOG2E = 1.4426950408889634
@@ -59,7 +61,7 @@ class Tile:
 def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = False) -> Tile:
     """The tile of a shape. Tall enough that the verification of 16 nodes reads the keys of 4 heads a group once.
 
-    short: of batches of short spans (see Layout), where a tile has little to do but wait for its keys
+    short: of batches of short spans (see Extent), where a tile has little to do but wait for its keys
     """
     if itemsize > 2:  # exact products run outside the tensor cores
         return Tile(16, 32, 512, 4, 2)
@@ -109,13 +111,13 @@ def _workspace(rows: int, heads: int, value_dim: int, device: torch.device) -> t
 class TritonAttention:
     """Attention of one batch; call it once a layer."""
 
-    knows_short = True
-    """Of a planner: whether batches of short spans have tiles of their own."""
+    knows_extents = True
+    """Of a planner: whether batches of short spans have tiles of their own, and plain ones less to do."""
 
     def __init__(self, batch: Batch, tile: Tile | None = None, *, ordered: bool = False) -> None:
         """tile: for measurements; by default by shape. ordered: keys are visited in the order of plain decoding."""
         self.ordered = ordered
-        self.short = not ordered and batch.layout.short
+        self.extent = Extent.LONG if ordered else batch.layout.extent
         self._batch = batch
         self._tile = tile
         self._ragged: Ragged | None = None
@@ -136,7 +138,7 @@ class TritonAttention:
         v_scale: float = 1.0,
     ) -> Tensor:
         """As `reference.paged_attention`; pools may be fp8, whose numbers are multiplied by k_scale and v_scale."""
-        layout = Layout.of(q, k_pool, v_pool, self._tile, short=self.short)
+        layout = Layout.of(q, k_pool, v_pool, self._tile, short=self.extent < Extent.LONG)
         tables, partial = self._tables_of(layout.kind(window), q.device)
         assert self._ragged is not None
         return launch(
@@ -177,13 +179,13 @@ class StaticAttention:
         device: torch.device,
         *,
         ordered: bool = False,
-        short: bool = False,
+        extent: Extent = Extent.LONG,
     ) -> None:
         """rows: of a step, with padding; pages: most pages of a batch; kinds: those of the model's layers.
 
-        ordered: as TritonAttention; short: whether it serves batches of short spans, or others
+        ordered: as TritonAttention; extent: of the batches that it serves
         """
-        self._ordered, self._short = ordered, short
+        self._ordered, self._extent = ordered, extent
         self._node_words = words_for(rows)
         self._rows, self._kinds, self._device = rows, kinds, device
         tables = [[rows, TILE_COLUMNS], [rows + _STATIC_ITEMS, ITEM_COLUMNS], [rows, FOLD_COLUMNS], [1]]
@@ -227,10 +229,11 @@ class StaticAttention:
         v_scale: float = 1.0,
     ) -> Tensor:
         """As TritonAttention."""
-        layout = Layout.of(q, k_pool, v_pool, short=self._short)
+        layout = Layout.of(q, k_pool, v_pool, short=self._extent < Extent.LONG)
         return launch(
             layout, q, k_pool, v_pool, self._positions, self._tables[layout.kind(window)], self._pages, self._words,
-            self._paths, partial=True, tree=True, words_a_node=self._node_words, ordered=self._ordered,
+            self._paths, partial=True, tree=self._extent > Extent.PLAIN, words_a_node=self._node_words,
+            ordered=self._ordered,
             scaling=scaling, window=window, softcap=softcap, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
@@ -315,6 +318,7 @@ def launch(
         scale, cap = 2.0 * scale / softcap, softcap * _LOG2E
     padded_value = max(16, 1 << (value_dim - 1).bit_length())
     programs = processors(q.device) * _PER_PROCESSOR
+    chain = chained(q.device)
     triton_kernels.attend[(programs,)](
         q, k_pool, v_pool, out, acc, ml, positions, tables.tiles, tables.items, tables.count, pages, words,
         paths, q if sinks is None else sinks,
@@ -324,14 +328,15 @@ def launch(
         D1=wide_keys, D2=max(16, 1 << (rest - 1).bit_length()) if rest else 0, D=key_dim,
         DV=value_dim, DV_PAD=padded_value, PAGE=layout.page_size, M=tile.lanes, N=tile.keys, SPLIT=tile.split,
         TREE=tree, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        WIDE=interpreted() and q.dtype == torch.bfloat16, ORDERED=ordered,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        WIDE=interpreted() and q.dtype == torch.bfloat16, ORDERED=ordered, CHAINED=chain,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, launch_pdl=chain,
     )  # fmt: skip
     if partial:
         triton_kernels.fold[(q.shape[0], q.shape[1])](
             out, acc, ml, tables.folds, q if sinks is None else sinks, v_scale, out.stride(0), out.stride(1),
             HEAD_COUNT=q.shape[1], DV=value_dim, DV_PAD=padded_value, SINKS=sinks is not None,
-            AT_ONCE=_FOLDS_AT_ONCE, num_warps=1 if value_dim <= 128 else 4, enable_fp_fusion=False,
+            AT_ONCE=_FOLDS_AT_ONCE, CHAINED=chain, num_warps=1 if value_dim <= 128 else 4, enable_fp_fusion=False,
+            launch_pdl=chain,
         )  # fmt: skip
     return out
 

@@ -2,11 +2,16 @@
 
 The libraries behind PyTorch cut a sum among programs and add it up in another launch, and choose both by the number of
 rows. Here a program reads whole rows of the matrix, each once for all rows of the step, some blocks ahead; a row's bits
-are the same whether 1 or 16 are computed together.
+are the same whether 1 or 16 are computed together. What comes behind a product is done on the way:
+
+    gated      a program multiplies with the rows of gates and of their values
+    turned     a program multiplies with both halves of a head, turns them by their positions and stores keys and values
+
+Behind a small launch, which leaves processors idle, programs start before it ends.
 """
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
-# ruff: noqa: ANN001, ANN202, N803
+# ruff: noqa: ANN001, ANN201, ANN202, N803
 
 from __future__ import annotations
 
@@ -16,52 +21,69 @@ import triton.language as tl
 from torch import Tensor
 
 from services.target.kernels.triton_attention import interpreted
-from services.target.kernels.triton_rows import activated
+from services.target.kernels.triton_chain import chained, let_go, wait
+from services.target.kernels.triton_rows import activated, put
 
 ROWS = 16
 """Most rows of a product."""
 _INPUTS = 256  # that a program reads of each of its outputs at a time
 _FORMATS = (torch.bfloat16, torch.float16)
 _LEAST_OUTPUTS = 2048  # that make programs enough for a GPU, 16 outputs each
+_PAIRS = 16  # of a head's two halves, that a program turns
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _few_rows(
-    x, weight, bias, y, rows, outputs, inputs, x_row, w_row, y_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit
+def _multiply(
+    x, own, beside, rows, inputs, x_row,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """GATED: the weight holds gates and, `outputs` rows on, their values."""
-    row = tl.arange(0, ROWS)
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    part = tl.arange(0, INPUTS)
+    """Rows with the matrix's rows that begin at `own`, [OUTPUTS], and, of TWO, at `beside`.
+
+    Returns two times [ROWS, OUTPUTS] float32, the second for TWO.
+    """
+    row, part = tl.arange(0, ROWS), tl.arange(0, INPUTS)
     x_rows = x + row[:, None] * x_row
-    own = weight + tl.minimum(output, outputs - 1).to(tl.int64)[None, :] * w_row
-    beside = own + outputs.to(tl.int64) * w_row
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    values = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    second = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for begin in tl.range(0, inputs, INPUTS):
         at = begin + part
         live = (row < rows)[:, None]
         if EVEN:
-            right = tl.load(own + at[:, None])
+            right = tl.load(own[None, :] + at[:, None])
         else:
             live = live & (at < inputs)[None, :]
-            right = tl.load(own + at[:, None], mask=(at < inputs)[:, None], other=0.0)
+            right = tl.load(own[None, :] + at[:, None], mask=(at < inputs)[:, None], other=0.0)
         left = tl.load(x_rows + at[None, :], mask=live, other=0.0)
         if WIDE:
             total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
         else:
             total = tl.dot(left, right, total)
-        if GATED:
+        if TWO:
             if EVEN:
-                third = tl.load(beside + at[:, None])
+                third = tl.load(beside[None, :] + at[:, None])
             else:
-                third = tl.load(beside + at[:, None], mask=(at < inputs)[:, None], other=0.0)
+                third = tl.load(beside[None, :] + at[:, None], mask=(at < inputs)[:, None], other=0.0)
             if WIDE:
-                values = tl.dot(left.to(tl.float32), third.to(tl.float32), values, input_precision="ieee")
+                second = tl.dot(left.to(tl.float32), third.to(tl.float32), second, input_precision="ieee")
             else:
-                values = tl.dot(left, third, values)
+                second = tl.dot(left, third, second)
+    return total, second
+
+
+@triton.jit(do_not_specialize=["rows"])
+def few_rows(
+    x, weight, bias, y, rows, outputs, inputs, x_row, w_row, y_row,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """GATED: the weight holds gates and, `outputs` rows on, their values."""
+    let_go(CHAINED)
+    row, output = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    own = weight + tl.minimum(output, outputs - 1).to(tl.int64) * w_row
+    beside = own + outputs.to(tl.int64) * w_row
+    wait(CHAINED)
+    total, values = _multiply(x, own, beside, rows, inputs, x_row, ROWS, OUTPUTS, INPUTS, EVEN, GATED, WIDE)
     rounded = y.dtype.element_ty
     if GATED:
         opened = activated(total.to(rounded).to(tl.float32), GELU).to(rounded).to(tl.float32)
@@ -72,30 +94,128 @@ def _few_rows(
     tl.store(y + row[:, None] * y_row + output[None, :], total.to(rounded), mask=there)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def turned_rows(
+    x, weight, bias, positions, slots, cosines, sines, queries, k_pool, v_pool, rows, inputs, x_row, w_row, q_row,
+    k_page, k_slot, v_page, v_slot,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    LIMIT: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The weight holds queries, keys and values, head after head. LIMIT: largest number that the pools hold, or 0."""
+    let_go(CHAINED)
+    head = tl.program_id(0) // (HALF // PAIRS)
+    first = tl.program_id(0) % (HALF // PAIRS) * PAIRS  # of the pairs, whose other numbers are half a head away
+    place = tl.arange(0, 2 * PAIRS)
+    output = head * D + first + place % PAIRS + place // PAIRS * HALF
+    own = weight + output.to(tl.int64) * w_row
+    wait(CHAINED)
+    total, _ = _multiply(x, own, own, rows, inputs, x_row, ROWS, 2 * PAIRS, INPUTS, EVEN, False, WIDE)
+    rounded = queries.dtype.element_ty
+    if BIAS:
+        total += tl.load(bias + output).to(tl.float32)[None, :]
+    left, right = tl.split(total.to(rounded).to(tl.float32).reshape(ROWS, 2, PAIRS).permute(0, 2, 1))
+    row, at = tl.arange(0, ROWS), first + tl.arange(0, PAIRS)[None, :]
+    there = row < rows
+    if head < HEADS + KV_HEADS:
+        angle = tl.load(positions + row, mask=there, other=0)[:, None] * HALF + at
+        cosine, sine = tl.load(cosines + angle), tl.load(sines + angle)
+        left, right = left * cosine - right * sine, right * cosine + left * sine
+    left, right = left.to(rounded), right.to(rounded)
+    if head < HEADS:
+        target = queries + row[:, None] * q_row + head * D + at
+        tl.store(target, left, mask=there[:, None])
+        tl.store(target + HALF, right, mask=there[:, None])
+    else:
+        slot = tl.load(slots + row, mask=there, other=0)[:, None]
+        stored = slot >= PAGE  # others lie in NULL_PAGE
+        if head < HEADS + KV_HEADS:
+            key = k_pool + (slot // PAGE) * k_page + (slot % PAGE) * k_slot + (head - HEADS) * D
+            put(key, at, stored, left, LIMIT)
+            put(key, HALF + at, stored, right, LIMIT)
+        else:
+            value = v_pool + (slot // PAGE) * v_page + (slot % PAGE) * v_slot + (head - HEADS - KV_HEADS) * D
+            put(value, at, stored, left, LIMIT)
+            put(value, HALF + at, stored, right, LIMIT)
+
+
 def serves(x: Tensor, weight: Tensor) -> bool:
-    """True if the kernel is the faster one, by what was measured. x: [T, inputs]; weight: [outputs, inputs]."""
+    """True if the kernels are the faster ones, by what was measured. x: [T, inputs]; weight: [outputs, inputs]."""
     return 0 < len(x) <= ROWS and x.dtype in _FORMATS and weight.shape[0] >= _LEAST_OUTPUTS
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + bias. x: [T, inputs], at most ROWS rows; weight: [outputs, inputs]; bias: [outputs]. [T, outputs]."""
-    return _launch(x, weight, bias, weight.shape[0], gated=False, gelu=False)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, early: bool = False) -> Tensor:
+    """x W^T + bias. x: [T, inputs], at most ROWS rows; weight: [outputs, inputs]; bias: [outputs]. [T, outputs].
+
+    early: the launch before is a small one, such as a norm, so that programs may start while it runs; behind a product
+    they would crowd on the processors that are through with it first
+    """
+    return _launch(x, weight, bias, weight.shape[0], early, gated=False, gelu=False)
 
 
-def gated(x: Tensor, weight: Tensor, *, gelu: bool = False) -> Tensor:
-    """activation(x G^T) * (x V^T). x: as of `linear`; weight: [2 * width, inputs], G above V. Returns [T, width]."""
-    return _launch(x, weight, None, weight.shape[0] // 2, gated=True, gelu=gelu)
+def gated(x: Tensor, weight: Tensor, *, gelu: bool = False, early: bool = False) -> Tensor:
+    """activation(x G^T) * (x V^T). x, early: as of `linear`; weight: [2 * width, inputs], G above V. [T, width]."""
+    return _launch(x, weight, None, weight.shape[0] // 2, early, gated=True, gelu=gelu)
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, *, gated: bool, gelu: bool) -> Tensor:
-    assert len(x) <= ROWS, "a program holds them all"
-    assert x.stride(1) == weight.stride(1) == 1, "a row's numbers lie together"
-    rows, inputs = x.shape
+def turns(heads: tuple[int, int], weight: Tensor) -> bool:
+    """True if `turned` can be called. heads: of queries and of keys."""
+    return weight.shape[0] // (heads[0] + 2 * heads[1]) % (2 * _PAIRS) == 0
+
+
+def turned(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    heads: tuple[int, int],
+    positions: Tensor,
+    slots: Tensor,
+    tables: tuple[Tensor, Tensor],
+    pools: tuple[Tensor, Tensor],
+    *,
+    early: bool = False,
+) -> Tensor:
+    """`triton_rows.turn` of a product. x, bias, early: as of `linear`. Returns the queries, [T, heads, D].
+
+    weight: [(heads + 2 kv_heads) * D, inputs], of queries, keys and values, for which `turns` is true
+    """
+    rows, inputs = _shape(x, weight)
+    dim = weight.shape[0] // (heads[0] + 2 * heads[1])
+    k_pool, v_pool = pools
+    assert k_pool.is_contiguous(), "a slot's heads lie together"
+    assert v_pool.is_contiguous(), "a slot's heads lie together"
+    queries = x.new_empty(rows, heads[0], dim)
+    chain = chained(x.device)
+    turned_rows[(weight.shape[0] // (2 * _PAIRS),)](
+        x, weight, x if bias is None else bias, positions, slots, *tables, queries, k_pool, v_pool,
+        rows, inputs, x.stride(0), weight.stride(0), queries.stride(0), *k_pool.stride()[:2], *v_pool.stride()[:2],
+        HEADS=heads[0], KV_HEADS=heads[1], D=dim, HALF=dim // 2, PAGE=k_pool.shape[1],
+        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0,
+        ROWS=ROWS, PAIRS=_PAIRS, INPUTS=_INPUTS, EVEN=inputs % _INPUTS == 0, BIAS=bias is not None,
+        WIDE=interpreted(), CHAINED=chain,
+        num_warps=4, num_stages=4, launch_pdl=chain and early,
+    )  # fmt: skip
+    return queries
+
+
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, outputs: int, early: bool, *, gated: bool, gelu: bool
+) -> Tensor:
+    rows, inputs = _shape(x, weight)
     y = x.new_empty(rows, outputs)
     wide = weight.shape[0] >= 2 * _LEAST_OUTPUTS
-    _few_rows[(triton.cdiv(outputs, 32 if wide else 16),)](
+    chain = chained(x.device)
+    few_rows[(triton.cdiv(outputs, 32 if wide else 16),)](
         x, weight, x if bias is None else bias, y, rows, outputs, inputs, x.stride(0), weight.stride(0), y.stride(0),
         ROWS=ROWS, OUTPUTS=32 if wide else 16, INPUTS=_INPUTS, EVEN=inputs % _INPUTS == 0, BIAS=bias is not None,
-        GATED=gated, GELU=gelu, WIDE=interpreted(), num_warps=4, num_stages=3 if gated else 4,
+        GATED=gated, GELU=gelu, WIDE=interpreted(), CHAINED=chain,
+        num_warps=4, num_stages=3 if gated else 4, launch_pdl=chain and early,
     )  # fmt: skip
     return y
+
+
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, int]:
+    """Rows and inputs."""
+    assert len(x) <= ROWS, "a program holds them all"
+    assert x.stride(1) == weight.stride(1) == 1, "a row's numbers lie together"
+    return x.shape[0], x.shape[1]

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from services.target.kernels.triton_chain import let_go, wait
+
 _LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -119,7 +121,7 @@ def attend(
     D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
-    ORDERED: tl.constexpr,
+    ORDERED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KV_HEADS * GROUP, D]; pools: [pages, PAGE, KV_HEADS, D or DV]; out: [T, KV_HEADS * GROUP, DV].
 
@@ -127,6 +129,7 @@ def attend(
     BLOCKS of HEADS. scale: of scores, times log2(e). D1 + D2 >= D is the width of keys in powers of two.
     ORDERED: whether tiles may look up in `paths` where some of their keys lie.
     """
+    let_go(CHAINED)
     total = tl.load(item_count) * (KV_HEADS * BLOCKS)
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         item = items + (work // (KV_HEADS * BLOCKS)) * 4
@@ -150,6 +153,7 @@ def attend(
         limit = tl.minimum(start + place + row, own - 1)
         node = place + row - (own - start)
         low_position = tl.load(positions + row0 + row, mask=live, other=0) - window + 1
+        wait(CHAINED)
 
         d1, d2, dv = tl.arange(0, D1), D1 + tl.arange(0, D2 if D2 > 0 else 1), tl.arange(0, DV_PAD)
         q_rows = q + (row0 + row).to(tl.int64) * q_row + head * q_head
@@ -203,16 +207,20 @@ def attend(
             tl.store(partial_acc + at[:, None] * DV + dv[None, :], acc_all, mask=live[:, None] & (dv < DV)[None, :])
             tl.store(partial_ml + at * 2, m_all, mask=live)
             tl.store(partial_ml + at * 2 + 1, z_all, mask=live)
+    wait(CHAINED)  # those who have no work, too
 
 
 @triton.jit
 def fold(
     out, partial_acc, partial_ml, folds, sinks, v_scale, out_row, out_head,
     HEAD_COUNT: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, SINKS: tl.constexpr, AT_ONCE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Fold partial results in the order of their splits. One program a row and head; M is 1."""
+    let_go(CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     base, step, count = tl.load(folds + row * 3), tl.load(folds + row * 3 + 1), tl.load(folds + row * 3 + 2)
+    wait(CHAINED)
     if count > 0:
         dv = tl.arange(0, DV_PAD)
         one = tl.arange(0, 1)

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.target.kernels.triton_chain import chained, let_go, wait
+
 _GATES = 1024  # that one program computes
 
 
@@ -46,8 +48,10 @@ def _normed(x, weight, at, width, epsilon, SHIFTED: tl.constexpr):
 @triton.jit
 def _add_norm(
     residual, branch, after, weight, y, width, branch_row, epsilon, after_epsilon,
-    BLOCK: tl.constexpr, ADDED: tl.constexpr, AFTER: tl.constexpr, SHIFTED: tl.constexpr,
+    BLOCK: tl.constexpr, ADDED: tl.constexpr, AFTER: tl.constexpr, SHIFTED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_go(CHAINED)
+    wait(CHAINED)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     x = tl.load(residual + row * width + at, mask=at < width, other=0.0).to(tl.float32)
     if ADDED:
@@ -74,7 +78,7 @@ def add_norm(residual: Tensor, branch: Tensor | None, norm: Norm, after: Norm | 
     _add_norm[(rows,)](
         residual, added, own.weight, norm.weight, y, width, added.stride(0), norm.epsilon, own.epsilon,
         BLOCK=block, ADDED=branch is not None, AFTER=after is not None, SHIFTED=norm.shift != 0.0,
-        num_warps=min(max(block // 512, 1), 16),
+        CHAINED=chained(residual.device), num_warps=min(max(block // 512, 1), 16), launch_pdl=chained(residual.device),
     )  # fmt: skip
     return y
 
@@ -84,8 +88,10 @@ def _turn(
     wide, positions, slots, cosines, sines, query_weight, key_weight, k_pool, v_pool, wide_row, k_page, k_slot, v_page,
     v_slot, query_epsilon, key_epsilon,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    PAGE: tl.constexpr, NORMED: tl.constexpr, SHIFTED: tl.constexpr, LIMIT: tl.constexpr,
+    PAGE: tl.constexpr, NORMED: tl.constexpr, SHIFTED: tl.constexpr, LIMIT: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    let_go(CHAINED)
+    wait(CHAINED)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = wide + row * wide_row + head * D
     at = tl.arange(0, HALF_PAD)
@@ -111,16 +117,16 @@ def _turn(
         if slot >= PAGE:  # others lie in NULL_PAGE
             own = head - HEADS
             key = k_pool + (slot // PAGE) * k_page + (slot % PAGE) * k_slot + own * D
-            _put(key, at, half, turned_left.to(wide.dtype.element_ty), LIMIT)
-            _put(key + HALF, at, half, turned_right.to(wide.dtype.element_ty), LIMIT)
+            put(key, at, half, turned_left.to(wide.dtype.element_ty), LIMIT)
+            put(key + HALF, at, half, turned_right.to(wide.dtype.element_ty), LIMIT)
             source = first + KV_HEADS * D
             value = v_pool + (slot // PAGE) * v_page + (slot % PAGE) * v_slot + own * D
-            _put(value, at, half, tl.load(source + at, mask=half, other=0.0), LIMIT)
-            _put(value + HALF, at, half, tl.load(source + HALF + at, mask=half, other=0.0), LIMIT)
+            put(value, at, half, tl.load(source + at, mask=half, other=0.0), LIMIT)
+            put(value + HALF, at, half, tl.load(source + HALF + at, mask=half, other=0.0), LIMIT)
 
 
 @triton.jit
-def _put(target, at, there, numbers, LIMIT: tl.constexpr):
+def put(target, at, there, numbers, LIMIT: tl.constexpr):
     """LIMIT: largest number that the pool holds, or 0."""
     if LIMIT > 0:
         numbers = tl.minimum(tl.maximum(numbers.to(tl.float32), -LIMIT), LIMIT)
@@ -154,7 +160,8 @@ def turn(
         wide.stride(0), *k_pool.stride()[:2], *v_pool.stride()[:2], query.epsilon, key.epsilon,
         HEADS=count, KV_HEADS=kv_count, D=dim, HALF=dim // 2, HALF_PAD=triton.next_power_of_2(dim // 2),
         PAGE=k_pool.shape[1], NORMED=norms is not None, SHIFTED=query.shift != 0.0,
-        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0, num_warps=1,
+        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0, CHAINED=chained(wide.device),
+        num_warps=1, launch_pdl=chained(wide.device),
     )  # fmt: skip
     return wide[:, : count * dim].unflatten(1, (count, dim))
 
@@ -169,7 +176,9 @@ def activated(gate, GELU: tl.constexpr):
 
 
 @triton.jit
-def _gated(wide, y, width, wide_row, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated(wide, y, width, wide_row, GELU: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+    let_go(CHAINED)
+    wait(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(wide + row * wide_row + at, mask=at < width, other=0.0).to(tl.float32)
@@ -182,5 +191,8 @@ def gated(wide: Tensor, *, gelu: bool = False) -> Tensor:
     """activation(gates) * values. wide: [T, 2 * width], gates, then values. Returns [T, width]."""
     rows, width = wide.shape[0], wide.shape[1] // 2
     y = wide.new_empty(rows, width)
-    _gated[(rows, -(-width // _GATES))](wide, y, width, wide.stride(0), GELU=gelu, BLOCK=_GATES, num_warps=4)
+    chain = chained(wide.device)
+    _gated[(rows, -(-width // _GATES))](
+        wide, y, width, wide.stride(0), GELU=gelu, BLOCK=_GATES, CHAINED=chain, num_warps=4, launch_pdl=chain
+    )
     return y

@@ -131,8 +131,12 @@ class FusedRunner(ModuleRunner):
         self, index: int, layer: _Layer, normed: Tensor, batch: Batch, cache: KVCache, attention: Attention
     ) -> Tensor:
         pools = cache.keys[index], cache.values[index]
-        wide = _linear(normed, layer.projections)
-        queries = turn(wide, self._heads, batch.positions, batch.slots, layer.tables, pools, layer.head_norms)
+        where = self._heads, batch.positions, batch.slots, layer.tables, pools
+        weight, bias = layer.projections.weight, layer.projections.bias
+        if layer.head_norms is None and triton_few.serves(normed, weight) and triton_few.turns(self._heads, weight):
+            queries = triton_few.turned(normed, weight, bias, *where, early=True)
+        else:
+            queries = turn(_linear(normed, layer.projections, early=True), *where, layer.head_norms)
         attended = attention(queries, *pools, **layer.attending)
         return _linear(attended.flatten(1), layer.output)
 
@@ -181,13 +185,13 @@ def _beside(linears: Sequence[Any]) -> _Linear:
     return _Linear(whole, bias)
 
 
-def _linear(x: Tensor, layer: _Linear) -> Tensor:
+def _linear(x: Tensor, layer: _Linear, *, early: bool = False) -> Tensor:
     if triton_few.serves(x, layer.weight):
-        return triton_few.linear(x, layer.weight, layer.bias)
+        return triton_few.linear(x, layer.weight, layer.bias, early=early)
     return functional.linear(x, layer.weight, layer.bias)
 
 
 def _gated(x: Tensor, gates: Tensor, *, gelu: bool) -> Tensor:
     if triton_few.serves(x, gates):
-        return triton_few.gated(x, gates, gelu=gelu)
+        return triton_few.gated(x, gates, gelu=gelu, early=True)
     return triton_rows.gated(functional.linear(x, gates), gelu=gelu)
