@@ -53,19 +53,21 @@ WIDE = {"hidden_size": 2048, "intermediate_size": 2112, "head_dim": 128, "num_at
 @pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen3", "gemma2"])
 @torch.inference_mode()
 def test_a_step_of_a_few_rows_waits_for_every_launch_of_its_chain(name, tmp_path):
-    modules, few, probe = runners(written(tmp_path, name, **WIDE), "triton", CUDA, torch.bfloat16)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    exact, _, _ = runners(written(tmp_path, name, **WIDE), "triton", CUDA)
+    modules, few, probe = runners(tmp_path, "triton", CUDA, torch.bfloat16)
     batch, works = few_rows(triton_few.ROWS, CUDA)
     said = []
-    for runner in (modules, few):
-        cache = cache_of(probe, works, CUDA, torch.bfloat16)
+    for runner, dtype in ((exact, torch.float32), (modules, torch.bfloat16), (few, torch.bfloat16)):
+        cache = cache_of(probe, works, CUDA, dtype)
         said.append((runner.forward(batch, cache).logits.clone(), *cache.keys, *cache.values))
-    for found, expected in zip(said[1], said[0], strict=True):
-        assert error(found, expected) < 5e-2
+    for expected, rounded, found in zip(*said, strict=True):  # a model of random weights blows rounding up
+        assert error(found, expected) < 2 * error(rounded, expected) + 5e-3
     cache = cache_of(probe, works, CUDA, torch.bfloat16)
     captured = GraphRunner(few, [triton_few.ROWS], CudaCapturer())
     captured.capture(cache, CUDA)
     first = captured.forward(batch, cache).logits.clone()
-    for found, expected in zip((first, *cache.keys, *cache.values), said[1], strict=True):
+    for found, expected in zip((first, *cache.keys, *cache.values), said[2], strict=True):
         assert error(found, expected) < 1e-2
     for _ in range(200):
         assert torch.equal(captured.forward(batch, cache).logits, first)
