@@ -1,8 +1,10 @@
 """Child processes that are kept alive.
 
-start ──► wait for its end ──► code 2 before it ever was ready? ──yes──► refused: everything ends
+start ──► wait for its end ──► code 2 in its first life, or before it ever was ready? ──yes──► refused: everything ends
   ▲                                         │ no
   └───────── wait, twice as long as before ─┘        (the first wait again after a life of 30 s)
+
+A process may be ready before it knows that it cannot go on, as a gateway is that meets a draft of another vocabulary.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Child:
             code = await self._live()
             if self._ending.is_set():
                 return
-            if not self.ready and (code == EXIT_MISCONFIGURED or life == MAX_FAILED_STARTS):
+            refused = code == EXIT_MISCONFIGURED and (life == 1 or not self.ready)
+            if refused or (life == MAX_FAILED_STARTS and not self.ready):
                 self.gave_up = code
                 return
             if time.monotonic() - started >= self.backoff.reset_after:

@@ -82,7 +82,21 @@ async def test_a_refused_configuration_ends_all():
     assert other.pid is None
 
 
-async def test_code_2_after_it_was_ready_is_a_death_like_others(tmp_path):
+async def test_a_configuration_may_be_refused_soon_after_its_process_was_ready(tmp_path):
+    mark = tmp_path / "refuse"
+    script = (
+        f"import os, threading, time\ndef watch():\n    while not os.path.exists({str(mark)!r}): time.sleep(0.01)\n"
+    )
+    script += "    os._exit(2)\nthreading.Thread(target=watch, daemon=True).start()\n" + HEALTHY
+    refuser = child(script)
+    task = asyncio.create_task(run([refuser]))
+    await refuser.wait_ready()
+    mark.touch()
+    assert await asyncio.wait_for(task, 60) is refuser
+    assert refuser.gave_up == 2
+
+
+async def test_code_2_in_a_later_life_is_a_death_like_others(tmp_path):
     mark = tmp_path / "lived"
     script = f"import os, sys\nif os.path.exists({str(mark)!r}) and len(open({str(mark)!r}).read()) == 1:\n"
     script += f"    open({str(mark)!r}, 'a').write('x'); sys.exit(2)\nopen({str(mark)!r}, 'a').write('x')\n" + HEALTHY
