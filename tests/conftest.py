@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items):
         some = [path for path in files if (path.parent.name in _STARTING) == starts]
         places |= {path: (i + 0.5) / len(some) for i, path in enumerate(some)}
     items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
+
+
+def pytest_runtest_setup(item):
+    """PyTorch has one thread, as tests share the cores: more would spin for one another's. Processes keep theirs."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(2 if item.get_closest_marker("threads") else 1)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,10 @@ from bench import kernels, report
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format, packed
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+]
 
 
 @pytest.fixture

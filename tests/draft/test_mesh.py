@@ -67,8 +67,7 @@ def grow(engine, session_id, tokens, fed_until=0):
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("llama", 4),  # two devices have the same keys and values
-        ("llama, tied, an odd vocabulary", 2),
+        ("llama, tied, an odd vocabulary", 4),  # two devices have the same keys and values
         ("gemma 3", 2),
         ("EAGLE", 4),
         ("EAGLE3", 2),

@@ -19,7 +19,10 @@ from services.target.warmup import warm_up
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, run
 from tests.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="bursts are of compiled programs")
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not library.available(), reason="bursts are of compiled programs"),
+]
 
 LONG = 60.0  # seconds to gather in, for which a test never waits: as many steps as a burst has
 

@@ -22,7 +22,10 @@ from tests.target.driving import engine_of, load_model, opening, random_tree, ru
 from tests.target.test_sampler import PARAMS
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+]
 CPU = torch.device("cpu")
 COMMON = [
     SamplingParams(0.0),

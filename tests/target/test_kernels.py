@@ -23,6 +23,8 @@ from services.target.kv_cache import KVCache, LayerShape, pages_that_fit
 from services.target.layout import tree_mask
 from tests.target.driving import opening
 
+pytestmark = pytest.mark.threads
+
 CPU = torch.device("cpu")
 
 

@@ -8,6 +8,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import BLOCK, GROUP, Format, quantize_int4, quantize_int8
 from services.target.model.linear import NativeLinear, PackedLinear, pack
 
+pytestmark = pytest.mark.threads
 needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 ONE_DNN = pytest.param(PackedLinear, id="onednn")
 OURS = pytest.param(

@@ -27,7 +27,10 @@ from tests.target.driving import chain, engine_of, load_model, load_modules, ope
 from tests.target.test_kernels import random_slice
 from tests.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+]
 CPU = torch.device("cpu")
 
 

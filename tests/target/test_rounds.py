@@ -22,7 +22,7 @@ from tests.target.test_bursts import Resting
 from tests.target.test_head import LAYERS, check_guesses, drafting, exact, with_head
 from tests.tiny import VOCAB
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")
+pytestmark = [pytest.mark.threads, pytest.mark.skipif(not library.available(), reason="heads are of compiled programs")]
 
 __all__ = ["exact"]
 LONG = 60.0  # seconds in which tokens gather

@@ -22,7 +22,10 @@ from services.target.model.native import ProgramRunner
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+]
 
 CPU = torch.device("cpu")
 FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
