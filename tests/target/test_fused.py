@@ -144,20 +144,24 @@ def test_sums_and_norms(dtype, shift, rows, width, branch):
     torch.testing.assert_close(found, plain_norm(expected, norm), **tolerance)
 
 
+def storage(rows, kv_heads, dim, pool_dtype, page_size=4, pages=9):
+    """Positions, slots (one of them padding's), cosines and sines, and pools with something in them."""
+    rng = np.random.default_rng(dim)
+    torch.manual_seed(dim)
+    positions = torch.from_numpy(rng.integers(0, 50, rows))
+    slots = torch.from_numpy(page_size + rng.permutation((pages - 1) * page_size)[:rows])
+    slots[2] = 1
+    angles = torch.arange(50)[:, None] * torch.rand(dim // 2)
+    pools = [torch.randn(pages, page_size, kv_heads, dim).to(pool_dtype) for _ in range(2)]
+    return positions, slots, (angles.cos(), angles.sin()), pools
+
+
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 16), ((3, 3), 20), ((8, 1), 80)])
 @pytest.mark.parametrize("shift", [None, 0.0, 1.0])
 def test_turning_and_storing(pool_dtype, heads, dim, shift):
-    rng = np.random.default_rng(dim)
-    torch.manual_seed(dim)
-    rows, page_size, pages = 7, 4, 9
-    wide = torch.randn(rows, (heads[0] + 2 * heads[1]) * dim)
-    positions = torch.from_numpy(rng.integers(0, 50, rows))
-    slots = torch.from_numpy(page_size + rng.permutation((pages - 1) * page_size)[:rows])
-    slots[2] = 1  # padding's
-    angles = torch.arange(50)[:, None] * torch.rand(dim // 2)
-    tables = angles.cos(), angles.sin()
-    pools = [torch.randn(pages, page_size, heads[1], dim).to(pool_dtype) for _ in range(2)]
+    positions, slots, tables, pools = storage(7, heads[1], dim, pool_dtype)
+    wide = torch.randn(7, (heads[0] + 2 * heads[1]) * dim)
     before = [pool.clone() for pool in pools]
     norms = None if shift is None else tuple(Norm(torch.randn(dim), eps, shift) for eps in (1e-5, 1e-2))
 
@@ -170,7 +174,7 @@ def test_turning_and_storing(pool_dtype, heads, dim, shift):
     q, k, v = wide.clone().unflatten(1, (-1, dim)).split([heads[0], heads[1], heads[1]], 1)
     found = triton_rows.turn(wide, heads, positions, slots, tables, tuple(pools), norms)
     torch.testing.assert_close(found, turned(q, norms and norms[0]))
-    live = slots >= page_size
+    live = slots >= pools[0].shape[1]
     for pool, old, new in zip(pools, before, (turned(k, norms and norms[1]), v), strict=True):
         old.flatten(0, 1)[slots[live]] = new[live].to(pool_dtype)
         torch.testing.assert_close(pool, old)
@@ -205,19 +209,11 @@ def test_products_of_a_few_rows(rows, outputs, inputs, kind):
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 128)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_turn_and_store(pool_dtype, heads, dim, biased):
-    rng = np.random.default_rng(dim)
-    torch.manual_seed(dim)
-    rows, inputs, page_size, pages = 7, 300, 4, 9
-    outputs = (heads[0] + 2 * heads[1]) * dim
-    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs) / inputs**0.5
+    positions, slots, tables, pools = storage(7, heads[1], dim, pool_dtype)
+    inputs, outputs = 300, (heads[0] + 2 * heads[1]) * dim
+    x, weight = torch.randn(7, inputs), torch.randn(outputs, inputs) / inputs**0.5
     bias = torch.randn(outputs) if biased else None
     assert triton_few.turns(heads, weight)
-    positions = torch.from_numpy(rng.integers(0, 50, rows))
-    slots = torch.from_numpy(page_size + rng.permutation((pages - 1) * page_size)[:rows])
-    slots[2] = 1  # padding's
-    angles = torch.arange(50)[:, None] * torch.rand(dim // 2)
-    tables = angles.cos(), angles.sin()
-    pools = [torch.randn(pages, page_size, heads[1], dim).to(pool_dtype) for _ in range(2)]
     others = [pool.clone() for pool in pools]
     found = triton_few.turned(x, weight, bias, heads, positions, slots, tables, tuple(pools))
     expected = triton_rows.turn(functional.linear(x, weight, bias), heads, positions, slots, tables, tuple(others))

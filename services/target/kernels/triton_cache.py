@@ -54,8 +54,13 @@ def write(slots: Tensor, keys: Tensor, values: Tensor, k_pool: Tensor, v_pool: T
         *k_pool.stride()[:2], *v_pool.stride()[:2],
         HEADS=heads, D=key_dim, DV=value_dim, D_PAD=triton.next_power_of_2(heads * key_dim),
         DV_PAD=triton.next_power_of_2(heads * value_dim), PAGE=page_size,
-        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0,
+        LIMIT=largest(k_pool),
     )  # fmt: skip
+
+
+def largest(pool: Tensor) -> float:
+    """Largest number that a pool of 8 bits holds, which larger ones become; 0 for pools that hold what comes."""
+    return torch.finfo(pool.dtype).max if pool.dtype.itemsize == 1 else 0.0
 
 
 @triton.jit(do_not_specialize=["count"])

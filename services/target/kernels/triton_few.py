@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from services.target.kernels.triton_attention import interpreted
+from services.target.kernels.triton_cache import largest
 from services.target.kernels.triton_chain import chained, let_go, wait
-from services.target.kernels.triton_rows import activated, put
+from services.target.kernels.triton_rows import activated, at_slot, put
 
 ROWS = 16
 """Most rows of a product."""
@@ -130,11 +131,11 @@ def turned_rows(
         slot = tl.load(slots + row, mask=there, other=0)[:, None]
         stored = slot >= PAGE  # others lie in NULL_PAGE
         if head < HEADS + KV_HEADS:
-            key = k_pool + (slot // PAGE) * k_page + (slot % PAGE) * k_slot + (head - HEADS) * D
+            key = at_slot(k_pool, slot, k_page, k_slot, PAGE) + (head - HEADS) * D
             put(key, at, stored, left, LIMIT)
             put(key, HALF + at, stored, right, LIMIT)
         else:
-            value = v_pool + (slot // PAGE) * v_page + (slot % PAGE) * v_slot + (head - HEADS - KV_HEADS) * D
+            value = at_slot(v_pool, slot, v_page, v_slot, PAGE) + (head - HEADS - KV_HEADS) * D
             put(value, at, stored, left, LIMIT)
             put(value, HALF + at, stored, right, LIMIT)
 
@@ -190,7 +191,7 @@ def turned(
         x, weight, x if bias is None else bias, positions, slots, *tables, queries, k_pool, v_pool,
         rows, inputs, x.stride(0), weight.stride(0), queries.stride(0), *k_pool.stride()[:2], *v_pool.stride()[:2],
         HEADS=heads[0], KV_HEADS=heads[1], D=dim, HALF=dim // 2, PAGE=k_pool.shape[1],
-        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0,
+        LIMIT=largest(k_pool),
         ROWS=ROWS, PAIRS=_PAIRS, INPUTS=_INPUTS, EVEN=inputs % _INPUTS == 0, BIAS=bias is not None,
         WIDE=interpreted(), CHAINED=chain,
         num_warps=4, num_stages=4, launch_pdl=chain and early,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.target.kernels.triton_cache import largest
 from services.target.kernels.triton_chain import chained, let_go, wait
 
 _GATES = 1024  # that one program computes
@@ -73,12 +74,12 @@ def add_norm(residual: Tensor, branch: Tensor | None, norm: Norm, after: Norm | 
     assert residual.is_contiguous(), "rows follow one another"
     rows, width = residual.shape
     y = torch.empty_like(residual)
-    block = triton.next_power_of_2(width)
+    block, chain = triton.next_power_of_2(width), chained(residual.device)
     added, own = (residual, norm) if branch is None else (branch, after or norm)  # something where nothing is read
     _add_norm[(rows,)](
         residual, added, own.weight, norm.weight, y, width, added.stride(0), norm.epsilon, own.epsilon,
         BLOCK=block, ADDED=branch is not None, AFTER=after is not None, SHIFTED=norm.shift != 0.0,
-        CHAINED=chained(residual.device), num_warps=min(max(block // 512, 1), 16), launch_pdl=chained(residual.device),
+        CHAINED=chain, num_warps=min(max(block // 512, 1), 16), launch_pdl=chain,
     )  # fmt: skip
     return y
 
@@ -116,13 +117,19 @@ def _turn(
         slot = tl.load(slots + row)
         if slot >= PAGE:  # others lie in NULL_PAGE
             own = head - HEADS
-            key = k_pool + (slot // PAGE) * k_page + (slot % PAGE) * k_slot + own * D
+            key = at_slot(k_pool, slot, k_page, k_slot, PAGE) + own * D
             put(key, at, half, turned_left.to(wide.dtype.element_ty), LIMIT)
             put(key + HALF, at, half, turned_right.to(wide.dtype.element_ty), LIMIT)
             source = first + KV_HEADS * D
-            value = v_pool + (slot // PAGE) * v_page + (slot % PAGE) * v_slot + own * D
+            value = at_slot(v_pool, slot, v_page, v_slot, PAGE) + own * D
             put(value, at, half, tl.load(source + at, mask=half, other=0.0), LIMIT)
             put(value + HALF, at, half, tl.load(source + HALF + at, mask=half, other=0.0), LIMIT)
+
+
+@triton.jit
+def at_slot(pool, slot, page, row, PAGE: tl.constexpr):
+    """Where a slot lies in a pool. page, row: numbers from one to the next."""
+    return pool + (slot // PAGE) * page + (slot % PAGE) * row
 
 
 @triton.jit
@@ -154,14 +161,14 @@ def turn(
     assert wide.stride(1) == 1, "a row's numbers lie together"
     assert k_pool.is_contiguous(), "a slot's heads lie together"
     assert v_pool.is_contiguous(), "a slot's heads lie together"
+    chain = chained(wide.device)
     query, key = norms or (Norm(wide, 0.0), Norm(wide, 0.0))  # something where nothing is read
     _turn[(wide.shape[0], count + kv_count)](
         wide, positions, slots, *tables, query.weight, key.weight, k_pool, v_pool,
         wide.stride(0), *k_pool.stride()[:2], *v_pool.stride()[:2], query.epsilon, key.epsilon,
         HEADS=count, KV_HEADS=kv_count, D=dim, HALF=dim // 2, HALF_PAD=triton.next_power_of_2(dim // 2),
         PAGE=k_pool.shape[1], NORMED=norms is not None, SHIFTED=query.shift != 0.0,
-        LIMIT=torch.finfo(k_pool.dtype).max if k_pool.dtype.itemsize == 1 else 0.0, CHAINED=chained(wide.device),
-        num_warps=1, launch_pdl=chained(wide.device),
+        LIMIT=largest(k_pool), CHAINED=chain, num_warps=1, launch_pdl=chain,
     )  # fmt: skip
     return wide[:, : count * dim].unflatten(1, (count, dim))
 
