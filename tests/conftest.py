@@ -1,5 +1,6 @@
 """Set before anything imports a numeric library: the machine's cores are shared, and results must repeat."""
 
+import gc
 import logging
 import os
 import shutil
@@ -20,6 +21,8 @@ os.environ.setdefault("HF_MODULES_CACHE", str(Path(__file__).parents[1] / ".pyte
 # Without a GPU, Triton's kernels are run by its interpreter; it wants to know before anything imports it.
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+gc.set_threshold(50_000, 20, 10)  # the libraries make millions of objects that stay: looking through them again takes long
 
 import pytest
 from hypothesis import HealthCheck, settings
