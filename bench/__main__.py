@@ -30,7 +30,7 @@ BENCHMARKS = {
     "draft-kernels": ("bench.draft_kernels", "the draft's attention on an accelerator"),
     "quality": ("bench.quality", "what narrow weights and caches cost in quality"),
     "deterministic": ("bench.deterministic", "what --deterministic costs"),
-    "gpu": ("bench.gpu", "a step of a large model on a GPU against its floor"),
+    "gpu": ("bench.gpu.run", "a step of a large model on a GPU against its floor"),
 }
 # These need what not every machine has: a server, a file of prompts, a draft, an accelerator of JAX's, much time.
 _ASKED_FOR = ("serve", "speculation", "peers", "scale", "accept", "online", "draft-kernels")

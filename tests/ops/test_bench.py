@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from bench import draft_kernels, gpu, online
+from bench import draft_kernels, online
 from bench.__main__ import BENCHMARKS, main
+from bench.gpu import run as gpu
 from bench.prompts import Prompt, rounds_of
 from bench.report import Report
 from bench.serve.outcome import Outcome

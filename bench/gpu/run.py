@@ -18,62 +18,32 @@ import gc
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
+from bench.gpu.clocks import Clocks, read_bandwidth
 from bench.report import Report, line_of
 from outrider.config import TargetConfig
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
-from outrider.serving.scheduler import Chunk
-from outrider.serving.session import Session
-from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
+from outrider.speculation.sampling import StopConditions
 from services.target import sampler
 from services.target.batch import Work, build
 from services.target.engine import TargetEngine
 from services.target.graphs import CudaCapturer, GraphRunner, direct
 from services.target.kernels import choose
 from services.target.kv_cache import KVCache, LayerShape, token_bytes
-from services.target.layout import SHORT
 from services.target.model import attention
 from services.target.model.base import Model, Runner
 from services.target.model.load import pass_a_token
 from services.target.model.modules import ModuleRunner
 
-PAGE = 16
-VERIFIED = 16  # rows of a session in a step of verification, the root included
-GREEDY = SamplingParams(temperature=0.0)
 SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
-
-
-@dataclass(frozen=True)
-class Size:
-    """What is measured. cells: sessions and tokens of context each; compiled: cells that are measured compiled too."""
-
-    hidden: int = 4096
-    inner: int = 14336
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    vocab: int = 128256
-    cells: tuple[tuple[int, int], ...] = (
-        (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (16, 1024), (16, 8192), (16, 32768), (64, 1024),
-        (64, 8192),
-    )  # fmt: skip
-    compiled: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (16, 1024))
-    verify_up_to: int = 16  # sessions
-    engine_sessions: tuple[int, ...] = (1, 16, 64)
-    repeats: int = 20
-
-
-TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -99,6 +69,7 @@ class Bench:
 
     def __init__(self, size: Size, device: torch.device, report: Report) -> None:
         self.size, self.device, self.report = size, device, report
+        self.clocks = Clocks(device, size.repeats)
         self.shape = LayerShape(size.kv_heads, size.hidden // size.heads, size.hidden // size.heads)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.token_bytes = token_bytes([self.shape] * size.layers, self.dtype)
@@ -236,7 +207,7 @@ class Bench:
                 drawn = sampler.gather(requests, self.device)
                 sampler.draw(runner.forward(batch, cache).logits, drawn).cpu()
 
-            seconds = self.time(once)
+            seconds = self.clocks.host(once)
             plain = plain or seconds
             floor = self.floor(read, count, context)
             self.add("verification" if rows > 1 else "plain step", how, count, rows, context, seconds, floor, plain)
@@ -278,106 +249,22 @@ class Bench:
             engine.open(OpenSession(i, np.roll(tokens, i), len(tokens), GREEDY, stop))
         while len(engine.step().commits) < count:
             pass
-        seconds = self.pace(engine.step)
+        seconds = self.clocks.pace(engine.step)
         self.add("engine's step", how, count, 1, len(tokens), seconds, self.floor(read, count, len(tokens)), None)
 
     # --- the attention kernel ---
 
     def attention(self) -> None:
-        """The kernel alone on some shapes of a batch, with the tile that is picked for it and others."""
+        """The kernel alone, where it is Triton's."""
         if choose("auto", self.device).__name__ != "TritonAttention":
             return
-        from services.target.kernels.triton_attention import Tile, TritonAttention, pick_tile
+        from bench.gpu import tiles
 
-        head, heads = self.shape.key_dim, self.size.heads
-        short, tall = (pick_tile(head, head, self.dtype.itemsize, short=short) for short in (True, False))
-        others = [
-            Tile(16, 64, 256, 4, 3), Tile(16, 64, 256, 4, 4), Tile(16, 128, 256, 4, 2), Tile(16, 128, 512, 4, 3),
-            Tile(64, 64, 256, 4, 3), Tile(64, 64, 512, 4, 4), Tile(64, 64, 512, 8, 3),
-        ]  # fmt: skip
-        cells = [(1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048)]
         table: list[dict[str, Any]] = []
         self.report.more = [("Attention of a layer", table)]
-        layers, pages = 12, -(-16 * (8192 + 64) // PAGE) + 64  # more than the device's caches hold
-        cache = KVCache([self.shape] * layers, pages, PAGE, self.dtype, self.device)
-        for pool in (*cache.keys, *cache.values):
-            pool.normal_()
-        for (count, rows, context), tile in itertools.product(cells, [None, *others]):
-            picked = tile or (short if rows <= SHORT else tall)
-            name = f"{picked.lanes}x{picked.keys}, split {picked.split}, {picked.warps} warps, {picked.stages} stages"
-            with self.failing(name):
-                works = sessions(count, context, rows, cache)
-                batch = build(works, self.device)
-                q = torch.randn(len(batch), heads, head, dtype=self.dtype, device=self.device)
-                kernel = TritonAttention(batch, tile)
-
-                def once(kernel: TritonAttention = kernel, q: torch.Tensor = q) -> None:
-                    for keys, values in zip(cache.keys, cache.values, strict=True):
-                        kernel(q, keys, values, scaling=head**-0.5)
-
-                us = 1e6 * self.device_time(once) / layers
-                floor = 1e6 * count * context * token_bytes([self.shape], self.dtype) / self.bandwidth
-                row = {
-                    "sessions": count,
-                    "rows": rows,
-                    "context": context,
-                    "tile": name + ("" if tile else " (picked)"),
-                }
-                table.append(row | {"us": us, "floor us": floor, "of floor": floor / us})
-                print(line_of(table[-1]), flush=True)
-
-    # --- clocks ---
-
-    def time(self, once: Callable[[], Any]) -> float:
-        """Seconds on the host's clock, best of some runs, each to the device's end."""
-        best = float("inf")
-        for i in range(self.size.repeats + 3):
-            self.synchronize()
-            start = time.perf_counter()
-            once()
-            self.synchronize()
-            best = min(best, time.perf_counter() - start) if i >= 3 else best
-        return best
-
-    def pace(self, once: Callable[[], Any]) -> float:
-        """Seconds of one call among many in a row, which may leave work for the device behind; best of some rows."""
-        rows = []
-        for _ in range(4):
-            self.synchronize()
-            start = time.perf_counter()
-            for _ in range(self.size.repeats):
-                once()
-            self.synchronize()
-            rows.append((time.perf_counter() - start) / self.size.repeats)
-        return min(rows[1:])
-
-    def device_time(self, once: Callable[[], None]) -> float:
-        """Seconds that the device takes, by the median of some replays of a captured run."""
-        if self.device.type != "cuda":
-            return self.time(once)
-        once()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            once()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            once()
-        seconds = []
-        for _ in range(self.size.repeats):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1e3)
-        return float(np.median(seconds))
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        for row in tiles.measured(self.shape, self.size.heads, self.dtype, self.clocks, self.bandwidth, self.failing):
+            table.append(row)
+            print(line_of(row), flush=True)
 
     def add(
         self, what: str, how: str, sessions: int, rows: int, context: int, seconds: float, floor: float | None,
@@ -415,35 +302,3 @@ def plot(report: Report) -> None:
     axes.legend(frameon=False)
     report.save(figure)
     plt.close(figure)
-
-
-def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[Work]:
-    """Works of so many sessions with a context in the cache: one row each, a chain of drafts, or a prompt's chunk."""
-    allocator = PageAllocator(cache.pages, PAGE)
-    works = []
-    for i in range(count):
-        stop = StopConditions(max_tokens=64)
-        request = OpenSession(i, np.arange(context, dtype=np.uint32) % 500, context, GREEDY, stop)
-        session = Session(request, PrefixCache(allocator))
-        nodes = rows - 1 if rows <= VERIFIED else 0
-        session.table.reserve(context + nodes)
-        chain = np.arange(-1, nodes - 1, dtype=np.int32)
-        draft = TreeSlice(chain.astype(np.uint32) + 2, chain, chain + 2, np.zeros(nodes, np.float32))
-        start = context - 1 if rows <= VERIFIED else context - rows
-        works.append(Work(Chunk(session, start, context), draft if nodes else EMPTY_SLICE))
-    return works
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device reads: the largest of several sums over memory far larger than its caches."""
-    numbers = torch.ones((1 << 31 if device.type == "cuda" else 1 << 24), dtype=torch.float32, device=device)
-    best = 0.0
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        numbers.sum()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, numbers.numel() * 4 / (time.perf_counter() - start))
-    return best

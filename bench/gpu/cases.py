@@ -1,0 +1,61 @@
+"""What is measured on a GPU: a model's size, and works of sessions whose context lies in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.messages import OpenSession
+from outrider.serving.scheduler import Chunk
+from outrider.serving.session import Session
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
+from services.target.batch import Work
+from services.target.kv_cache import KVCache
+
+PAGE = 16
+VERIFIED = 16  # rows of a session in a step of verification, the root included
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is measured. cells: sessions and tokens of context each; compiled: cells that are measured compiled too."""
+
+    hidden: int = 4096
+    inner: int = 14336
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    vocab: int = 128256
+    cells: tuple[tuple[int, int], ...] = (
+        (1, 1024), (1, 8192), (1, 32768), (4, 1024), (4, 8192), (16, 1024), (16, 8192), (16, 32768), (64, 1024),
+        (64, 8192),
+    )  # fmt: skip
+    compiled: tuple[tuple[int, int], ...] = ((1, 1024), (1, 8192), (16, 1024))
+    verify_up_to: int = 16  # sessions
+    engine_sessions: tuple[int, ...] = (1, 16, 64)
+    repeats: int = 20
+
+
+TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2)
+
+
+def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[Work]:
+    """Works of so many sessions with a context in the cache: one row each, a chain of drafts, or a prompt's chunk."""
+    allocator = PageAllocator(cache.pages, PAGE)
+    works = []
+    for i in range(count):
+        stop = StopConditions(max_tokens=64)
+        request = OpenSession(i, np.arange(context, dtype=np.uint32) % 500, context, GREEDY, stop)
+        session = Session(request, PrefixCache(allocator))
+        nodes = rows - 1 if rows <= VERIFIED else 0
+        session.table.reserve(context + nodes)
+        chain = np.arange(-1, nodes - 1, dtype=np.int32)
+        draft = TreeSlice(chain.astype(np.uint32) + 2, chain, chain + 2, np.zeros(nodes, np.float32))
+        start = context - 1 if rows <= VERIFIED else context - rows
+        works.append(Work(Chunk(session, start, context), draft if nodes else EMPTY_SLICE))
+    return works

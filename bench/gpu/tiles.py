@@ -1,0 +1,62 @@
+"""The attention kernel alone, on some shapes of a batch: the tile that is picked for it, and others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bench.gpu.cases import PAGE, VERIFIED, sessions
+from bench.gpu.clocks import Clocks
+from services.target.batch import build
+from services.target.kernels.triton_attention import Tile, TritonAttention, pick_tile
+from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.layout import SHORT
+
+_OTHERS = (
+    Tile(16, 64, 256, 4, 3), Tile(16, 64, 256, 4, 4), Tile(16, 128, 256, 4, 2), Tile(16, 128, 512, 4, 3),
+    Tile(64, 64, 256, 4, 3), Tile(64, 64, 512, 4, 4), Tile(64, 64, 512, 8, 3),
+)  # fmt: skip
+_CELLS = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048))
+_LAYERS = 12  # whose keys and values are more than the device's caches hold
+
+
+def measured(
+    shape: LayerShape,
+    heads: int,
+    dtype: torch.dtype,
+    clocks: Clocks,
+    bandwidth: float,
+    failing: Callable[[str], contextlib.AbstractContextManager[None]],
+) -> Iterator[dict[str, Any]]:
+    """A row of the report for each shape and tile. heads: of queries; bandwidth: bytes a second; failing: a context
+    that tells of a tile that does not compile.
+    """
+    head, device = shape.key_dim, clocks.device
+    short, tall = (pick_tile(head, head, dtype.itemsize, short=short) for short in (True, False))
+    pages = -(-16 * (8192 + 64) // PAGE) + 64
+    cache = KVCache([shape] * _LAYERS, pages, PAGE, dtype, device)
+    for pool in (*cache.keys, *cache.values):
+        pool.normal_()
+    for (count, rows, context), tile in itertools.product(_CELLS, (None, *_OTHERS)):
+        picked = tile or (short if rows <= SHORT else tall)
+        name = f"{picked.lanes}x{picked.keys}, split {picked.split}, {picked.warps} warps, {picked.stages} stages"
+        with failing(name):
+            batch = build(sessions(count, context, rows, cache), device)
+            q = torch.randn(len(batch), heads, head, dtype=dtype, device=device)
+            kernel = TritonAttention(batch, tile)
+
+            def once(kernel: TritonAttention = kernel, q: torch.Tensor = q) -> None:
+                for keys, values in zip(cache.keys, cache.values, strict=True):
+                    kernel(q, keys, values, scaling=head**-0.5)
+
+            us = 1e6 * clocks.device_alone(once) / _LAYERS
+            floor = 1e6 * count * context * token_bytes([shape], dtype) / bandwidth
+            named = name + ("" if tile else " (picked)")
+            yield {
+                "sessions": count, "rows": rows, "context": context, "tile": named,
+                "us": us, "floor us": floor, "of floor": floor / us,
+            }  # fmt: skip
