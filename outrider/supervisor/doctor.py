@@ -22,6 +22,7 @@ _PACKAGES = {
     "draft": ("jax", "jaxlib"),
     "target": ("torch", "transformers"),
 }
+_LARGE = ("torch", "transformers", "jax")
 # Asked in processes of their own: importing both libraries takes seconds and would reserve memory of the devices.
 _DEVICES = {
     "torch": "import torch; n = torch.cuda.device_count(); "
@@ -41,6 +42,7 @@ def report() -> list[tuple[str, str]]:
     models = sorted(path.name for path in (folder / "models").glob("*") if path.is_dir())
     facts += _cores()
     facts.append(("cache", f"{folder} ({_free_gib(folder):.0f} GiB free)"))
+    facts.append(("compiled", _compiled()))
     facts.append(("converted", ", ".join(models) or "nothing yet"))
     facts.append(("default model", _default_model()))
     return facts
@@ -51,6 +53,20 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _compiled() -> str:
+    """Whether Python keeps what it compiles of the largest libraries, or has to do it again at each start."""
+    specs = [spec for name in _LARGE if (spec := importlib.util.find_spec(name)) and spec.origin]
+    files = [Path(importlib.util.cache_from_source(str(spec.origin))) for spec in specs]
+    lacking = [spec.name for spec, file in zip(specs, files, strict=True) if not file.exists()]
+    folders = [next(path for path in file.parents if path.exists()) for file in files]
+    if not lacking:
+        return ", ".join(spec.name for spec in specs) or "-"
+    if not sys.dont_write_bytecode and all(os.access(folder, os.W_OK) for folder in folders):
+        return f"{', '.join(lacking)}: when first imported"
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else "its folder cannot be written to"
+    return f"{', '.join(lacking)}: at every start, for seconds, as {why}; python -m compileall does it once for all"
 
 
 def _answer(question: str) -> str:

@@ -1,6 +1,7 @@
 """The command, as people and Docker call it."""
 
 import asyncio
+import compileall
 import contextlib
 import importlib.util
 import subprocess
@@ -186,3 +187,19 @@ def test_doctor_reports_devices_cores_and_the_model(monkeypatch, capsys, tmp_pat
     assert "ModuleNotFoundError" in facts["json"]
     assert str(tmp_path) in facts["cache"]
     assert facts["converted"] == "nothing yet"
+
+
+def test_doctor_says_where_each_start_compiles_the_libraries_again(monkeypatch, tmp_path):
+    package = tmp_path / "ponderous"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_DEVICES", {})
+    monkeypatch.setattr(doctor, "_LARGE", ("ponderous", "not_there"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "at every start" in (told := dict(doctor.report())["compiled"])
+    assert "PYTHONDONTWRITEBYTECODE" in told
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert dict(doctor.report())["compiled"] == "ponderous: when first imported"
+    compileall.compile_dir(package, quiet=1)
+    assert dict(doctor.report())["compiled"] == "ponderous"
