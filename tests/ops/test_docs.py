@@ -1,5 +1,6 @@
 """The documents name what there is: every file of the packages, every flag, and nothing else."""
 
+import json
 import re
 from dataclasses import fields
 from fnmatch import fnmatch
@@ -76,3 +77,26 @@ def test_flags_and_files_that_are_named_exist(path):
         assert any(fnmatch(name, flag) for name in known), flag
     for name in re.findall(r"(?:outrider|gateway|services|docs|tests|protos|docker|bench)/[\w/.*]*[\w*/]", text):
         assert list(ROOT.glob(name + "*")), name
+
+
+OF_PEERS = {  # columns of the README's table beside those of a page; {}: how many bits weights have
+    "llama.cpp, as wide": {"bf16": "llama.cpp bf16", "int8": "llama.cpp q8_0", "int4": "llama.cpp q4_0"},
+    "llama.cpp Q4_0": "llama.cpp q4_0", "vLLM bfloat16": "vLLM bf16", "itself, no drafts": "outrider {}",
+    "OpenVINO int8, eight at once": "OpenVINO int8, 8", "itself, eight at once": "outrider {}, 8",
+}  # fmt: skip
+
+
+def test_what_the_readme_says_of_peers_is_what_pages_say():
+    lines = [line.strip("| ").split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if "|" in line]
+    start = next(i for i, line in enumerate(lines) if line[1:2] == ["weights"])
+    names, rows = lines[start], lines[start + 2 :]
+    assert set(names[2:]) == set(OF_PEERS)
+    assert len(rows) == 9
+    for row in rows:
+        (page,) = re.findall(r"\(([\w/-]+)\.md\)", row[0])
+        width = {"bfloat16": "bf16"}.get(row[1], row[1])
+        ratios = {ratio["ours"]: ratio for ratio in json.loads((ROOT / f"{page}.json").read_text())["rows"]}
+        for name, value in zip(names[2:], row[2:], strict=True):
+            column = OF_PEERS[name]
+            column = column[width] if isinstance(column, dict) else column.format(width)
+            assert ratios[f"outrider {width}, AUTO"].get(column, "-").split()[0] == value, (row[:2], name)
