@@ -22,13 +22,13 @@ os.environ.setdefault("HF_MODULES_CACHE", str(Path(__file__).parents[1] / ".pyte
 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-gc.set_threshold(50_000, 20, 10)  # the libraries make millions of objects that stay: looking through them again takes long
-
 import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("outrider", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("outrider")
+
+gc.set_threshold(50_000, 20, 10)  # the libraries' millions of objects stay: looking through them again took a tenth
 
 _STARTING = ("bench", "gateway", "ops", "system")  # folders of tests that start processes
 
