@@ -50,7 +50,18 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
     )
     errors.describe(app)
     errors.install(app)
-    started = int(time.time())
+    _openai_routes(app, generator, facts)
+    _native_routes(app, generator)
+    _facts_routes(app, generator, facts)
+    health.install(app, generator)
+    tokens.install(app, generator)
+    page.install(app)
+    docs.install(app)
+    controlling.install(app, control, generator, facts)
+    return app
+
+
+def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
     chats = Chats(generator, facts.config)
 
     @app.post("/v1/chat/completions", tags=["generation"], responses=_STREAMS)
@@ -98,6 +109,22 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
         )
         return await respond(request, reply, generator, stream=bool(body.stream))
 
+
+def _native_routes(app: FastAPI, generator: Generator) -> None:
+    @app.post("/generate", tags=["generation"], responses=_STREAMS)
+    async def generate(body: NativeBody, request: Request) -> Response:
+        """SGLang's own form: text or token ids in and out."""
+        body.check_supported()
+        prompts = [await generator.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        answers = native.wanted(body, prompts, request.scope[REQUEST_ID], _timeout(request))
+        pieces = generator.tokenizer.pieces
+        reply = native.NativeReply(answers, pieces, several=body.several, texts=body.return_text_in_logprobs)
+        return await respond(request, reply, generator, stream=body.stream)
+
+
+def _facts_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
+    started = int(time.time())
+
     @app.get("/v1/models")
     async def models() -> Response:
         return _json({"object": "list", "data": [_model(generator, started)]})
@@ -108,16 +135,6 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
         if name.strip("/") not in (generator.name.strip("/"), "default"):
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{generator.name}`", param="model")
         return _json(_model(generator, started))
-
-    @app.post("/generate", tags=["generation"], responses=_STREAMS)
-    async def generate(body: NativeBody, request: Request) -> Response:
-        """SGLang's own form: text or token ids in and out."""
-        body.check_supported()
-        prompts = [await generator.encode(p) if isinstance(p, str) else p for p in body.prompts()]
-        answers = native.wanted(body, prompts, request.scope[REQUEST_ID], _timeout(request))
-        pieces = generator.tokenizer.pieces
-        reply = native.NativeReply(answers, pieces, several=body.several, texts=body.return_text_in_logprobs)
-        return await respond(request, reply, generator, stream=body.stream)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -133,13 +150,6 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": facts.version})
-
-    health.install(app, generator)
-    tokens.install(app, generator)
-    page.install(app)
-    docs.install(app)
-    controlling.install(app, control, generator, facts)
-    return app
 
 
 async def _answer(
