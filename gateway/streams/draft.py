@@ -10,8 +10,8 @@ import grpc
 from gateway.streams.batches import join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata
-from outrider.errors import ConfigError
 from outrider.tls import ClientTls
+from outrider.vocabulary import Vocabulary, check_same
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
@@ -106,7 +106,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         )
         self._check_version(info.protocol_version)
         if info.HasField("model"):
-            check_vocabularies(info.model, self._target_model)
+            check_same(_vocabulary(info.model), _vocabulary(self._target_model))
         self.features = None
         if info.HasField("features"):
             parts = stub.GetFusion(draft_pb2.GetFusionRequest(), timeout=FUSION_TIMEOUT)
@@ -119,17 +119,5 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         return stub.Propose(metadata=metadata)
 
 
-def check_vocabularies(draft: common_pb2.ModelInfo, target: common_pb2.ModelInfo) -> None:
-    """Raise ConfigError, naming the fact that differs, unless token ids mean the same to both models."""
-    names = f"the draft model {draft.model_path} and the target's {target.model_path}"
-    remedy = "choose a draft of the target's family"
-    same = draft.vocab_hash == target.vocab_hash and draft.vocab_hash != ""
-    if draft.vocab_hash and target.vocab_hash and not same:
-        raise ConfigError(
-            f"the vocabularies of {names} differ: hash {draft.vocab_hash}, not {target.vocab_hash}; {remedy}"
-        )
-    # Equal tokenizers may be padded to different sizes: the target drops hints that it has no token for.
-    if draft.vocab_size != target.vocab_size and not same:
-        raise ConfigError(
-            f"the vocabularies of {names} differ: {draft.vocab_size} tokens, not {target.vocab_size}; {remedy}"
-        )
+def _vocabulary(model: common_pb2.ModelInfo) -> Vocabulary:
+    return Vocabulary(model.model_path, model.vocab_size, model.vocab_hash)

@@ -42,6 +42,7 @@ from outrider.supervisor.drafting import choose_drafters
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
 from outrider.supervisor.trees import draft_niceness, draft_tree, tree_shape
 from outrider.telemetry import setup_logging
+from outrider.vocabulary import check_same, of_checkpoint
 
 _GLANCE = 0.5  # seconds between two looks at how far the processes are
 
@@ -95,10 +96,12 @@ def prepare_models(config: ServeConfig, display: Display) -> None:
     """Fetch and convert what the services will load, with progress shown by whoever does it. Raises ConfigError."""
     target, draft = config.target.model_path, config.draft.speculative_draft_model_path
     display.line(f"preparing {checkpoint.display_name(target)}")
-    checkpoint.resolve(target)
+    folder = checkpoint.resolve(target)
     if config.draft.speculative_algorithm in MODEL_ALGORITHMS and draft is not None and draft != target:
         display.line(f"preparing {checkpoint.display_name(draft)}")
-        checkpoint.resolve(draft, torch_files=True)
+        other = checkpoint.resolve(draft, torch_files=True)
+        if config.draft.speculative_algorithm == "STANDALONE":  # others have the target's tokens
+            check_same(of_checkpoint(other, draft), of_checkpoint(folder, target))
 
 
 def draft_quantization(config: ServeConfig) -> str | None:
