@@ -34,14 +34,17 @@ _STARTING = ("bench", "gateway", "ops", "system")  # folders of tests that start
 
 
 def pytest_collection_modifyitems(items):
-    """Files whose tests start processes are spread among those that compute, so that few of them run at once."""
+    """Files whose tests start processes are spread among those that compute, so that few of them run at once.
+
+    None is among the last, for they take long, and other workers would wait for them.
+    """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
     places: dict[Path, float] = {}
     for starts in (True, False):
         some = [path for path in files if (path.parent.name in _STARTING) == starts]
-        places |= {path: (i + 0.5) / len(some) for i, path in enumerate(some)}
+        places |= {path: (i + 0.5) / len(some) * (0.8 if starts else 1.0) for i, path in enumerate(some)}
     items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
 
 
