@@ -67,17 +67,15 @@ class Clocks:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device reads: the largest of several sums over memory far larger than its caches."""
-    numbers = torch.ones((1 << 31 if device.type == "cuda" else 1 << 24), dtype=torch.float32, device=device)
-    best = 0.0
-    for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        numbers.sum()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        best = max(best, numbers.numel() * 4 / (time.perf_counter() - start))
-    return best
+    def read_bandwidth(self) -> float:
+        """Bytes a second that the device reads: the best of several sums over memory far larger than its caches."""
+        count = 1 << 31 if self.device.type == "cuda" else 1 << 24
+        numbers = torch.ones(count, dtype=torch.float32, device=self.device)
+        best = 0.0
+        for _ in range(5):
+            self.synchronize()
+            start = time.perf_counter()
+            numbers.sum()
+            self.synchronize()
+            best = max(best, count * 4 / (time.perf_counter() - start))
+        return best

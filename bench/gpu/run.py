@@ -27,7 +27,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
-from bench.gpu.clocks import Clocks, read_bandwidth
+from bench.gpu.clocks import Clocks
 from bench.report import Report, line_of
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
@@ -73,7 +73,7 @@ class Bench:
         self.shape = LayerShape(size.kv_heads, size.hidden // size.heads, size.hidden // size.heads)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.token_bytes = token_bytes([self.shape] * size.layers, self.dtype)
-        self.bandwidth = read_bandwidth(device)
+        self.bandwidth = self.clocks.read_bandwidth()
         report.notes.append(f"Measured read bandwidth: {self.bandwidth / 1e9:,.0f} GB/s.")
         report.columns = ("what", "how", "sessions", "rows", "context", "ms", "floor ms", "of floor", "to plain")
 
