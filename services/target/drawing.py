@@ -222,6 +222,11 @@ class Drawing:
             compiled.pack(params),
         )
 
+    @property
+    def alongside(self) -> bool:
+        """Whether a runner may draw along with the logits, without which it cannot go on to another step by itself."""
+        return self._compiled
+
     def plan(self, works: Sequence[Work], entries: Mapping[int, Entry]) -> DrawPlan | None:
         """What a step's runner may draw along with the logits; None if there is more to do than that, or nothing."""
         if not self._compiled:

@@ -79,7 +79,8 @@ class TargetEngine(Engine):
         self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
         self._entries: dict[int, Entry] = {}
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
-        self.bursts = Bursts(self.planner, self.scheduler, self._entries, config.gather_seconds)
+        at_once = config.gather_seconds if self._drawing.alongside else 0.0
+        self.bursts = Bursts(self.planner, self.scheduler, self._entries, at_once)
         parts = self.planner, self.scheduler, self._entries
         self.own = OwnDrafts(self_draft(model, self.cache, prefix, *parts), *parts)
         self.hinted_only = False  # whatever measurements say

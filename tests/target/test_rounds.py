@@ -88,6 +88,15 @@ def test_a_round_verifies_what_a_step_would(pair, monkeypatch, temperature, row)
     assert in_rounds.idle
 
 
+def test_thresholds_have_a_round_at_a_time(perfect):
+    engine = drafting(perfect, gather_seconds=LONG, speculative_accept_threshold_single=0.9)
+    told = watched(engine)
+    found = run(engine, [opening(1, CYCLE[:3], SamplingParams(1.0, seed=1), max_tokens=40)])
+    assert len(found.new[1]) == 40
+    assert found.accepted > 0
+    assert not told
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_texts_and_ends_are_those_of_plain_steps(pair, temperature, page_size):

@@ -175,6 +175,12 @@ def test_sampled_text_takes_hints_that_it_would_not_have_taken(model, caplog):
     np.testing.assert_allclose(told, scored.values[1:], atol=2e-5)
 
 
+def test_sampled_text_without_hints_stays_the_same_where_tokens_gather(model):
+    lossy = {"speculative_accept_threshold_single": 0.9, "gather_seconds": 60.0}
+    requests = [opening(i, [5, i], SamplingParams(1.0, seed=i), max_tokens=20) for i in range(3)]
+    assert run(engine_of(model, **lossy), requests).new == run(engine_of(model), requests).new
+
+
 def test_a_chain_of_certain_tokens_is_accepted_at_once(model):
     request = opening(1, [5, 6], SamplingParams(1.0, seed=1), max_tokens=8)
     result = run(
