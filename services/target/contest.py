@@ -15,6 +15,7 @@ from enum import Enum, auto
 
 TURN = 16  # steps that a turn is measured; the first turns at a load are shorter
 _FIRST_TURN = 4
+_DOUBLINGS = (TURN // _FIRST_TURN).bit_length() - 1
 _SHORT_TURN = 8  # of a way that is far behind
 # A way that is not the best is tried again once what its last turn cost is so small a part of the time since. Of two
 # that need hints the worse one has less where plain steps are the best: it would hardly win if the better one does not.
@@ -149,7 +150,8 @@ class Contest:
     @property
     def steps(self) -> int:
         """Length of the present turn: at first short ones, so that what does not pay is soon known not to."""
-        return min(_FIRST_TURN << self._turns // len(self._measured), _SHORT_TURN if self._short else TURN)
+        doublings = min(self._turns // len(self._measured), _DOUBLINGS)
+        return min(_FIRST_TURN << doublings, _SHORT_TURN if self._short else TURN)
 
     def spend(self, tokens: float, seconds: float) -> None:
         """Take in a step without prompts, whether it is measured or not. tokens: of each session."""

@@ -48,6 +48,13 @@ def test_it_waits_where_that_pays(answer, gain, pays):
     assert max(waits) <= 0.05 + 1e-9
 
 
+def test_turns_are_as_quickly_told_after_years():
+    contest = Contest((Way.GO, Way.PLAIN), Way.GO, Prompts())
+    assert contest.steps == 4
+    contest._turns = 1 << 40
+    assert contest.steps == TURN
+
+
 def test_it_changes_its_mind():
     clock = Clock()
     patience = Patience(clock=clock)
