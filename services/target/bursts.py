@@ -89,6 +89,8 @@ class Bursts:
             return False
         if any(len(work.chunk) > 1 or not work.chunk.last or len(work.draft) for work in works):
             return False
+        if any(work.chunk.session.length == work.chunk.session.opened_length for work in works):
+            return False  # somebody waits for a first token
         return all(entry.plain for entry in entries.values())
 
     def _steps(self, works: Sequence[Work]) -> int:

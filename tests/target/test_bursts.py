@@ -68,14 +68,25 @@ def test_bfloat16_too_and_a_session_that_ends_ends_the_burst(folder):
     assert set(found.reasons.values()) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
+@pytest.mark.parametrize("prompt", [[5], list(range(5, 5 + 33))], ids=["a token", "cached but for a token"])
+def test_a_first_token_waits_for_no_others(model, prompt):
+    engine = engine_of(model, gather_seconds=LONG)
+    run(engine, [opening(1, prompt, max_tokens=2)])
+    engine.open(opening(2, prompt, max_tokens=60))
+    said = [[len(commit.tokens) for commit in engine.step().commits] for _ in range(2)]
+    assert said[0] == [1]
+    assert said[1][0] > 1
+
+
 def test_what_is_cached_serves_those_who_come_later(model):
     prompt = list(range(5, 40))
     expected = run(engine_of(model, page_size=4), [opening(1, prompt, max_tokens=40)]).new[1]
     engine = engine_of(model, page_size=4, gather_seconds=LONG)
     assert run(engine, [opening(1, prompt, max_tokens=40)]).new[1] == expected
     engine.open(opening(2, prompt, max_tokens=40, committed=expected[:38]))
-    assert engine.step().commits[0].tokens.tolist() == expected[38:]
+    assert engine.step().commits[0].tokens.tolist() == expected[38:39]
     assert engine.load().step_tokens <= 4, "all pages but the last were found"
+    assert engine.step().commits[0].tokens.tolist() == expected[39:]
 
 
 def test_no_page_is_taken_from_others_and_all_come_home(model):
