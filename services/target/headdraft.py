@@ -9,6 +9,7 @@ are drafted and verified as far as the tokens that they promise are worth the ti
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -35,11 +36,12 @@ from services.target.model.head import Guesses, Head
 from services.target.odds import Odds
 from services.target.planning import Planner
 from services.target.rounds import Round, Rounds
-from services.target.selfdraft import SelfDraft, drawable
+from services.target.selfdraft import LONGEST, SelfDraft, drawable
 
 _NEW = 0.05  # weight of the last chain in what chains are like
 _NEXT = 0.6  # chance that a guess is right of which nothing is known yet
 _ROUNDS = 8  # in one go, at most
+_ROUND_ROWS = LONGEST + 1  # of a session that has committed as much as it can since the head wrote the last of them
 _OTHERS = 2  # guesses beside which another may stand
 _USUAL_ROWS = 4  # of a session that a head has to write before it drafts; more are no example of others
 _PRIOR_SHARES = (0.06, 0.05)  # of a step of the model: what guesses take once, and each, as long as nobody knows
@@ -133,7 +135,7 @@ class HeadDraft(SelfDraft):
         """As of SelfDraft."""
         session = work.chunk.session
         depth = min(self._most([work]), self._planner.max_rows - 1 - _OTHERS)
-        if depth < 1 or session.length < 2:
+        if depth < 1 or session.length < 2 or len(self.rows.lacking(session).chunk) > self._at_once:
             return None
         room = min(self._planner.room(session), _ROUNDS * (depth + 1))
         if not self._reserve([work], room + _OTHERS):
@@ -161,7 +163,7 @@ class HeadDraft(SelfDraft):
     def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
         """As of SelfDraft."""
         self._chains.clear()
-        works = [work for work in works if work.chunk.session.length > 1]
+        works = self._caught_up([work for work in works if work.chunk.session.length > 1])
         if not works:
             return {}
         most = min(self._most(works), self._planner.max_rows - 1 - _OTHERS)
@@ -222,6 +224,36 @@ class HeadDraft(SelfDraft):
         few, more = float(cost.seconds(2 * sessions, keys)), float(cost.seconds(4 * sessions, keys))
         token = 1.0 / (self.rate(sessions, keys) * sessions)
         return Worth(_NEXT * token, token, max(more - few, 0.0) / (2 * sessions), self._line(sessions).each)
+
+    @property
+    def _at_once(self) -> int:
+        """Rows that a head may write at once, as long as those of a step of the model may be: others wait meanwhile."""
+        return self._scheduler.limits.step_tokens or sys.maxsize
+
+    def _caught_up(self, works: Sequence[Work]) -> list[Work]:
+        """Those whose rows the head can write now; of the first other, such as a long prompt, it writes some."""
+        ready: list[Work] = []
+        behind: Chunk | None = None
+        room = self._at_once
+        for work in works:
+            chunk = self.rows.lacking(work.chunk.session).chunk
+            if len(chunk) <= max(room, _ROUND_ROWS):
+                ready.append(work)
+                room -= len(chunk)
+            elif behind is None:
+                behind = chunk
+        if behind is not None:
+            self._write(Chunk(behind.session, behind.start, behind.start + max(room, _ROUND_ROWS)))
+        return ready
+
+    @torch.inference_mode()
+    def _write(self, chunk: Chunk) -> None:
+        """Some rows, and nothing drawn behind them that anybody reads."""
+        entry = self._entries[chunk.session.id]
+        draws = DrawPlan(entry.sampling, array("q", [1]), array("q", [chunk.session.length]))
+        burst = replace(burst_of([entry], 1, ()), follows=True)
+        self._head.draft(build([Work(chunk)], self._device, draws=draws, burst=burst, ahead=1), self._cache)
+        self.rows.wrote(chunk)
 
     @torch.inference_mode()
     def _draft(self, works: Sequence[Work], most: int, worth: Worth, listen: Listen) -> Guesses:

@@ -161,6 +161,24 @@ def test_rows_that_were_lost_are_written_again(pair):
     assert drafted > 20
 
 
+@pytest.mark.parametrize("gather", [0.0, 60.0])
+def test_a_long_prompt_is_read_in_pieces(tmp_path, gather):
+    """No step of the head has more rows than one of the model may have; then it drafts as ever."""
+    target = write_cyclic_target(tmp_path / "target")
+    model = with_head(target, write_perfect_eagle3(tmp_path / "head", target))
+    engine = drafting(model, chunked_prefill_size=32, max_running_requests=8, gather_seconds=gather)
+    head, rows = engine.own.chains._head, []
+    draft = head.draft
+    head.draft = lambda batch, cache: rows.append(len(batch)) or draft(batch, cache)
+    start = int(CYCLE[3])
+    prompt = [start, *cycle_text(start, 299)]
+    requests = [opening(1, prompt, max_tokens=100), opening(2, [int(CYCLE[5])], max_tokens=100)]
+    found = run(engine, requests)
+    assert found.new == {1: cycle_text(prompt[-1], 100), 2: cycle_text(int(CYCLE[5]), 100)}
+    assert max(rows) == 32
+    assert found.accepted > 60  # though plain steps go on meanwhile
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("flags", [*CACHES, {"max_total_tokens": 256}])
 def test_texts_are_those_of_plain_steps(tmp_path, temperature, flags):
