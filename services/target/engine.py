@@ -181,6 +181,7 @@ class TargetEngine(Engine):
     def abort(self) -> int:
         """End all sessions. Returns how many there were."""
         self.finish()
+        self._note_weights()
         entries = list(self._entries.items())
         for session_id, entry in entries:
             self._unsaid.commits.append(commits.aborted(entry))
@@ -196,7 +197,13 @@ class TargetEngine(Engine):
         """Collect the step under way, if there is one; the next one tells what it said."""
         flight, self._flight = self._flight, None
         if flight is not None:
+            self._note_weights()
             self._collect(flight, self._unsaid)
+
+    def _note_weights(self) -> None:
+        """What is told later is of the weights that are here now."""
+        if not self._unsaid.said:
+            self._unsaid.load = self.load()
 
     @property
     def idle(self) -> bool:
@@ -217,7 +224,7 @@ class TargetEngine(Engine):
         """Compute one batch and commit what it says; where steps overlap, launch one, or commit the one under way."""
         if self._unsaid.said:
             unsaid, self._unsaid = self._unsaid, StepOutput()
-            return replace(unsaid, load=self.load(), urgent=True)
+            return replace(unsaid, load=replace(self.load(), weight_version=unsaid.load.weight_version), urgent=True)
         self._patience.begin(min(self.scheduler.running + self.scheduler.waiting, self.scheduler.limits.max_running))
         output = StepOutput(failures=self._take_grammars())
         flight, self._flight = self._flight, None

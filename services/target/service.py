@@ -172,8 +172,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             _, control = self._running()
             folder = await asyncio.to_thread(control.read_folder, request.folder)
             update = update_from_pb(request.update)
-            weights = await self._in_engine(lambda: control.update_from_folder(folder, update))
-            return target_pb2.UpdateWeightsFromDiskResponse(weights=self._changed(weights))
+            facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update)))
+            return target_pb2.UpdateWeightsFromDiskResponse(weights=facts)
         raise AssertionError("an aborted call does not go on")
 
     async def UpdateWeightsFromTensor(  # noqa: N802
@@ -190,12 +190,12 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 incoming.add(part.content)
             await asyncio.to_thread(incoming.finish)
             taken = update_from_pb(update)
-            weights = await self._in_engine(lambda: control.update_from_tensors(incoming, taken))
-            return target_pb2.UpdateWeightsFromTensorResponse(weights=self._changed(weights))
+            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, taken)))
+            return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
         raise AssertionError("an aborted call does not go on")
 
     def _changed(self, weights: Weights) -> common_pb2.WeightFacts:
-        """Note what the weights are now, and say it."""
+        """In the engine thread, for whoever asked may be gone: note what the weights are now, and say it."""
         info = self._loaded().info
         info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
         return common_pb2.WeightFacts(

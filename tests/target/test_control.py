@@ -1,7 +1,9 @@
 """Control of a target that runs: afterwards it is what a target is that was started with the new weights."""
 
+import asyncio
 import json
 import shutil
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from outrider import checkpoint
+from outrider.config import TargetConfig
 from outrider.errors import ConfigError, EngineFault, InvalidRequest
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
+from outrider.serving.loop import EngineLoop
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
+from outrider.wire.v1 import target_pb2
 from services.target.control import Control, Update
+from services.target.service import TargetServicer, describe
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
@@ -137,6 +144,44 @@ def test_requests_can_be_aborted_by_an_update(folders, texts):
     assert engine.idle
     engine.check()
     assert run(engine, requests(0.0)).new == texts[1, 0.0]
+
+
+def test_what_an_update_aborts_is_told_as_of_the_weights_before(folders):
+    engine, control = started(folders[0])
+    first, second = requests(0.0)[:2]
+    engine.open(first)
+    assert engine.step().load.weight_version == "default"
+    control.update_from_folder(control.read_folder(str(folders[1])), Update("two", abort_all_requests=True))
+    engine.open(second)
+    aborted, after = engine.step(), engine.step()
+    assert [commit.finish_reason for commit in aborted.commits] == [FinishReason.ABORT]
+    assert (aborted.load.weight_version, after.load.weight_version) == ("default", "two")
+
+
+async def test_facts_are_those_of_the_weights_though_nobody_waits_for_the_update(folders, monkeypatch):
+    engine, control = started(folders[0])
+    began, goes_on = threading.Event(), threading.Event()
+    update = engine.model.runner.update
+    monkeypatch.setattr(engine.model.runner, "update", lambda tensors: (began.set(), goes_on.wait(20), update(tensors)))
+    loop = EngineLoop(lambda _: None)
+    loop.start(engine, lambda _: None)
+    try:
+        servicer = TargetServicer(None, loop)
+        servicer.serve(describe(folders[0], engine, TargetConfig(model_path=str(folders[0]))), engine, control)
+        request = target_pb2.UpdateWeightsFromDiskRequest(folder=str(folders[1]))
+        request.update.weight_version = "two"
+        call = asyncio.create_task(servicer.UpdateWeightsFromDisk(request, None))
+        await asyncio.to_thread(began.wait, 20)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        goes_on.set()
+        await asyncio.wrap_future(loop.call(lambda: None))
+        info = await servicer.GetTargetInfo(target_pb2.GetTargetInfoRequest(), None)
+    finally:
+        goes_on.set()
+        await asyncio.to_thread(loop.stop)
+    assert (info.weight_version, info.model.fingerprint) == ("two", checkpoint.fingerprint(folders[1]))
 
 
 def test_features_after_an_update_are_those_of_the_new_weights(folders):
