@@ -16,6 +16,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 MAX_TOOLS = 128
 # Spaces as json.dumps sets them: where any are allowed, weak models write nothing else.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_VALUES = {"const", "enum", "default", "examples"}  # whose contents are no schemas
 
 _INTRODUCTION = (
     "You can call these tools, each described as JSON on a line of its own:\n{tools}\n"
@@ -50,11 +51,9 @@ class Tools:
             return _grammar(schema)
         if not self.required:
             return None
-        definitions: dict[str, Any] = {}
         calls: list[dict[str, Any]] = []
-        for function in self.functions:
-            parameters = _arguments(function)
-            definitions |= parameters.pop("$defs", {})
+        for place, function in enumerate(self.functions):
+            parameters = _moved(_arguments(function), f"#/items/anyOf/{place}/properties/parameters")
             calls.append({
                 "type": "object",
                 "properties": {"name": {"const": function["name"]}, "parameters": parameters},
@@ -63,7 +62,6 @@ class Tools:
             })  # fmt: skip
         schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
         schema |= {} if self.parallel else {"maxItems": 1}
-        schema |= {"$defs": definitions} if definitions else {}
         return _grammar(schema)
 
     def reader(self, form: Form) -> CallReader:
@@ -77,6 +75,21 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     """Schema of a function's arguments: no others than it names, unless it says so; weak models would invent some."""
     parameters = function.get("parameters") or {"type": "object"}
     return ({"additionalProperties": False} if parameters.get("properties") else {}) | parameters
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands within another one: what it refers to in itself, it finds there."""
+    if isinstance(schema, list):
+        return [_moved(part, to) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: part if key in _VALUES else _moved(part, to) for key, part in schema.items()}
+    match schema.get("$ref"):
+        case "#":
+            moved["$ref"] = to
+        case str(place) if place.startswith("#/"):
+            moved["$ref"] = to + place[1:]
+    return moved
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from gateway.api.tools import Tools, introduced, tools_of
 from gateway.speech.calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
@@ -10,6 +11,7 @@ from gateway.speech.json_text import CallObject
 from gateway.speech.reasoning import Reasoning, ThinkingTokens
 from gateway.speech.speech import Speech, form_of, reasons
 from outrider.errors import InvalidRequest
+from tests.gateway.engines import EOS, VOCAB, tokenizer
 
 SIZES = [1, 2, 3, 5, 11, 1000]
 WEATHER = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, {"a": 2}]}'
@@ -166,12 +168,34 @@ def test_tools_and_choices():
     assert tools_of(TOOLS, None, False) == Tools([F, {"name": "g"}], parallel=False)
     assert tools_of(TOOLS, {"type": "function", "function": {"name": "g"}}, None).named == "g"
     schema = json.loads(tools_of(TOOLS, "required", False).grammar().text)
-    assert (schema["minItems"], schema["maxItems"], schema["$defs"]) == (1, 1, {"n": {}})
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["f", "g"]
     assert (
         json.loads(tools_of(TOOLS, {"type": "function", "name": "f"}, None).grammar().text).items()
         >= F["parameters"].items()
     )
+
+
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+def test_each_tool_keeps_definitions_of_its_own(key):
+    """Two tools may name theirs alike. Judged by what compiles grammars at the targets."""
+    kinds = {"a": {"type": "integer"}, "b": {"enum": ["yes", "no"]}}
+    tools = [
+        {"type": "function", "name": name, "parameters": {
+            "type": "object", "properties": {"x": {"$ref": f"#/{key}/Item"}, "y": {"$ref": "#"}}, "required": ["x"],
+            key: {"Item": kind},
+        }}
+        for name, kind in kinds.items()
+    ]  # fmt: skip
+    grammar = tools_of(tools, "required", None).grammar().text
+    tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
+    right = '[{"name": "a", "parameters": {"x": 7, "y": {"x": 8}}}, {"name": "b", "parameters": {"x": "no"}}]'
+    wrong = '[{"name": "a", "parameters": {"x": "no"}}]', '[{"name": "b", "parameters": {"x": 7}}]'
+    for text, fits in ((right, True), *((text, False) for text in wrong)):
+        matcher = LLMatcher(tokens, grammar_from("json_schema", grammar))
+        assert not matcher.get_error()
+        ids = tokens.tokenize_str(text)
+        assert (matcher.validate_tokens(ids) == len(ids)) is fits, text
 
 
 def test_arguments_that_a_schema_does_not_name_are_left_out_unless_it_says_so():
