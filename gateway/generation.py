@@ -42,6 +42,7 @@ class GenerationRequest:
     timeout: seconds after which it ends with DeadlineExceeded.
     grammar, logprobs, prompt_logprobs, priority, max_draft_tokens: as in OpenSession.
     watched: rounds tell what the draft guessed.
+    begins: the text is one of its own, as an answer in a chat is, and does not go on where the prompt ends.
     """
 
     prompt: Sequence[int]
@@ -63,6 +64,7 @@ class GenerationRequest:
     priority: int = 0
     max_draft_tokens: int | None = None
     watched: bool = False
+    begins: bool = False
 
 
 class Part(NamedTuple):
@@ -203,7 +205,8 @@ class Generator:
             traceparent=traceparent,
             watched=request.watched,
         )
-        detokenizer = self.tokenizer.detokenizer(verbatim=request.verbatim)
+        before = () if request.begins else request.prompt
+        detokenizer = self.tokenizer.detokenizer(before, verbatim=request.verbatim)
         text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
         timeout = min((t for t in (request.timeout, self._timeout) if t is not None), default=None)
         generation = Generation(self.orchestrator, self.metrics, session, text, timeout)

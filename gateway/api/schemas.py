@@ -146,6 +146,11 @@ class GenerationBody(BaseModel):
         """True if the answer begins with the prompt."""
         return False
 
+    @property
+    def begins(self) -> bool:
+        """True if the answer is a text of its own, and does not go on where the prompt ends."""
+        return False
+
     def likeliest(self) -> int | None:
         """Likeliest tokens told beside each new one; None if no log-probabilities are told."""
         return None
@@ -187,6 +192,7 @@ class GenerationBody(BaseModel):
             priority=self.priority or 0,
             max_draft_tokens=self._most_drafted(),
             watched=self.reports_steps,
+            begins=self.begins,
         )
 
     def grammar(self) -> Grammar | None:
@@ -355,4 +361,9 @@ class ChatBody(GenerationBody):
 
     def limit(self) -> int | None:
         """The newer name goes before the older one."""
+    @property
+    def begins(self) -> bool:
+        """As in GenerationBody."""
+        return not self.continue_final_message
+
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -1,6 +1,7 @@
 """Incremental detokenizing: tokens in, text out, never half a character.
 
-The pieces put together are what decoding all tokens at once gives. Special tokens are left out unless asked for.
+The pieces put together are what decoding all tokens at once gives: of a text that goes on, what they add to the tokens
+before. Special tokens are left out unless asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 _REPLACEMENT = "\ufffd"  # what an incomplete character decodes to
 # Tokens that a text ending in U+FFFD may wait; a character has at most 4 bytes, each of them a token at worst.
 _PATIENCE = 4
+# Tokens of a text before that are looked at: decoders treat the first one of all differently, and some may be left out.
+_BEFORE = 8
 
 
 class Detokenizer(ABC):
@@ -30,14 +33,19 @@ class Detokenizer(ABC):
         """What has waited: an incomplete character is given out as replacement characters."""
 
 
-def factory(tokenizer: Tokenizer, decoder_type: str | None, *, verbatim: bool = False) -> Callable[[], Detokenizer]:
-    """How to make a detokenizer. decoder_type: as named in tokenizer.json. verbatim: with special tokens."""
+def factory(
+    tokenizer: Tokenizer, decoder_type: str | None, *, verbatim: bool = False
+) -> Callable[[Sequence[int]], Detokenizer]:
+    """How to make a detokenizer of what follows some tokens; of none for a text of its own.
+
+    decoder_type: as named in tokenizer.json. verbatim: with special tokens
+    """
     left_out = set() if verbatim else _special_ids(tokenizer)
     if decoder_type == "ByteLevel":
         table = _Bytes(tokenizer, left_out)
-        return lambda: ByteLevelDetokenizer(table)
+        return lambda _: ByteLevelDetokenizer(table)
     kinds = _Kinds(tokenizer, left_out)
-    return lambda: WindowDetokenizer(tokenizer, kinds)
+    return lambda before: WindowDetokenizer(tokenizer, kinds, before)
 
 
 class ByteLevelDetokenizer(Detokenizer):
@@ -117,12 +125,14 @@ class WindowDetokenizer(Detokenizer):
     of byte tokens waits for its end: only then is it known which of its bytes are characters.
     """
 
-    def __init__(self, tokenizer: Tokenizer, kinds: _Kinds) -> None:
+    def __init__(self, tokenizer: Tokenizer, kinds: _Kinds, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._kinds = kinds
-        self._window: list[int] = []
-        self._complete = 0  # tokens of the window whose text was given out
-        self._given = ""  # the text of those
+        self._window = [token for token in before[-_BEFORE:] if kinds[token] is not _Kind.LEFT_OUT]
+        while self._window and kinds[self._window[-1]] is _Kind.BYTE:  # it may be the beginning of a character
+            self._window.pop()
+        self._complete = len(self._window)  # tokens of the window whose text was given out
+        self._given = self._decode() if self._window else ""  # the text of those
 
     def add(self, tokens: Sequence[int]) -> str:
         """As in Detokenizer."""

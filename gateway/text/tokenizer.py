@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -35,9 +35,12 @@ class ModelTokenizer(Tokenizer):
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def detokenizer(self, *, verbatim: bool = False) -> Detokenizer:
-        """A fresh detokenizer. verbatim: special tokens are given out by their names, too."""
-        return self._new_verbatim() if verbatim else self._new_detokenizer()
+    def detokenizer(self, before: Sequence[int] = (), *, verbatim: bool = False) -> Detokenizer:
+        """A fresh detokenizer. before: tokens of the text that goes on.
+
+        verbatim: special tokens are given out by their names, too
+        """
+        return (self._new_verbatim if verbatim else self._new_detokenizer)(before)
 
 
 def _decoder_type(decoder: Any) -> str | None:

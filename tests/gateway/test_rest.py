@@ -7,10 +7,11 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.speculation.proposal import FinishReason
 from tests.gateway.engines import EOS, VOCAB, expected, tokenizer
-from tests.gateway.services import until
+from tests.gateway.services import Gateway, Service, Target, until
 
 TOKENIZER = tokenizer()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -226,7 +227,27 @@ def test_chat_fills_the_rest_of_the_context_by_default(client):
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_text_parts_are_joined_and_unknown_fields_ignored(gateway):
+def test_what_goes_on_keeps_its_first_space(tmp_path):
+    """With words that have their space before them, as Llama 2 has them; an answer in a chat begins without one."""
+    words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1} | {f"▁w{i}": i for i in range(2, VOCAB)}, "▁w2"))
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    settings = {"chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+    files = {"tokenizer.json": words.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
+    service = Service(Target, f"unix:{tmp_path}/target", files=files).start()
+    gateway = Gateway(tmp_path, [service.address]).wait()
+    try:
+        assert gateway.text("w5", max_tokens=2, echo=True) == "w5 w6 w7"
+        body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 2, "temperature": 0}
+        for more, text in (({}, "w6 w7"), ({"continue_final_message": True}, " w6 w7")):
+            answer = gateway.client.post("/v1/chat/completions", json=body | more).json()
+            assert answer["choices"][0]["message"]["content"] == text
+    finally:
+        gateway.stop()
+        service.stop()
+
+
+def test_text_parts_are_lines_and_unknown_fields_ignored(gateway, target):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "temperature": 0, "user": "me", "x": 1}
     answer = gateway.client.post("/v1/chat/completions", json=body).json()

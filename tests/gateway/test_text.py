@@ -50,9 +50,9 @@ TOKENIZERS = {made.__name__: made() for made in (byte_level, byte_fallback, meta
 MODELS = {name: ModelTokenizer({"tokenizer.json": made.to_str().encode()}) for name, made in TOKENIZERS.items()}
 
 
-def pieces(name, tokens, cuts):
+def pieces(name, tokens, cuts, before=()):
     """Text of tokens that arrive in groups, piece by piece."""
-    detokenizer = MODELS[name].detokenizer()
+    detokenizer = MODELS[name].detokenizer(before)
     edges = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
     texts = [detokenizer.add(tokens[a:b]) for a, b in itertools.pairwise(edges)]
     return [*texts, detokenizer.finish()]
@@ -78,6 +78,28 @@ def test_text_comes_back_without_half_characters(name, text, cuts):
     assert "".join(parts) == made.decode(tokens, skip_special_tokens=True)
     if "\ufffd" not in text and "<unk>" not in [made.id_to_token(t) for t in tokens]:
         assert not any("\ufffd" in part for part in parts)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_a_text_goes_on_as_if_it_had_been_decoded_with_what_was_before(name, data):
+    made = TOKENIZERS[name]
+    ids = st.integers(0, made.get_vocab_size() - 1)
+    word = made.encode("a a", add_special_tokens=False).ids[-1]  # no byte of a character
+    before = [*data.draw(st.lists(ids, max_size=20)), word]
+    tokens = data.draw(st.lists(ids, max_size=20))
+    cuts = data.draw(st.lists(st.integers(0, 20), max_size=20))
+    whole = made.decode(before + tokens, skip_special_tokens=True)
+    assert "".join(pieces(name, tokens, cuts, before)) == whole[len(made.decode(before, skip_special_tokens=True)) :]
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "metaspace"])
+def test_a_text_that_goes_on_keeps_its_first_space(name):
+    word, special = map(TOKENIZERS[name].token_to_id, ("▁a", "</s>"))
+    assert "".join(pieces(name, [word, word], [1], [word])) == " a a"
+    assert "".join(pieces(name, [word, word], [1], [word, special])) == " a a"
+    assert "".join(pieces(name, [word, word], [1], [special])) == "a a"
+    assert "".join(pieces(name, [word, word], [1])) == "a a"
 
 
 def test_complete_text_is_given_out_at_once():
