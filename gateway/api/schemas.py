@@ -309,9 +309,9 @@ class Message(BaseModel):
     tool_calls: list[CallBody] | None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message as chat templates take it: content as one text, arguments of calls as objects."""
+        """The message as chat templates take it: content as one text, its parts on lines, arguments as objects."""
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         calls = {"tool_calls": [call.rendered() for call in self.tool_calls]} if self.tool_calls else {}
         return {**(self.model_extra or {}), "role": role, "content": text, **calls}

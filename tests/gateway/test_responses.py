@@ -44,7 +44,7 @@ def test_a_conversation_and_an_end_of_its_own(client, target):
     items = [{"type": "message", "role": "developer", "content": "short"}, *turns, {"role": "user", "content": parts}]
     text = TOKENIZER.decode(expected([ASSISTANT], 9))
     response = create(client, input=items, extra_body={"stop": [text[4:]]})
-    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "shorthiAhello"
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "shorthiAhe\nllo"
     assert (response.status, response.incomplete_details, response.output_text) == ("completed", None, text[:4])
     assert response.output[0].status == "completed"
 

@@ -252,6 +252,7 @@ def test_text_parts_are_lines_and_unknown_fields_ignored(gateway, target):
     body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 3, "temperature": 0, "user": "me", "x": 1}
     answer = gateway.client.post("/v1/chat/completions", json=body).json()
     assert answer["choices"][0]["message"]["content"] == decoded(expected([ASSISTANT], 3))
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "hel\nlo"
 
 
 # --- other routes ---
