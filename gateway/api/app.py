@@ -20,6 +20,7 @@ from gateway.api.native import NativeBody
 from gateway.api.responses import ResponseReply, ResponsesBody
 from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody, conversation_options
 from gateway.api.streaming import respond
+from gateway.api.unicode import WHOLE
 from gateway.api.voices import Voice
 from gateway.control import Control
 from gateway.facts import Facts
@@ -64,7 +65,7 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
 def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
     chats = Chats(generator, facts.config)
 
-    @app.post("/v1/chat/completions", tags=["generation"], responses=_STREAMS)
+    @app.post("/v1/chat/completions", tags=["generation"], responses=_STREAMS, dependencies=[WHOLE])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The assistant's answer to a conversation."""
         generator.check_model(body.model)
@@ -76,7 +77,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
             body.skip_special_tokens = False
         return await _answer(generator, facts, CHAT, body, [(prompt, "")], request, voices)
 
-    @app.post("/v1/completions", tags=["generation"], responses=_STREAMS)
+    @app.post("/v1/completions", tags=["generation"], responses=_STREAMS, dependencies=[WHOLE])
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What follows prompts, which are texts or token ids."""
         generator.check_model(body.model)
@@ -91,7 +92,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
                 prompts.append((tokens, generator.decode(tokens) if body.echoes else ""))
         return await _answer(generator, facts, COMPLETION, body, prompts, request)
 
-    @app.post("/v1/responses", tags=["generation"], responses=_STREAMS)
+    @app.post("/v1/responses", tags=["generation"], responses=_STREAMS, dependencies=[WHOLE])
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The answer to a conversation, in the form that follows chats. Nothing is kept."""
         generator.check_model(body.model)
@@ -111,7 +112,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
 
 
 def _native_routes(app: FastAPI, generator: Generator) -> None:
-    @app.post("/generate", tags=["generation"], responses=_STREAMS)
+    @app.post("/generate", tags=["generation"], responses=_STREAMS, dependencies=[WHOLE])
     async def generate(body: NativeBody, request: Request) -> Response:
         """SGLang's own form: text or token ids in and out."""
         body.check_supported()

@@ -108,6 +108,10 @@ class ResponsesBody(GenerationBody):
         told = (self.text or {}).get("format") or {"type": "text"}
         if not isinstance(told, dict):
             raise InvalidRequest("text.format must be an object", param="text.format")
+        try:
+            orjson.dumps(told)  # it is part of the answer
+        except TypeError as error:
+            raise InvalidRequest(f"text.format: {error}", param="text.format") from None
         return told
 
     def grammar(self) -> Grammar | None:

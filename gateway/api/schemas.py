@@ -225,6 +225,8 @@ def conversation_options(
         raise InvalidRequest(
             "`continue_final_message` and `add_generation_prompt` exclude one another", param="continue_final_message"
         )
+    if taken := {"messages", "self"} & (kwargs or {}).keys():
+        raise InvalidRequest(f"`chat_template_kwargs` cannot name {min(taken)}", param="chat_template_kwargs")
     begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     options = {"add_generation_prompt": begins, "continue_final_message": bool(continue_final_message)}
     return options | ({"tools": tools} if tools else {}) | (kwargs or {})
@@ -359,11 +361,11 @@ class ChatBody(GenerationBody):
             raise InvalidRequest("`top_logprobs` is allowed only where `logprobs` is true", param="top_logprobs")
         return self.top_logprobs or 0 if self.logprobs else None
 
-    def limit(self) -> int | None:
-        """The newer name goes before the older one."""
     @property
     def begins(self) -> bool:
         """As in GenerationBody."""
         return not self.continue_final_message
 
+    def limit(self) -> int | None:
+        """The newer name goes before the older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.schemas import Count, Flag, Message, conversation_options
+from gateway.api.unicode import WHOLE
 from gateway.generation import Generator
 from outrider.errors import InvalidRequest
 
@@ -43,8 +44,8 @@ class DetokenizeBody(BaseModel):
 def install(app: FastAPI, generator: Generator) -> None:
     """Give an app these routes."""
 
-    @app.post("/tokenize", tags=["tokens"])
-    @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False)
+    @app.post("/tokenize", tags=["tokens"], dependencies=[WHOLE])
+    @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False, dependencies=[WHOLE])
     async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text, of several, or of a conversation as the model's template renders it."""
         generator.check_model(body.model)

@@ -1,5 +1,7 @@
 """Every kind of bad input has its status, its code and the name of the field, in OpenAI's form."""
 
+import json
+
 import openai
 import pytest
 
@@ -100,6 +102,8 @@ def test_bad_completions_are_refused_by_name(gateway, changes, param):
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"structural_tag": {}}, "structural_tag"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ],
 )
 def test_bad_chats_are_refused_by_name(gateway, changes, param):
@@ -151,6 +155,38 @@ def test_bodies_that_are_no_json_object_are_400(gateway, content):
     headers = {"Content-Type": "application/json"}
     for path in ("/v1/completions", "/v1/chat/completions"):
         error_of(gateway.client.post(path, content=content, headers=headers), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [*HELLO, {"role": "user", "content": "hi \ud83d"}]},
+            "messages.1.content",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "model": "\ud83d"}, "model"),
+        ("/v1/chat/completions", {"messages": HELLO, "regex": "\ude00"}, "regex"),
+        ("/v1/chat/completions", {"messages": HELLO, "user": "\ud83d", "stream": True}, "user"),
+        ("/v1/chat/completions", {"messages": HELLO, "x": {"\ud83d": 1}}, "x"),
+        ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt.1"),
+        ("/v1/responses", {"input": "\ud83d"}, "input"),
+        ("/generate", {"text": "\ud83d"}, "text"),
+        ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
+    ],
+)
+def test_half_of_a_character_is_refused_by_name(gateway, path, body, param):
+    """As a client sends it that has cut a text within a pair of surrogates."""
+    headers = {"Content-Type": "application/json"}
+    answer = gateway.client.post(path, content=json.dumps(body).encode(), headers=headers)
+    assert error_of(answer, 400)["param"] == param
+
+
+def test_whole_characters_may_be_written_as_two_halves(gateway):
+    body = json.dumps({"prompt": "\U0001f600 \\ud83d", "max_tokens": 1}).encode()
+    assert b"\\ud83d\\ude00" in body
+    headers = {"Content-Type": "application/json"}
+    assert gateway.client.post("/v1/completions", content=body, headers=headers).status_code == 200
 
 
 def test_unknown_routes_and_wrong_methods(gateway):
