@@ -112,9 +112,11 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
             return _json({"success": True, "aborted_requests": aborted})
         if not body.rid:
             raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
-        name = _PREFIX.sub("", body.rid)
-        others = await facts.peers.ask("abort", name)
-        return _json({"success": True, "aborted_requests": generator.abort(name) + sum(others.values())})
+        for name in dict.fromkeys((body.rid, _PREFIX.sub("", body.rid))):  # a request's own name may begin so, too
+            others = await facts.peers.ask("abort", name)
+            if aborted := generator.abort(name) + sum(others.values()):
+                break
+        return _json({"success": True, "aborted_requests": aborted})
 
     @app.get("/get_weight_version")
     @app.get("/weight_version")

@@ -118,11 +118,18 @@ def test_what_is_wrong_is_named(gateway, body, param):
     assert error["param"] == param
 
 
-@pytest.mark.parametrize("route", ["/generate", "/v1/completions", "/v1/chat/completions"])
-def test_a_request_is_aborted_by_its_name(gateway, target, route):
-    limit = {"max_tokens": 350, "ignore_eos": True, "request_id": "q1"}
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        ("/generate", "q1"),
+        ("/v1/completions", "cmpl-q1"),
+        ("/v1/chat/completions", "q1"),
+    ],  # one is as answers have them
+)
+def test_a_request_is_aborted_by_its_name(gateway, target, route, name):
+    limit = {"max_tokens": 350, "ignore_eos": True, "request_id": name}
     bodies = {
-        "/generate": {"text": "A", "rid": "q1", "sampling_params": greedy(350, ignore_eos=True)},
+        "/generate": {"text": "A", "rid": name, "sampling_params": greedy(350, ignore_eos=True)},
         "/v1/completions": {"prompt": "A", **limit},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], **limit},
     }
@@ -133,7 +140,7 @@ def test_a_request_is_aborted_by_its_name(gateway, target, route):
         thread.start()
         until(lambda: target.sessions == 1)
         assert gateway.client.post("/abort_request", json={"rid": "q"}).json()["aborted_requests"] == 0
-        assert gateway.client.post("/abort_request", json={"rid": "q1"}).json()["aborted_requests"] == 1
+        assert gateway.client.post("/abort_request", json={"rid": name}).json()["aborted_requests"] == 1
         thread.join(10)
         until(lambda: target.sessions == 0)
     finally:
