@@ -291,12 +291,13 @@ class Generation:
                 error.retry_after = self.come_back()
             raise
         piece, used = text.add(tokens, finish)
-        dropped = len(tokens) - used
         spoken = used - (finish is FinishReason.STOP and not text.stopped and not text.include_stop)
         matched: str | int | None = None
+        verified, accepted = session.verified, session.accepted
         if text.stopped:
             tokens, finish, matched = tokens[:used], FinishReason.STOP, text.matched
-            rounds = _cut(rounds, used)
+            rounds, told_of = _cut(rounds, used), _cut(session.rounds, text.count)
+            verified, accepted = (sum(one.verified for one in told_of), sum(one.accepted for one in told_of))
         elif finish is FinishReason.STOP and tokens:
             matched = tokens[-1]
         prompt_told, session.prompt_told = session.prompt_told, None
@@ -309,8 +310,8 @@ class Generation:
             session.prompt_length,
             text.count,
             session.steps,
-            session.verified,
-            max(0, session.accepted - dropped),
+            verified,
+            accepted,
             session.sampling.seed,
             session.cached_tokens,
             spoken,

@@ -86,6 +86,27 @@ def test_several_choices_have_their_own_reports(client):
         assert choice.timings["predicted_n"] == 30
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_steps_whose_text_waits_are_told_of(client, enabled):
+    """D may be the beginning of a stop string, and E after it says that it is not."""
+    chunks = list(client.completions.create(
+        model="default", prompt="A", max_tokens=8, temperature=0, stream=True, stop=["BX", "DX", "FX"],
+        stream_options={"include_usage": True}, extra_body={"speculation": {"report": True, "enabled": enabled}},
+    ))  # fmt: skip
+    steps = [choice.speculation for chunk in chunks for choice in chunk.choices]
+    assert "".join(text for step in steps for texts in step["texts"] for text in texts) == "BCDEFGHI"
+    assert sum(sum(step["tokens"]) for step in steps) == chunks[-1].usage.completion_tokens == 8
+
+
+@pytest.mark.usefixtures("hints_in_time")
+def test_usage_and_report_agree_where_a_stop_string_ends_the_answer(client):
+    for stop in "EFGHIJKL":
+        answer = client.completions.create(model="default", prompt="A", max_tokens=90, temperature=0, stop=[stop])
+        told, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
+        assert told["num_accepted_draft_tokens"] == usage.accepted_prediction_tokens
+        assert told["num_draft_tokens"] == usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
+
+
 @pytest.mark.parametrize("usage", [False, True])
 def test_the_last_event_of_a_stream_has_the_report(client, usage):
     options = {"stream_options": {"include_usage": True}} if usage else {}
