@@ -193,7 +193,7 @@ class Answer:
             if first and (opening := self.kind.opening()) is not None:
                 yield before + orjson.dumps(self._choice(index, opening, None)) + after
             said = self._voices[index].add(text, part.tokens, last=bool(part.finish))
-            if said is not None or self._telling.ids or logprobs or extra:
+            if said is not None or self._telling.ids or logprobs or extra or (self._telling.steps and part.rounds):
                 choice = self._choice(index, said if said is not None else self.kind.nothing, logprobs, part)
                 running -= bool(part.finish)
                 if not running and not include_usage and (reports := self._reports()):
