@@ -28,6 +28,9 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReas
 class Kind(ABC):
     """Names and shapes in which chats and completions differ."""
 
+    one_prompt: bool
+    """All choices are of one prompt, whose ids are told beside them, not in them."""
+
     def __init__(self, prefix: str, whole: str, chunk: str, nothing: dict[str, Any]) -> None:
         """nothing: what a chunk without text says."""
         self.prefix, self.whole, self.chunk, self.nothing = prefix, whole, chunk, nothing
@@ -46,6 +49,8 @@ class Kind(ABC):
 
 
 class _Chat(Kind):
+    one_prompt = True
+
     def voice(self) -> Voice:
         return ChatVoice()
 
@@ -57,6 +62,8 @@ class _Chat(Kind):
 
 
 class _Completion(Kind):
+    one_prompt = False
+
     def voice(self) -> Voice:
         return CompletionVoice()
 
@@ -75,6 +82,7 @@ COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion", {"
 class Telling:
     """What an answer tells besides text. echo: the prompts' texts, by choice; empty if they are not part of it.
 
+    ids: of all tokens, those of the prompt, too; log-probabilities are then of one that ended the answer, too.
     steps: of each choice, what every step drafted; detail: of speculation in its metrics.
     usage: in an event of its own behind the others; usages: so far, in every other event, too.
     """
@@ -165,7 +173,7 @@ class Answer:
             for index, voice in enumerate(self._voices)
         ]
         choices = self._best(choices, [total / max(1, len(own)) for total, own in zip(likely, tokens, strict=True)])
-        ending = {"usage": self.usage(), **self._metadata(), **self._reports()}
+        ending = {"usage": self.usage(), **self._prompt_ids(), **self._metadata(), **self._reports()}
         return orjson.dumps({**self._head, "object": self.kind.whole, "choices": choices, **ending})
 
     def _best(self, choices: list[dict[str, Any]], likely: Sequence[float]) -> list[dict[str, Any]]:
@@ -191,7 +199,8 @@ class Answer:
             if self._telling.usages:
                 after = b'],"usage":' + orjson.dumps(self.usage()) + b"}\n\n"
             if first and (opening := self.kind.opening()) is not None:
-                yield before + orjson.dumps(self._choice(index, opening, None)) + after
+                behind = b"]," + orjson.dumps(ids)[1:-1] + after[1:] if (ids := self._prompt_ids()) else after
+                yield before + orjson.dumps(self._choice(index, opening, None)) + behind
             said = self._voices[index].add(text, part.tokens, last=bool(part.finish))
             if said is not None or self._telling.ids or logprobs or extra or (self._telling.steps and part.rounds):
                 choice = self._choice(index, said if said is not None else self.kind.nothing, logprobs, part)
@@ -231,9 +240,12 @@ class Answer:
         telling = self._telling
         wanted = self._wanted[index]
         told = part.logprobs if wanted.logprobs is not None else None
+        extra: dict[str, Any] = {}
+        if telling.ids and not self.kind.one_prompt and index not in self._last:
+            extra["prompt_token_ids"] = wanted.prompt
         if told is None and not telling.echo and not telling.prompt_logprobs:
-            return part.text, None, {}
-        text, parts, extra = part.text, [], {}
+            return part.text, None, extra
+        text, parts = part.text, []
         teller = self._tellers.setdefault(index, self.kind.teller(telling.pieces))
         if index not in self._last:
             if telling.echo:
@@ -242,9 +254,14 @@ class Answer:
                 parts.append(teller.prompt(wanted.prompt, part.prompt_logprobs))
             if telling.prompt_logprobs:
                 extra["prompt_logprobs"] = prompt_entries(telling.pieces, wanted.prompt, part.prompt_logprobs)
-        if told is not None and part.spoken:
-            parts.append(teller.part(part.tokens[: part.spoken], told))
+        count = len(part.tokens) if telling.ids else part.spoken
+        if told is not None and count:
+            parts.append(teller.part(part.tokens[:count], told))
         return text, joined(parts) if parts else None, extra
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """Beside the choices, if they have one prompt."""
+        return {"prompt_token_ids": self._wanted[0].prompt} if self._telling.ids and self.kind.one_prompt else {}
 
     def _metadata(self) -> dict[str, Any]:
         """Which weights spoke last, under SGLang's names."""

@@ -128,11 +128,34 @@ def test_prompt_logprobs_as_vllm_has_them(gateway):
 
 
 def test_tokens_that_ended_the_answer_are_not_told_of(gateway):
-    body = gateway.complete([VOCAB - 3], max_tokens=20, logprobs=0, return_token_ids=True)["choices"][0]
-    assert body["token_ids"][-1] == EOS
-    assert len(body["logprobs"]["tokens"]) == len(body["token_ids"]) - 1
+    body = gateway.complete([VOCAB - 3], max_tokens=20, logprobs=0)
+    assert len(body["choices"][0]["logprobs"]["tokens"]) == body["usage"]["completion_tokens"] - 1
     stopped = gateway.complete("A", max_tokens=20, logprobs=0, stop=["E"])["choices"][0]
     assert stopped["logprobs"]["tokens"] == list("BCDE")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_with_token_ids_each_token_is_told_of(gateway, route, stream):
+    """As those read it who train on answers: the prompt's ids, and a log-probability for each id of the answer."""
+    chat = "chat" in route
+    asked = (
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
+        if chat
+        else {"prompt": [7, 8], "logprobs": 0}
+    )
+    body = {"model": "default", "temperature": 0, "max_tokens": 30, "return_token_ids": True, "stream": stream, **asked}
+    body["stop_token_ids"] = [12]
+    response = gateway.client.post(route, json=body)
+    parts = events(response) if stream else [response.json()]
+    prompts = [part.get("prompt_token_ids") or part["choices"][0].get("prompt_token_ids") for part in parts]
+    assert prompts[0] == ([2, *TOKENIZER.encode("x").ids, 3] if chat else [7, 8])
+    assert not any(prompts[1:])
+    choices = [part["choices"][0] for part in parts]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    assert tokens == list(range(4 if chat else 9, 13))
+    told = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content" if chat else "tokens"]]
+    assert len(told) == len(tokens)
 
 
 def test_pieces_are_bytes():
