@@ -48,6 +48,13 @@ class Barrier {
   alignas(64) std::atomic<unsigned> phase_{0};
 };
 
+// function(i) for each of `count` portions that threads share: a thread begins with the one of its number, and takes
+// others as long as nobody else has. next: how many of those behind the first `threads` are taken
+template <class Function>
+void each_portion(std::atomic<int64_t>& next, int thread, int threads, int64_t count, Function&& function) {
+  for (int64_t i = thread; i < count; i = threads + next.fetch_add(1, std::memory_order_relaxed)) function(i);
+}
+
 // Runs a function on all threads at once; the caller is thread 0.
 class Pool {
  public:

@@ -79,24 +79,12 @@ void outrider_attention(Pool* pool, const BatchView* view, const AttentionShape*
   const AttentionPlan plan(batch, *shape, pool->threads());
   Buffer partials(plan.partials * (2 + shape->value_dim) * sizeof(float));
   std::atomic<int64_t> next{0}, next_join{0};
-  with_arithmetic(bfloat16 != 0, PoolFormat(format), [&](auto computed, auto stored) {
-    using T = decltype(computed);
-    using P = decltype(stored);
-    const AttentionCall<P> call{*shape, q, shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
-                                static_cast<const P*>(keys), static_cast<const P*>(values)};
-    pool->run([&](int) {
-      Ahead nothing;
-      auto worker = std::make_unique<AttentionWorker<T, P>>(batch, call, nothing);
-      const Registers<T> registers;
-      for (int64_t i; (i = next.fetch_add(1)) < int64_t(plan.tasks.size());) {
-        worker->run(plan.tasks[i], partials.as<float>());
-      }
-      if (plan.joined.empty()) return;
-      pool->barrier().wait();
-      for (int64_t i; (i = next_join.fetch_add(1)) < int64_t(plan.joined.size());) {
-        join_splits(call, plan.joined[i], partials.as<float>());
-      }
-    });
+  const AttendCall call{*shape, q,    shape->heads * shape->key_dim, out, shape->heads * shape->value_dim,
+                        keys,   values, bfloat16 != 0,               PoolFormat(format)};
+  const AttendTasks tasks{plan, partials.as<float>(), pool->threads(), next, next_join};
+  pool->run([&](int thread) {
+    Ahead nothing;
+    attend(call, batch, tasks, thread, nothing, [&] { pool->barrier().wait(); });
   });
 }
 

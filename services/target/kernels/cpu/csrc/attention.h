@@ -8,8 +8,7 @@
 
 #include <algorithm>
 
-#include "ahead.h"
-#include "attention_plan.h"
+#include "attend.h"
 #include "direct.h"
 #include "matrix_split.h"
 
@@ -17,24 +16,12 @@ namespace outrider {
 
 constexpr int kMaxDim = 576;
 
-// Queries and results as float32 rows of some stride, in numbers; pools as [slot][kv_head][dim].
-template <class P>
-struct AttentionCall {
-  AttentionShape shape;
-  const float* q;
-  int64_t q_stride;
-  float* out;
-  int64_t out_stride;
-  const P* keys;
-  const P* values;
-};
-
 // T: what is multiplied; P: what pools hold.
 template <class T, class P>
 class AttentionWorker {
  public:
   // ahead: what is brought near meanwhile
-  AttentionWorker(const Batch& batch, const AttentionCall<P>& call, Ahead& ahead)
+  AttentionWorker(const Batch& batch, const AttendCall& call, Ahead& ahead)
       : batch_(batch),
         call_(call),
         ahead_(ahead),
@@ -118,8 +105,8 @@ class AttentionWorker {
     batch_.slots(task.span, from, to, slot_);
     for (int64_t i = 0; i < to - from; ++i) {
       const int64_t at = slot_[i] * shape.kv_heads + first;
-      touch(call_.keys + at * shape.key_dim, count * shape.key_dim);
-      touch(call_.values + at * shape.value_pitch(), count * shape.value_pitch());
+      touch(keys_pool() + at * shape.key_dim, count * shape.key_dim);
+      touch(values_pool() + at * shape.value_pitch(), count * shape.value_pitch());
     }
   }
 
@@ -236,14 +223,17 @@ class AttentionWorker {
     return int(std::max<int64_t>(0, to - from));
   }
 
+  const P* keys_pool() const { return static_cast<const P*>(call_.keys); }
+  const P* values_pool() const { return static_cast<const P*>(call_.values); }
+
   // Where the keys of slot_ lie.
   auto key_at() const {
-    const P* keys = call_.keys + kv_head_ * call_.shape.key_dim;
+    const P* keys = keys_pool() + kv_head_ * call_.shape.key_dim;
     return [this, keys, pitch = call_.shape.kv_heads * call_.shape.key_dim](int column) { return keys + slot_[column] * pitch; };
   }
 
   auto value_at(const int64_t* slots) const {
-    const P* values = call_.values + kv_head_ * call_.shape.value_pitch();
+    const P* values = values_pool() + kv_head_ * call_.shape.value_pitch();
     return [slots, values, pitch = call_.shape.kv_heads * call_.shape.value_pitch()](int column) {
       return values + slots[column] * pitch;
     };
@@ -287,7 +277,7 @@ class AttentionWorker {
   static constexpr int64_t kSkip = 32;  // keys before a window are left out in runs of so many, whole vectors of pairs
 
   const Batch& batch_;
-  const AttentionCall<P>& call_;
+  const AttendCall& call_;
   Ahead& ahead_;
   const Scaling scaling_;
   const int64_t words_, wide_;  // of a key; of a value
@@ -312,8 +302,7 @@ class AttentionWorker {
 };
 
 // Merge the splits of some query vectors of a task, in order.
-template <class P>
-void join_splits(const AttentionCall<P>& call, const AttentionJoin& join, const float* partials) {
+inline void join_splits(const AttendCall& call, const AttentionJoin& join, const float* partials) {
   const AttentionTask& task = join.task;
   const int64_t dim = call.shape.value_dim, queries = int64_t{task.rows} * task.heads;
   for (int64_t query = join.first; query < join.end; ++query) {  // [heads / width][rows][width]

@@ -352,31 +352,18 @@ void Program::execute(const Rotate& op, int thread, const Call& call, Counter* n
   });
 }
 
-template <class T, class P>
-void Program::attend(const Attend& op, int thread, const Call& call, Counter* next) {
-  const AttentionCall<P> attention{op.shape,
-                                   row(kWide, 0),
-                                   widths_[kWide],
-                                   row(kAttended, 0),
-                                   widths_[kAttended],
-                                   static_cast<const P*>(call.keys[op.layer]),
-                                   static_cast<const P*>(call.values[op.layer])};
-  const AttentionPlan& plan = plans_[op.plan];
-  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<T, P>) + 64]);
-  void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
-  auto* worker = new (place) AttentionWorker<T, P>(call.batch, attention, ahead_[thread]);
-  const Registers<T> registers;
-  portions(*next, thread, int64_t(plan.tasks.size()), [&](int64_t i) { worker->run(plan.tasks[i], partials_.as<float>()); });
-  if (plan.joined.empty()) return;
-  wait(thread);
-  portions(next[1], thread, int64_t(plan.joined.size()),
-           [&](int64_t i) { join_splits(attention, plan.joined[i], partials_.as<float>()); });
-}
-
 void Program::execute(const Attend& op, int thread, const Call& call, Counter* next) {
-  with_arithmetic(bfloat16_, pools_, [&](auto computed, auto stored) {
-    attend<decltype(computed), decltype(stored)>(op, thread, call, next);
-  });
+  const AttendCall attention{op.shape,
+                             row(kWide, 0),
+                             widths_[kWide],
+                             row(kAttended, 0),
+                             widths_[kAttended],
+                             call.keys[op.layer],
+                             call.values[op.layer],
+                             bfloat16_,
+                             pools_};
+  const AttendTasks tasks{plans_[op.plan], partials_.as<float>(), pool_->threads(), next->next, next[1].next};
+  attend(attention, call.batch, tasks, thread, ahead_[thread], [this, thread] { wait(thread); });
 }
 
 }  // namespace outrider

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "ahead.h"
-#include "attention.h"
+#include "attend.h"
 #include "draw.h"
 #include "linear.h"
 #include "norm.h"
@@ -214,8 +214,7 @@ class Program {
   }
   template <class Function>
   void portions(Counter& next, int thread, int64_t count, Function&& function) {
-    const int threads = pool_->threads();
-    for (int64_t i = thread; i < count; i = threads + next.next.fetch_add(1, std::memory_order_relaxed)) function(i);
+    each_portion(next.next, thread, pool_->threads(), count, function);
   }
   void execute(const Embed& op, int thread, const Call& call, Counter* next);
   void execute(const Linear& op, int thread, const Call& call, Counter* next);
@@ -243,8 +242,6 @@ class Program {
   void fuse(int thread, const Call& call);
   template <class P>
   void store_heads(const Rotate& op, const Call& call, int64_t row, int64_t head, int64_t slot);
-  template <class T, class P>
-  void attend(const Attend& op, int thread, const Call& call, Counter* next);
   template <class Fill>
   Operand operand_of(const Weight& weight, int thread, Counter* next, int64_t rows, Fill&& fill);
   void fill_row(const Linear& op, const Call& call, const Weight& weight, const Operand& operand, int64_t row,

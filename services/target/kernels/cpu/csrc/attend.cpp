@@ -1,0 +1,36 @@
+#include "attend.h"
+
+#include <memory>
+
+#include "attention.h"
+#include "pool.h"
+
+namespace outrider {
+
+namespace {
+
+template <class T, class P>
+void do_tasks(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, Ahead& ahead) {
+  static thread_local std::unique_ptr<char[]> memory(new char[sizeof(AttentionWorker<T, P>) + 64]);
+  void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
+  auto* worker = new (place) AttentionWorker<T, P>(batch, call, ahead);
+  const Registers<T> registers;
+  each_portion(tasks.next, thread, tasks.threads, int64_t(tasks.plan.tasks.size()),
+               [&](int64_t i) { worker->run(tasks.plan.tasks[i], tasks.partials); });
+}
+
+}  // namespace
+
+void attend(const AttendCall& call, const Batch& batch, const AttendTasks& tasks, int thread, Ahead& ahead,
+            const std::function<void()>& wait) {
+  with_arithmetic(call.bfloat16, call.format, [&](auto computed, auto stored) {
+    do_tasks<decltype(computed), decltype(stored)>(call, batch, tasks, thread, ahead);
+  });
+  const auto& joined = tasks.plan.joined;
+  if (joined.empty()) return;
+  wait();
+  each_portion(tasks.next_join, thread, tasks.threads, int64_t(joined.size()),
+               [&](int64_t i) { join_splits(call, joined[i], tasks.partials); });
+}
+
+}  // namespace outrider
