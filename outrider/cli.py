@@ -15,6 +15,7 @@ import tyro
 from outrider import __version__
 from outrider.config import ServeConfig, ServiceTlsOptions, plain_argv
 from outrider.errors import ConfigError, OutriderError
+from outrider.imports import uncollected_imports
 
 USAGE = """\
 usage: outrider VERB [FLAGS]        (outrider VERB --help shows a verb's flags)
@@ -89,7 +90,8 @@ def _dispatch(argv: list[str]) -> int:
 def _run_process(verb: str, flags: list[str]) -> int:
     name, extra = _PROCESSES[verb]
     try:
-        module = importlib.import_module(name)
+        with uncollected_imports():
+            module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing, _, ours = (error.name or "").partition(".")
         if ours and missing in _OWN_PACKAGES:

@@ -17,6 +17,7 @@ import tyro
 
 from outrider import checkpoint
 from outrider.config import TargetConfig
+from outrider.imports import uncollected_imports
 from outrider.serving import process
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, serve_engine
@@ -49,7 +50,8 @@ async def serve(config: TargetConfig) -> int:
         return servicers[0].register(server)
 
     def build() -> TargetEngine:
-        from services.target.control import Control
+        with uncollected_imports():
+            from services.target.control import Control
 
         folder = checkpoint.resolve(config.model_path)
         engine = build_engine(folder, config)
@@ -66,8 +68,9 @@ async def serve(config: TargetConfig) -> int:
 
 def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
     """Load a folder's model and warm its engine up. Raises ConfigError."""
-    from services.target.engine import TargetEngine
-    from services.target.warmup import warm_up
+    with uncollected_imports():
+        from services.target.engine import TargetEngine
+        from services.target.warmup import warm_up
 
     engine = TargetEngine(_load(folder, config), config)
     warm_up(engine)
@@ -85,7 +88,8 @@ def build_engine(folder: Path, config: TargetConfig) -> TargetEngine:
 
 def _load(folder: Path, config: TargetConfig) -> Model:
     if config.tp_size == 1:
-        from services.target.model.load import load
+        with uncollected_imports():
+            from services.target.model.load import load
 
         return load(folder, config)
     from services.target.parallel import load_split
