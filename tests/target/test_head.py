@@ -152,10 +152,11 @@ def test_rows_that_were_lost_are_written_again(pair):
     rng = np.random.default_rng(5)
     for i in (1, 2, 3):
         engine.open(opening(i, rng.integers(3, VOCAB, 60).tolist(), max_tokens=60))
-    drafted = 0
+    drafted = steps = 0
     while not engine.idle:
         engine.step()
-        if engine.scheduler.preemptions:
+        steps += 1
+        if engine.scheduler.preemptions and steps % 3 == 0:  # the twin takes its time
             drafted += check_guesses(twin, engine)[1]
     assert engine.scheduler.preemptions > 0
     assert drafted > 20
