@@ -123,6 +123,13 @@ def fp8(block: int | None, exponents: bool = False) -> Quantizer:
     return quantize
 
 
+def fp8_auto(weight):
+    """As AutoFP8 writes it: a scale for all, under another name, and one for the layer's input."""
+    tensors, plain = fp8(None)(weight)
+    scales = {"weight_scale": tensors["weight_scale_inv"], "input_scale": torch.tensor(0.5)}
+    return {"weight": tensors["weight"], **scales}, plain
+
+
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "checkpoint_format": "gptq"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}

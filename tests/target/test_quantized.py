@@ -36,6 +36,7 @@ CASES = {
     "fp8-blocks": ("deepseek-v3", quantizers.fp8(20), FP8 | {"weight_block_size": [20, 20]}),
     "fp8-exponents": ("llama-2", quantizers.fp8(20, exponents=True), FP8 | {"weight_block_size": [20, 20]}),
     "fp8-one-scale": ("llama-2", quantizers.fp8(None), FP8),
+    "fp8-auto": ("llama-2", quantizers.fp8_auto, FP8 | {"activation_scheme": "static", "ignored_layers": ["lm_head"]}),
     "gptq-4-bits": ("llama-2", quantizers.gptq(4, symmetric=True), GPTQ | {"bits": 4}),
     "gptq-3-bits": ("llama-2", quantizers.gptq(3, symmetric=True), GPTQ | {"bits": 3}),
     "gptq-8-bits-v2": (
@@ -148,6 +149,17 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     settings.get_text_config = lambda: settings
     with pytest.raises(ConfigError, match="pip install bitsandbytes"):
         quantized.prepare(settings, torch.device("cuda"))
+
+
+def test_eight_bits_without_scales_are_refused(tmp_path, caplog):
+    folder = write_family(tmp_path / "quantized", "llama-2")
+    write_quantized(folder, tmp_path / "plain", quantizers.fp8(None), FP8)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    kept = {name.replace("weight_scale_inv", "scale_of_another_format"): tensor for name, tensor in tensors.items()}
+    safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_model(folder)
+    assert "scale" in caplog.text
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path, caplog):

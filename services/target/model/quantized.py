@@ -28,6 +28,7 @@ from outrider.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _METHOD = "outrider"
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)  # which mean nothing without their scales
 _FP8_CAPABILITY = (8, 9)
 
 
@@ -40,7 +41,7 @@ class _Format:
 
 
 _FORMATS = {
-    "fp8": _Format(("weight", "weight_scale_inv", "activation_scale"), ("kernels",)),
+    "fp8": _Format(("weight", "weight_scale_inv", "activation_scale", "weight_scale", "input_scale"), ("kernels",)),
     "gptq": _Format(("qweight", "qzeros", "scales", "g_idx"), ("optimum", "gptqmodel")),
     "awq": _Format(("qweight", "qzeros", "scales"), ("gptqmodel",)),
     "compressed-tensors": _Format(
@@ -173,7 +174,7 @@ class _Unpacker(HfQuantizer):
 
     def unpack(self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The weight of one layer; layers that are not quantized have theirs as it is. name: for messages."""
-        if set(tensors) == {"weight"}:
+        if set(tensors) == {"weight"} and tensors["weight"].dtype not in _EIGHT_BITS:
             return tensors["weight"].to(dtype)
         try:
             arrays = {part: _array(tensor) for part, tensor in tensors.items()}
