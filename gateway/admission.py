@@ -76,7 +76,7 @@ class Keys:
         given = given.strip() if scheme.lower() == b"bearer" else b""
         # All are compared, and each in the same time, wherever they differ.
         known = [secrets.compare_digest(given, key) for key in self._keys]
-        if self._keys and not any(known):
+        if self._keys and not (given and any(known)):
             reason = "wrong" if given else "missing"
             raise Unauthenticated(f"the API key is {reason}; send `Authorization: Bearer KEY`")
         return given if self._keys else b""

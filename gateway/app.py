@@ -70,6 +70,7 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
     Raises ConfigError, Unavailable.
     """
     speak_from()
+    config.check()
     request_log.enable(config.enable_log_requests)
     with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
         return await _serve(config, tracing, peers or Peers())

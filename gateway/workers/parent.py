@@ -34,7 +34,7 @@ _START_UP = 60.0  # seconds in which services that do not fit end all; later, on
 
 async def oversee(config: GatewayConfig) -> int:
     """Run --gateway-workers processes until a signal. Returns the exit code. Raises ConfigError, EngineFault."""
-    config.check_workers()
+    config.check()
     stop, hurry = stop_and_hurry()
     health = GrpcServer() if config.health_listen is not None else None
     with _reserved(config), tempfile.TemporaryDirectory(prefix="outrider-gateway-") as name:

@@ -66,10 +66,14 @@ class GatewayOptions(TlsOptions):
     connect_timeout: float = 600.0
     """Seconds to wait for the services at start-up."""
 
-    def check_workers(self) -> None:
-        """Raise ConfigError for a number of workers that cannot be."""
+    def check(self) -> None:
+        """Raise ConfigError for a number of workers that cannot be, and for keys that anybody has."""
         if self.gateway_workers < 1:
             raise ConfigError(f"--gateway-workers must be 1 or more, not {self.gateway_workers}")
+        keys = {"--api-key": self.api_key, "--admin-api-key": (self.admin_api_key,)}
+        for flag, values in keys.items():
+            if any(value is not None and (not value or value != value.strip()) for value in values):
+                raise ConfigError(f"{flag} is empty, or has spaces around it; is a variable of the shell not set?")
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def check_flags(config: ServeConfig) -> None:
         )
     tree_shape(config.shared, draft.speculative_algorithm)
     gateway.server_tls()
-    gateway.check_workers()
+    gateway.check()
     if gateway.port == gateway.grpc_port:
         raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):

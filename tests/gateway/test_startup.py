@@ -54,6 +54,23 @@ def test_a_checkpoint_without_tokenizer(folder):
         bare.stop()
 
 
+def test_keys_that_anybody_has(folder):
+    assert "--api-key is empty" in refused("--target", f"unix:{folder}/nobody", "--api-key", "")
+
+
+def test_a_host_of_ipv6(folder, target):
+    gateway = Gateway(folder, [target.address], host="::1")
+    gateway.client.close()
+    gateway.client = httpx.Client(base_url=f"http://[::1]:{gateway.port}", timeout=30)
+    try:
+        gateway.wait()
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        with Client(f"[::1]:{gateway.grpc_port}") as client:
+            assert client.info().served_model_name
+    finally:
+        assert gateway.stop() == 0
+
+
 def test_no_target_in_time(folder):
     assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1, code=1)
 

@@ -165,7 +165,7 @@ def test_ports_that_others_have_are_refused(shared):
 
 def test_no_workers_are_refused():
     with pytest.raises(ConfigError, match="--gateway-workers"):
-        GatewayConfig(gateway_workers=0).check_workers()
+        GatewayConfig(gateway_workers=0).check()
 
 
 def test_what_a_worker_is_told(tmp_path):

@@ -151,6 +151,32 @@ def test_other_refusals():
 def test_urls_are_reachable_from_here():
     gateway = GatewayConfig(host="0.0.0.0", port=5)
     assert base_url(gateway) == "http://127.0.0.1:5"
+@pytest.mark.parametrize("flags", [
+    ["--api-key", ""], ["--api-key", "secret", " "], ["--api-key", "secret", "--admin-api-key", ""],
+    ["--admin-api-key", ""], ["--api-key", " secret"],
+])  # fmt: skip
+def test_keys_that_anybody_has_are_refused(flags):
+    """As a variable of the shell gives them that is not set."""
+    with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
+        check_flags(parse(*flags))
+
+
+def test_files_where_the_user_is_are_no_modules(tmp_path):
+    """Unless the process was itself started from a checkout there."""
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('not this one')")
+    code = (
+        "import subprocess\n"
+        "from outrider.interpreter import python\n"
+        "subprocess.run(python('-m', 'colorsys'), check=True)"
+    )
+    (tmp_path / "ask.py").write_text(code)
+    elsewhere = tmp_path / "bin"
+    elsewhere.mkdir()
+    (elsewhere / "script.py").write_text(code)
+    assert subprocess.run([sys.executable, elsewhere / "script.py"], cwd=tmp_path).returncode == 0
+    assert subprocess.run([sys.executable, "-m", "ask"], cwd=tmp_path, capture_output=True).returncode != 0
+
+
     assert base_url(replace(gateway, host="::")) == "http://[::1]:5"
     assert base_url(replace(gateway, host="::1")) == "http://[::1]:5"
     assert base_url(replace(gateway, host="example.org")) == "http://example.org:5"
