@@ -43,6 +43,7 @@ from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
 from outrider.serving import process
 from outrider.serving.place import speak_from
+from outrider.serving.ports import host_and_port
 from outrider.serving.rpc import stop_on_signals
 from outrider.supervisor.shares import share_of_gateway
 from outrider.tracing import Tracing, tracing_to
@@ -69,8 +70,8 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
     Raises ConfigError, Unavailable.
     """
-    speak_from()
     config.check()
+    speak_from()
     request_log.enable(config.enable_log_requests)
     with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
         return await _serve(config, tracing, peers or Peers())
@@ -132,7 +133,8 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             await doors.open(names, tls)
         await doors.set_serving(True)
         scheme = "https" if tls is not None else "http"
-        log.info("REST on %s://%s:%d, gRPC on %s:%d", scheme, config.host, config.port, config.host, config.grpc_port)
+        at, beside = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
+        log.info("REST on %s://%s, gRPC on %s", scheme, at, beside)
         await unless(stop, meet(orchestrator, target))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)

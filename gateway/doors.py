@@ -12,7 +12,7 @@ import uvicorn
 
 from gateway.api.middleware import Edge
 from outrider.config import GatewayConfig
-from outrider.serving.ports import take_port
+from outrider.serving.ports import host_and_port, take_port
 from outrider.serving.rpc import GrpcServer
 from outrider.tls import ServerTls
 
@@ -45,7 +45,7 @@ class Doors:
         config = self._config
         self._rest = start_rest(self._edge, take_port(config.host, config.port, "--port", shared=self._shared), tls)
         self._open = True
-        await self.grpc.start(f"{config.host}:{config.grpc_port}", names, tls)
+        await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 
     async def set_serving(self, serving: bool) -> None:
         """What health says. A process that serves no longer leaves ports that others share."""

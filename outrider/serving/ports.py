@@ -7,6 +7,11 @@ import socket
 from outrider.errors import ConfigError
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Both as an address; those of IPv6 have colons themselves."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def take_port(host: str, port: int, flag: str, *, shared: bool = False) -> socket.socket:
     """A socket that is bound and does not listen yet. shared: others may bind there, too.
 

@@ -35,7 +35,8 @@ from outrider.config import (
 )
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
-from outrider.serving.ports import take_port
+from outrider.interpreter import python
+from outrider.serving.ports import host_and_port, take_port
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.drafting import choose_drafters
@@ -167,7 +168,7 @@ def base_url(gateway: GatewayConfig) -> str:
     """URL at which this machine reaches the gateway."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(gateway.host, gateway.host)
     scheme = "https" if gateway.ssl_certfile else "http"
-    return f"{scheme}://[{host}]:{gateway.port}" if ":" in host else f"{scheme}://{host}:{gateway.port}"
+    return f"{scheme}://{host_and_port(host, gateway.port)}"
 
 
 async def _run(processes: Processes, display: Display) -> int:
@@ -203,7 +204,7 @@ def _facts(processes: Processes) -> list[tuple[str, str]]:
     cores = f"target {target.cores}, draft {draft.cores if draft else '-'}, gateway {gateway.cores}"
     return [
         ("REST", f"{base_url(gateway)}/v1"),
-        ("gRPC", f"{gateway.host}:{gateway.grpc_port}"),
+        ("gRPC", host_and_port(gateway.host, gateway.grpc_port)),
         ("model", gateway.served_model_name or checkpoint.display_name(target.model_path)),
         ("drafter", drafter),
         ("cores", cores),
