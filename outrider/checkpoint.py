@@ -174,8 +174,11 @@ def default_gguf() -> Path:
 
 def _converted(gguf: Path) -> Path:
     folder = cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
+    if folder.is_dir():  # it appears at once and whole, so no lock is needed, which others may have made
+        return _checked(folder)
     if importlib.util.find_spec("torch") is None:
         _await(gguf, folder)
+        return _checked(folder)
     with _locked(folder):
         if not folder.is_dir():
             _convert(gguf, folder)
@@ -207,8 +210,14 @@ def _await(gguf: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{folder}.lock", "w", encoding="utf-8") as lock:
+    with contextlib.ExitStack() as held:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(f"{folder}.lock", "w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"the cache {folder.parent} cannot be written ({error.strerror}); let OUTRIDER_CACHE name another one"
+            ) from None
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

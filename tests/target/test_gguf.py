@@ -142,6 +142,19 @@ def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
     assert os.stat(folder / "model.safetensors").st_mtime_ns == before
 
 
+def test_what_is_converted_is_found_where_nothing_can_be_written(tiny_gguf, tmp_path, monkeypatch):
+    """A mounted cache, or one of another user's, whose locks cannot be opened."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    folder = checkpoint.resolve(str(tiny_gguf))
+    lock = folder.parent / f"{folder.name}.lock"
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # opening it fails for everybody, root included
+    assert checkpoint.resolve(str(tiny_gguf)) == folder
+    folder.rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="OUTRIDER_CACHE"):
+        checkpoint.resolve(str(tiny_gguf))
+
+
 def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_path, monkeypatch):
     """As in a draft's container: another copy of the file, of another date, in a cache that both see."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
