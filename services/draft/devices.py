@@ -24,6 +24,7 @@ def choose_devices(device: str, count: int) -> list[jax.Device]:
 
     device: auto, or a platform of JAX and perhaps the index of the first one, such as cuda:1
     """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else three quarters of a GPU that others use, too
     platform, _, index = device.partition(":")
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")  # so that JAX takes no memory of others
