@@ -16,7 +16,6 @@ import os
 import shutil
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 
 from outrider.config import DEFAULT_MODEL
 from outrider.errors import ConfigError
+from outrider.interpreter import python
 
 log = logging.getLogger(__name__)
 
@@ -228,7 +228,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
-        result = subprocess.run([sys.executable, "-m", _CONVERTER, str(gguf), str(partial)], check=False)
+        result = subprocess.run(python("-m", _CONVERTER, str(gguf), str(partial)), check=False)
         if result.returncode != 0:
             raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
         partial.rename(folder)

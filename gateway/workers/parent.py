@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from pathlib import Path
 from gateway.workers.peers import health_address, open_mark
 from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
+from outrider.interpreter import python
 from outrider.serving.ports import take_port
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.health import is_healthy
@@ -67,7 +67,7 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
 def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     children = []
     for index in range(config.gateway_workers):
-        command = [sys.executable, "-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder)]
+        command = python("-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder))
         command += to_argv(worker_config(config, index, folder))
         child = Child(f"worker {index}", command, health_address(folder, index), pass_on)
         child.extra_grace = config.drain_timeout

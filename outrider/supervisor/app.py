@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -154,7 +153,7 @@ def make_children(processes: Processes, display: Display) -> list[Child]:
     """The children, not started, the gateway last."""
 
     def child(name: str, config: ProcessConfig, address: str) -> Child:
-        return Child(name, [sys.executable, "-um", "outrider", name, *to_argv(config)], address, display.line)
+        return Child(name, python("-um", "outrider", name, *to_argv(config)), address, display.line)
 
     children = [child("target", processes.target, processes.target.listen)]
     if processes.draft is not None:

@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import TargetConfig, to_argv
+from outrider.interpreter import python
 from services.target.batch import Batch, Rows
 from services.target.kv_cache import KVCache
 from services.target.layout import Layout
@@ -96,7 +96,7 @@ class Followers:
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tp_size):
             told = dataclasses.replace(config, model_path=str(folder), device=_device(config, rank))
-            command = [sys.executable, "-m", _FOLLOWER, str(rank), str(self.store.port), *to_argv(told)]
+            command = python("-m", _FOLLOWER, str(rank), str(self.store.port), *to_argv(told))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env=environment | {"LOCAL_RANK": str(rank)}, start_new_session=True
             )

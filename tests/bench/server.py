@@ -2,8 +2,9 @@
 
 What a prompt says decides: "429", "500", "broken" (the connection is cut in the middle), "short" (the stream ends early
 but cleanly), "error" (an error event in the stream), "garbage" (no JSON), "list" (no object), "empty" (only chunks
-without text), "bare" (no usage), "llama" (llama.cpp's timings instead of usage), "slow" (no end). All else is answered
-well.
+without text), "bare" (no usage), "llama" (llama.cpp's timings instead of usage), "slow" (no end), "tail" (as many
+chunks without text behind those with it), "tool" (calls a tool, and says nothing), "thoughts" (in both fields, before
+each word), "odd" (a chunk whose choice is no object). All else is answered well.
 """
 
 from __future__ import annotations
@@ -101,9 +102,17 @@ class Server:
                     await send("[1, 2]")
                 if text == "slow":
                     await self.over.wait()
+                if text == "odd":
+                    await send({"choices": ["odd"]})
+            if text == "thoughts" and chat:
+                await send({"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]})
             word = "" if text == "empty" else word
-            await send({"choices": [{"delta": {"content": word}} if chat else {"text": word}]})
+            delta = {"tool_calls": [{"function": {"arguments": word}}]} if text == "tool" else {"content": word}
+            await send({"choices": [{"delta": delta} if chat else {"text": word}]})
             self.drafts += 1
+        for _ in WORDS if text == "tail" else ():
+            await asyncio.sleep(STEP)
+            await send({"choices": [{"delta": {"content": ""}, "text": ""}]})
         await send({"choices": [{"delta": {}, "text": "", "finish_reason": "length"}]})
         if text == "llama":
             timings = {"prompt_n": 7, "predicted_n": TOKENS, "draft_n": DRAFTED, "draft_n_accepted": ACCEPTED}

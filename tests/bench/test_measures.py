@@ -131,6 +131,68 @@ def test_thoughts_are_text():
     assert (outcome.text, outcome.pieces, outcome.finish) == ("hmso", [1.0, 2.0], "stop")
 
 
+def test_thoughts_that_come_twice_are_taken_once_and_stay_out_of_later_turns():
+    outcome = Outcome("x")
+    take(outcome, {"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]}, 1.0)
+    take(outcome, {"choices": [{"message": {"reasoning": ", ", "content": "so"}}]}, 2.0)
+    assert (outcome.text, outcome.content) == ("hm, so", "so")
+
+
+def test_an_answer_in_parts():
+    outcome = Outcome("x")
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    parts = [{"type": "text", "text": "s"}, {"type": "text", "text": "o"}]
+    take(outcome, {"choices": [{"delta": {"content": [thought, *parts]}}]}, 1.0)
+    assert (outcome.text, outcome.content, outcome.pieces) == ("hmso", "so", [1.0])
+
+
+def chunks(*deltas, tokens):
+    """An answer whose chunks come a second after another, the last with the finish reason, and then its usage."""
+    outcome = Outcome("x", streamed=True)
+    for second, delta in enumerate([*deltas, {}], start=1):
+        finish = None if delta else "stop"
+        take(outcome, {"choices": [{"delta": delta, "finish_reason": finish}]}, float(second))
+    take(outcome, {"choices": [], "usage": {"completion_tokens": tokens}}, len(deltas) + 9.0)
+    return outcome
+
+
+def test_tokens_without_text_take_time():
+    said = {"content": "w"}
+    outcome = chunks({"role": "assistant"}, said, said, {"content": ""}, {"content": ""}, tokens=5)
+    assert (outcome.ttft, outcome.latency, outcome.tpot, outcome.gaps) == (2.0, 6.0, 4.0 / 4, [1.0])
+    single = chunks(said, {"content": ""}, tokens=3)
+    assert single.tpot == 2.0 / 2
+    assert summarize([outcome, single], 9.0).tpot.count == 2
+
+
+def test_an_answer_may_be_a_call_of_a_tool_alone():
+    outcome = chunks({"role": "assistant"}, *[{"tool_calls": [{"function": {"arguments": "x"}}]}] * 3, tokens=4)
+    assert (outcome.ttft, outcome.latency, outcome.tpot, outcome.text) == (2.0, 5.0, 1.0, "")
+    assert outcome.error == ""
+
+
+def test_whole_answers_have_no_time_per_token():
+    whole = answered(streamed=False)
+    assert whole.tpot is None
+    assert answered(pieces=(1.0,), tokens=3).tpot is None, "all came at once"
+    summary = summarize([whole], 5.0)
+    assert (summary.ttft, summary.tpot, summary.itl) == (None, None, None)
+    assert summary.latency.mean == 4.0
+
+
+@pytest.mark.parametrize("event", [
+    {"choices": ["odd"]}, {"choices": 7}, {"choices": [{"delta": "odd"}]}, {"choices": [{"delta": {"content": 7}}]},
+    {"choices": [{"delta": {"content": ["odd"]}}]}, {"usage": [7]}, {"usage": {"completion_tokens": "many"}},
+    {"usage": {"completion_tokens": [7]}}, {"metrics": 7}, {"timings": [7]},
+    {"sglext": {"spec_accept_histogram": [[7]]}},
+])  # fmt: skip
+def test_a_chunk_that_nobody_foresaw_is_a_failure_with_a_name(event):
+    outcome = Outcome("x")
+    take(outcome, event, 1.0)
+    assert outcome.error == "chunk of an unknown form"
+    assert str(event) in outcome.detail
+
+
 VLLM = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -179,6 +241,16 @@ def test_counters_are_read_before_and_after():
     assert counters.speculation({}, counters.read(SGLANG)).accept_length == 2.5
     assert counters.read("<html>not found</html>") == {}
     assert counters.speculation(counters.read(None), counters.read("")) is None
+
+
+def test_gauges_of_an_earlier_load_say_nothing():
+    """SGLang's counter is there and does not grow, while its gauges still say what was."""
+    calls = "# TYPE sglang:spec_verify_calls_total counter\nsglang:spec_verify_calls_total{{}} {}\n"
+    calls += "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{{}} {}\n"
+    before, after = (counters.read(SGLANG + calls.format(*counts)) for counts in ((10, 30), (20, 70)))
+    assert counters.speculation(before, after).accept_length == 4.0
+    assert counters.speculation(after, counters.read(SGLANG + calls.format(20, 90))) is None
+    assert counters.speculation(after, before) is None, "it began anew in between"
 
 
 def test_arrivals_keep_their_rate_and_their_burstiness():

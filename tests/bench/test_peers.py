@@ -1,13 +1,18 @@
 """The comparison with others: figures from replies, and a whole run against `transformers` on a tiny model."""
 
+import argparse
 import json
 import re
 
 import pytest
 
 from bench.__main__ import main
-from bench.peers.base import Facts, Reply
+from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import median_and_quartiles, ratios, same_texts
+from bench.peers.run import _plot, add_rates, add_ratios, ask_in_turns, catalogue
+from bench.peers.servers import Server
+from bench.report import Report
+from tests.bench.server import STEP, in_a_thread
 from tests.tiny import write_model, write_tokenizer
 
 
@@ -30,6 +35,60 @@ def test_texts_are_compared_within_a_family_and_a_format():
         name: [reply(text, 2, 0, 1) for text in texts] for name, texts in zip("abc", ("pq", "pr", "pq"), strict=True)
     }
     assert same_texts(peers, said) == {"b": "1/2"}
+
+
+def test_tokens_without_text_take_time(tmp_path):
+    with in_a_thread() as url:
+        server = Server(Facts("a", "x", "bf16"), [], tmp_path)
+        server._url = url
+        _, replies = server.ask(["good", "tail"], 9)
+    good, tail = replies
+    assert tail.seconds - tail.first >= good.seconds - good.first + STEP
+    assert tail.rate < good.rate
+
+
+class Fake(Peer):
+    """Answers at once, and remembers how many it was asked together."""
+
+    def __init__(self, facts):
+        super().__init__(facts)
+        self.asked = []
+
+    def running(self):
+        raise AssertionError("it runs")
+
+    def ask(self, texts, new):
+        self.asked.append(len(texts))
+        return 0.5, [reply("", new, 0.5, 1.0)] * len(texts)
+
+
+def test_several_at_once_are_told_of_those_that_answer_them_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.peers.run._REST", 0.0)
+    monkeypatch.setattr("bench.report._chosen", tmp_path)
+    facts = [Facts("outrider bf16", "outrider", "bf16", size=9), Facts("other", "x", "bf16", size=9),
+             Facts("one by one", "y", "bf16", size=9, batched=False)]  # fmt: skip
+    peers = [Fake(one) for one in facts]
+    replies, together = ask_in_turns(peers, ["a", "b"], [["c", "d", "e"]], 11)
+    assert [sorted(peer.asked) for peer in peers] == [[1, 1, 3], [1, 1, 3], [1, 1]]
+    report, table = Report("peers", ""), Report("peers-ratios", "")
+    add_rates(report, facts, replies, together, 3, 180.0)
+    assert [row["3 at once, tokens/s"] for row in report.rows] == [66.0, 66.0, "-"]
+    assert [row["tokens/s"] for row in report.rows] == [20.0] * 3
+    add_ratios(table, facts, replies, together, 3)
+    (row,) = table.rows
+    assert (row["other, 3"], row["one by one"], row["one by one, 3"]) == ("1.00 (1.00-1.00)", "1.00 (1.00-1.00)", "-")
+    _plot(report, "3 at once, tokens/s")
+    assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+def test_who_answers_one_after_the_other(tmp_path):
+    model = write_tokenizer(write_model(tmp_path / "model"))
+    args = argparse.Namespace(
+        model_path=str(model), outrider=["bf16"], transformers=["plain", "lookup"], transformers_dtype="bfloat16",
+        llama_model=[], openvino_model=[f"int8={tmp_path}"], openvino_python="python", vllm=None,
+    )  # fmt: skip
+    alone = [peer.facts.name for peer in catalogue(args, tmp_path) if not peer.facts.batched]
+    assert alone == ["transformers plain", "transformers lookup", "OpenVINO int8 lookup"]
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "q4=/nowhere/model.gguf", "q4="])
@@ -60,6 +119,7 @@ def test_a_run_beside_transformers(tmp_path):
     (ratio,) = json.loads((tmp_path / "out" / "peers-ratios.json").read_text())["rows"]
     assert ratio["ours"] == "outrider bf16"
     assert ratio["outrider bf16"] == ratio["outrider bf16, 2"] == "1.00 (1.00-1.00)"
-    for name in ("transformers plain", "transformers plain, 2"):
-        middle, low, high = map(float, re.findall(r"\d+\.\d+", ratio[name]))
-        assert 0 < low <= middle <= high
+    middle, low, high = map(float, re.findall(r"\d+\.\d+", ratio["transformers plain"]))
+    assert 0 < low <= middle <= high
+    assert ratio["transformers plain, 2"] == rows["transformers plain"]["2 at once, tokens/s"] == "-"
+    assert rows["outrider bf16"]["2 at once, tokens/s"] > 0

@@ -1,9 +1,11 @@
 """Prompts as they are published, and prompts that are made."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from bench import quality, system
 from bench.prompts import Prompt, first_of_each, read_prompts, sample, synthetic
 
 
@@ -36,7 +38,51 @@ def test_share_gpt_takes_what_humans_say(tmp_path):
     assert read_prompts(file) == [Prompt("all", ("Hi", "Why?"), (2, 100))], "nobody answered the last one"
 
 
-@pytest.mark.parametrize("row", [{"text": "x"}, {"turns": [{"role": "user"}]}])
+def test_conversations_with_roles(tmp_path):
+    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello you!"), ("user", "Bye")]
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({"conversations": [{"role": role, "content": text} for role, text in said]}))
+    assert read_prompts(file) == [Prompt("all", ("Hi",), (2,))]
+
+
+def test_lines_end_where_json_says(tmp_path, monkeypatch):
+    """A file may begin with a byte order mark, and have Windows' ends of lines; texts may have others in them."""
+    texts = ["first\u2028second", "nel\x85", "ok"]
+    file = tmp_path / "x.jsonl"
+    rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
+    assert [prompt.turns for prompt in read_prompts(file)] == [(text,) for text in texts]
+    monkeypatch.setattr(system, "PROMPTS", file)
+    assert system.prompts(2) == texts[:2]
+    asked = []
+
+    def rendered(_, texts):
+        asked.extend(texts)
+        raise SystemExit
+
+    monkeypatch.setattr(quality, "rendered", rendered)
+    monkeypatch.setattr(quality.checkpoint, "resolve", Path)
+    with pytest.raises(SystemExit):
+        quality.main(["--model", str(tmp_path), "--prompts", str(file), "--count", "2"])
+    assert asked == texts[:2]
+
+
+def test_what_is_no_json_is_named(tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "good"}\n\n{"prompt": "o')
+    with pytest.raises(ValueError, match=r"x\.jsonl, row 3 is no JSON"):
+        read_prompts(file)
+    file.write_text('[{"prompt": "good"},')
+    with pytest.raises(ValueError, match=r"x\.jsonl is no JSON"):
+        read_prompts(file)
+
+
+@pytest.mark.parametrize("row", [
+    {"text": "x"}, {"turns": [{"role": "user"}]}, {"turns": "Hello"}, {"turns": None}, "turns", ["turns"], None,
+    {"prompt": 7}, {"conversations": None}, {"conversations": ["Hi"]}, {"conversations": [{"from": "human"}]},
+    {"conversations": [{"value": "Hi"}]},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": None}]},
+])  # fmt: skip
 def test_rows_of_another_form_are_named(tmp_path, row):
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps({"prompt": "good"}) + "\n" + json.dumps(row))

@@ -1,16 +1,22 @@
 """What `bench scale` stands on: the draft that knows the answers, the slow network, and what theory expects."""
 
+import argparse
 import asyncio
+import contextlib
 import json
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import bench.target
 from bench import report
+from bench.scale import run
 from bench.scale.delay import serve
 from bench.scale.oracle import OracleEngine, Text
-from bench.scale.run import main
+from bench.scale.run import main, step_costs
+from bench.scale.system import Draft, Told
 from bench.scale.theory import expected_tokens, going_on, speedup, waiting
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
@@ -95,6 +101,44 @@ def test_theory_at_its_ends():
     assert going_on(0.8, 4, cost, 0.02, 8) >= 1 / cost(0)
     ratios = [speedup(a / 10, cost, 0.002, 8) for a in range(11)]
     assert ratios == sorted(ratios)
+
+
+def test_steps_are_measured_at_the_context_of_each_point(tmp_path, monkeypatch):
+    """With a model, and once for each context; one that leaves no room for the steps is as long as it can be."""
+    model = write_model(tmp_path / "model", max_position_embeddings=400)
+    opened = []
+
+    def remembered(session_id, prompt, new):
+        opened.append(len(prompt))
+        return opening(session_id, prompt, new)
+
+    opening = bench.target.opening
+    monkeypatch.setattr(bench.target, "opening", remembered)
+    monkeypatch.setattr("bench.scale.run._ROWS", (1, 3))
+    monkeypatch.setattr("bench.scale.run._STEPS", 2)
+    costs = step_costs(str(model), "float32", [24, 120, 399])
+    assert opened == [24, 120, 400 - 2 * (2 + 4) - 4]
+    assert list(costs) == [24, 120, 399]
+    assert all(cost(0) > 0 for cost in costs.values())
+
+
+def test_what_is_expected_is_of_the_points_own_context(monkeypatch):
+    @contextlib.contextmanager
+    def gateway(*_):
+        yield "nowhere"
+
+    async def tell(_, asked, new, hints):
+        return [Told((1,) * new, 10.0, 1.0) for _ in asked]
+
+    for name, instead in (("gateway", gateway), ("tell", tell), ("remember", lambda *_: None)):
+        monkeypatch.setattr(run, name, instead)
+    monkeypatch.setattr(run, "prompts", lambda _, context, count: [[0] * context] * count)
+    args = argparse.Namespace(new_tokens=4, rounds=1)
+    costs = {100: lambda hints: 0.01 + 0.001 * hints, 4000: lambda hints: 0.02 + 0.01 * hints}
+    draft = Draft(0.8, 0.0, 0.0, 4)
+    points = [run._point(Path(), Path(), "", run.Cell("context", n, n, 1, draft), args, costs) for n in costs]
+    assert [point["expected"] for point in points] == [speedup(0.8, cost, run._STREAMS, 4) for cost in costs.values()]
+    assert points[0]["expected"] > points[1]["expected"]
 
 
 @pytest.mark.system

@@ -41,6 +41,7 @@ async def test_every_misbehaviour_has_its_name(endpoint):
         "garbage": "no JSON",
         "list": "no JSON",
         "empty": "empty answer",
+        "odd": "chunk of an unknown form",
         "good": "",
     }
     async with running() as (_, url):
@@ -72,6 +73,23 @@ async def test_whole_answers():
         (outcome,) = await run(Target(url, "chat", "tiny", {"stream": False}), prompts("good"), Plan())
     assert (outcome.error, outcome.output_tokens, outcome.ttft) == ("", TOKENS, None)
     assert outcome.latency > 0
+
+
+async def test_tokens_without_text_are_timed():
+    async with running() as (_, url):
+        tail, tool = await run(Target(url, "chat", "tiny"), prompts("tail", "tool"), Plan())
+    assert (tail.error, len(tail.pieces)) == ("", len(WORDS))
+    assert tail.latency >= tail.pieces[-1] - tail.due + STEP
+    assert tail.tpot == (tail.latency - tail.ttft) / (TOKENS - 1)
+    assert (tool.error, tool.text, len(tool.pieces)) == ("", "", len(WORDS))
+    assert tool.ttft >= STEP
+
+
+async def test_later_turns_have_no_thoughts_in_them():
+    async with running() as (server, url):
+        first, _ = await run(Target(url, "chat", "tiny"), [Prompt("x", ("thoughts", "again"))], Plan())
+    assert first.text == "".join("hm" + word for word in WORDS)
+    assert server.requests[1]["messages"][1]["content"] == "".join(WORDS)
 
 
 async def test_fields_that_a_server_refuses_are_left_out():
@@ -188,6 +206,28 @@ def test_synthetic_prompts_at_a_rate(address, capsys, monkeypatch, tmp_path):
     assert "48 / 40" in capsys.readouterr().out
     assert main(["serve", *flags, "--num-prompts", "1", "--output", str(tmp_path)]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"serve.json", "serve.png"}
+
+
+def test_whole_answers_have_a_latency_alone(address, tmp_path, capsys):
+    flags = ["--base-url", address, "--num-prompts", "2", "--no-stream"]
+    for stream in (["--no-stream"], ["--extra-body", '{"stream": null}']):
+        with pytest.raises(SystemExit):
+            main(["serve", *flags[:-1], *stream, "--goodput", "e2el:9", "tpot:9"])
+        assert "no time per output token" in capsys.readouterr().err
+    assert main(["serve", *flags, "--goodput", "e2el:5000", "--json", str(tmp_path / "x.json")]) == 0
+    content = json.loads((tmp_path / "x.json").read_text())
+    assert (content["summary"]["tpot"], content["summary"]["itl"]) == (None, None)
+    assert {request["tpot"] for request in content["requests"]} == {None}
+
+
+def test_a_rate_without_limit_is_null_in_json(address, tmp_path):
+    def refused(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    flags = ["--base-url", address, "--num-prompts", "2", "--request-rate", "inf", "--json", str(tmp_path / "x.json")]
+    assert main(["serve", *flags]) == 0
+    content = json.loads((tmp_path / "x.json").read_text(), parse_constant=refused)
+    assert content["parameters"]["request_rate"] is None
 
 
 def test_mistakes_are_told(address, tmp_path, capsys):

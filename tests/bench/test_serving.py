@@ -53,6 +53,22 @@ def test_accept_lengths_by_category(prompts, tmp_path):
     assert rate["b"] == pytest.approx(1 / 3)
 
 
+def test_accept_goes_on_with_what_is_missing(prompts, tmp_path, monkeypatch, capsys):
+    flags = [str(prompts), "--model-path", "tiny", "--only", "NGRAM", "--temperature"]
+
+    def taken():
+        rows = json.loads((tmp_path / "accept.json").read_text())["rows"]
+        return [(r["drafter"], r["temperature"]) for r in rows if r["measure"] == "accept_length"]
+
+    accept.main([*flags, "0"])
+    accept.main([*flags, "0", "1", "--resume"])
+    assert taken() == [("none", 0.0), ("NGRAM", 0.0), ("none", 1.0), ("NGRAM", 1.0)]
+    monkeypatch.setattr(report, "commit", lambda: "0000000")
+    with pytest.raises(SystemExit):
+        accept.main([*flags, "0", "1", "--resume"])
+    assert "are of commit" in capsys.readouterr().err
+
+
 def test_rounds_of_learning(prompts, tmp_path):
     online.main([str(prompts), "--draft", "x", "--model-path", "tiny", "--rounds", "2"])
     rows = json.loads((tmp_path / "online.json").read_text())["rows"]

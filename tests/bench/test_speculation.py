@@ -196,6 +196,26 @@ def test_the_program_goes_on_where_it_ended(prompts, tmp_path, capsys):
     assert len(served) == 3, "answers of another length are another measurement"
 
 
+def test_rows_of_other_code_or_of_another_machine_are_not_taken_for_ours(prompts, tmp_path, capsys, monkeypatch):
+    @contextlib.contextmanager
+    def serve(*_):
+        with in_a_thread() as url:
+            yield url
+
+    flags = [str(prompts), "--model-path", "tiny", "--drafters", "--setting", "mine=--speculative-algorithm NGRAM"]
+    flags += ["--rounds", "2", "--concurrency", "1", "--temperature", "0"]
+    assert main(flags, serve) == 0
+    page = (tmp_path / "speculation.json").read_text()
+    for name, value in (("commit", "0000000"), ("hardware", {"cpu": "another one"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(report, name, lambda value=value: value)
+            with pytest.raises(SystemExit) as ended:
+                main([*flags, "--resume"], serve)
+        assert ended.value.code == 2
+        assert f"are of {name}" in capsys.readouterr().err
+    assert (tmp_path / "speculation.json").read_text() == page
+
+
 def test_no_prompt_is_asked_twice(prompts, capsys):
     with pytest.raises(SystemExit):
         main([str(prompts), "--rounds", "2", "--concurrency", "8"])
@@ -226,7 +246,11 @@ def test_flags_that_are_refused_are_told_in_the_words_of_the_refusal():
         pass
 
 
-def test_a_system_that_does_not_start_is_told(prompts, capsys):
+def test_a_system_that_does_not_start_is_told(prompts, tmp_path, capsys):
+    """And leaves an earlier page as it was."""
+    for end in ("json", "md"):
+        (tmp_path / f"speculation.{end}").write_text("earlier")
+
     @contextlib.contextmanager
     def serve(*_):
         raise RuntimeError("outrider serve ended with code 2")
@@ -234,3 +258,4 @@ def test_a_system_that_does_not_start_is_told(prompts, capsys):
 
     assert main([str(prompts), "--model-path", "tiny", "--rounds", "2", "--concurrency", "1"], serve) == 1
     assert "ended with code 2" in capsys.readouterr().err
+    assert {(tmp_path / f"speculation.{end}").read_text() for end in ("json", "md")} == {"earlier"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from outrider import checkpoint
 from outrider.config import TargetConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault, Unavailable
+from outrider.interpreter import python
 from outrider.serving.features import FeatureSpec, row_bytes
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, pass_on
 from services.draft.model.formats.target import read_target
@@ -104,7 +104,7 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
             max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
             log_format=config.log_format,
         )  # fmt: skip
-        child = Child("target", [sys.executable, "-um", "outrider", "target", *to_argv(flags)], address, pass_on)
+        child = Child("target", python("-um", "outrider", "target", *to_argv(flags)), address, pass_on)
         life = asyncio.create_task(child.keep_alive())
         try:
             yield address, child
