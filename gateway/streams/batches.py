@@ -12,6 +12,9 @@ from outrider.wire.v1 import common_pb2
 Batch = TypeVar("Batch", common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
 Key = TypeVar("Key", bound=Hashable)
 
+# Of sessions that are opened in one frame: those of a service that has come back are many, and frames have a bound.
+_OPENED_BYTES = 16 << 20
+
 _FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in kind.DESCRIPTOR.fields)
     for kind in (common_pb2.ProposalBatch, common_pb2.CommitBatch, common_pb2.FeatureBatch)
@@ -24,6 +27,16 @@ def join(batches: Sequence[Batch]) -> Batch | None:
         return batches[0] if batches else None
     fields = _FIELDS[type(batches[0])]
     return type(batches[0])(**{name: b"".join(getattr(batch, name) for batch in batches) for name in fields})
+
+
+def first_opens(opens: Sequence[common_pb2.OpenSession], most: int = _OPENED_BYTES) -> int:
+    """How many of the sessions, one or more, are opened in the next frame."""
+    size = 0
+    for count, request in enumerate(opens):
+        size += request.ByteSize()
+        if size > most:
+            return max(1, count)
+    return len(opens)
 
 
 def split_proposals(

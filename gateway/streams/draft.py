@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from gateway.streams.batches import join
+from gateway.streams.batches import first_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata
 from outrider.tls import ClientTls
@@ -86,6 +86,11 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self.wake()
 
     def _take(self) -> draft_pb2.ProposeRequest:
+        count = first_opens(self._opens)
+        if count < len(self._opens):  # all else is said of sessions that are open
+            opens, self._opens = self._opens[:count], self._opens[count:]
+            self.wake()
+            return draft_pb2.ProposeRequest(opens=opens)
         features = self._features
         frame = draft_pb2.ProposeRequest(
             opens=self._opens,

@@ -50,6 +50,22 @@ def draft(kind="NGRAM", places=8, longest=0):
     return link
 
 
+@pytest.mark.parametrize("link", [target(), draft()], ids=["target", "draft"])
+def test_many_sessions_are_opened_in_frames_that_fit(link):
+    """As of a service that comes back; all else is said behind them."""
+    for i in range(5):
+        link.open(common_pb2.OpenSession(session_id=i, tokens=bytes(6 << 20)))
+    link.close(3)
+    frames = []
+    while link._pending.is_set():
+        link._pending.clear()
+        frames.append(link._take())
+    assert [[opened.session_id for opened in frame.opens] for frame in frames] == [[0, 1], [2, 3], [4]]
+    assert [bool(frame.closes) for frame in frames] == [False, False, True]
+    link.open(common_pb2.OpenSession(tokens=bytes(20 << 20)))
+    assert len(link._take().opens) == 1
+
+
 class Pools:
     """A placement, and sessions that are opened in it."""
 
