@@ -95,18 +95,26 @@ class Control:
         if changed:
             first = changed[0]
             prints = [(first if isinstance(r, BaseException) else r.weights).fingerprint for r in results]
-            news = {"version": first.weight_version, "fingerprint": first.fingerprint, "targets": prints}
+            here = [not isinstance(r, BaseException) for r in results]
+            news = {"version": first.weight_version, "fingerprint": first.fingerprint, "targets": prints, "here": here}
             self.adopt(news)
             await self._facts.peers.ask("weights", news)
-        _check(results)
+        try:
+            _check(results)
+        except OutriderError as error:
+            if changed:
+                error.message += f"; {len(changed)} of {len(results)} targets have the new weights, the others rest"
+            raise
         return changed[0]
 
     def adopt(self, news: Mapping[str, Any]) -> None:
-        """Targets have new weights. news: their `version` and `fingerprint`, and the fingerprint of each target's."""
+        """Targets have new weights. news: their `version` and `fingerprint`; of each target, what it must have, and
+        whether it is `here`.
+        """
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = news["fingerprint"], news["version"]
-        for target, fingerprint in zip(self._targets, news["targets"], strict=True):
-            target.weights_changed(fingerprint)
+        for target, fingerprint, here in zip(self._targets, news["targets"], news["here"], strict=True):
+            target.weights_changed(fingerprint, here=here)
 
     # --- cache and pauses ---
 

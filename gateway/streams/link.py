@@ -61,6 +61,7 @@ class Link(ABC, Generic[Info, Frame]):
         self._complaint: str | None = None  # what gRPC said when it could not connect
         self._later: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._again: asyncio.Task[None] | None = None
 
     @property
     def places(self) -> int:
@@ -99,8 +100,20 @@ class Link(ABC, Generic[Info, Frame]):
         """Connect, and stay connected."""
         self._task = asyncio.create_task(self._run(), name=f"{self.service} {self.address}")
 
+    def shake_hands_again(self) -> None:
+        """End the stream, and look anew whether the replica fits; whoever has sessions there hears of it."""
+        self._again = asyncio.create_task(self._start_anew())
+
+    async def _start_anew(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            self.start()
+
     async def stop(self) -> None:
         """End the stream, quietly."""
+        if self._again is not None:
+            self._again.cancel()
         self.up = False
         if self._task is not None:
             self._task.cancel()

@@ -44,10 +44,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if self.info is not None:
             self._check(self.info)
 
-    def weights_changed(self, fingerprint: str) -> None:
-        """It has weights of this fingerprint now, or must get them before it is used again."""
+    def weights_changed(self, fingerprint: str, *, here: bool = True) -> None:
+        """It has weights of this fingerprint now. here: False if it must get them before it is used again."""
         assert self._expected is not None, "weights change only once a target has been met"
         self._expected.model.fingerprint = fingerprint
+        if not here:
+            self.shake_hands_again()
 
     def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
         """Raise ConfigError for another model than the expected one, or other number formats."""
@@ -87,13 +89,13 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.wake()
 
     def _take(self) -> target_pb2.VerifyRequest:
-        frame = target_pb2.VerifyRequest(
-            opens=self._opens, proposals=join(self._proposals), closes=pack(self._closes, U64)
         count = first_opens(self._opens)
         if count < len(self._opens):  # all else is said of sessions that are open
             opens, self._opens = self._opens[:count], self._opens[count:]
             self.wake()
             return target_pb2.VerifyRequest(opens=opens)
+        frame = target_pb2.VerifyRequest(
+            opens=self._opens, proposals=join(self._proposals), closes=pack(self._closes, U64)
         )
         self._clear()
         return frame

@@ -9,7 +9,9 @@ import pytest
 from safetensors.torch import load_file, save
 
 from outrider.client import Client
+from outrider.errors import ConfigError
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
+from services.target.control import Control
 from tests.gateway.services import Gateway, until
 from tests.system.services import draft_service, target_service
 from tests.tiny import write_model, write_tokenizer
@@ -258,10 +260,23 @@ def test_requests_go_on_with_new_weights(system, folders):
         assert (len(tokens), reason) == (450, "length")
 
 
-def test_a_target_with_old_weights_is_not_used(system, folders, expected):
-    """One of two targets starts anew after an update, with the weights that it was started with at first."""
+def test_a_target_with_old_weights_is_not_used(system, folders, expected, monkeypatch):
+    """One of two targets cannot take the new ones, and later starts anew with the weights that it had at first."""
     running = system(folders[0], targets=2)
     body = {"model_path": str(folders[1]), "weight_version": "2"}
+    read = Control.read_folder
+
+    def read_by_others(control, path):
+        if control._engine is running.targets[1].engine:
+            raise ConfigError("it is not on this machine")
+        return read(control, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Control, "read_folder", read_by_others)
+        error = running.post("/update_weights_from_disk", 400, json=body)["error"]
+    assert "it is not on this machine; 1 of 2 targets have the new weights" in error["message"]
+    for _ in range(3):
+        assert running.texts(temperature=1, seed=3) == expected[1]
     running.post("/update_weights_from_disk", json=body)
     assert running.texts(temperature=1, seed=3) == expected[1]
     running.targets[1].stop()
