@@ -3,7 +3,8 @@
 - vLLM's names, which other servers took over: <prefix>spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total and
   _num_accepted_tokens_per_pos_total{position}.
 - Outrider's: outrider_{verification_steps,generated_tokens,verified_draft_tokens,accepted_draft_tokens}_total.
-- SGLang's: sglang:spec_verify_calls_total beside sglang:generation_tokens_total; else its gauge of the last interval.
+- SGLang's: sglang:spec_verify_calls_total beside sglang:generation_tokens_total; where there is no such counter, its
+  gauge of the last interval.
 
 They count all that the server did in between, also for others.
 """
@@ -64,8 +65,10 @@ def _outrider(grown: Counters) -> Speculation | None:
 
 
 def _sglang(grown: Counters, after: Counters) -> Speculation | None:
-    calls = grown.get(("sglang:spec_verify_calls_total", ""), 0.0)
+    calls = grown.get(("sglang:spec_verify_calls_total", ""))
     tokens = grown.get(("sglang:generation_tokens_total", ""), 0.0)
+    if calls is not None and calls <= 0:
+        return None  # the gauges keep what a load before this one left
     rate = after.get(("sglang:spec_accept_rate", ""))
     if calls and tokens:
         return Speculation(tokens / calls, rate, source="/metrics; the rate is of the last interval")

@@ -105,6 +105,6 @@ async def converse(
         done(outcome)
         if outcome.error and not outcome.silent:
             break
-        messages.append({"role": "assistant", "content": outcome.text})
+        messages.append({"role": "assistant", "content": outcome.content})
         due = client.clock()
     return outcomes

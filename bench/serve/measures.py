@@ -1,9 +1,11 @@
 """From what became of requests to figures. Pure functions; failed requests take part in nothing but the count of them.
 
-Latencies are in seconds. TTFT: from when a request was due to its first piece of text. TPOT: time from the first piece
-to the last over the tokens after the first, by request. ITL: times between pieces, of all requests together; with
-speculation a piece has several tokens, so it stands beside the tokens of a piece. late: from when a request was due to
-when it was sent, which latencies have in them; it is the client's doing, or that of a limit of concurrency.
+Latencies are in seconds. TTFT: from when a request was due to its first piece, of text or of a call of a tool. TPOT:
+time from the first piece to the end of the answer over the tokens after the first, by request; the end may come behind
+the last piece, for tokens without text, and tokens that a server hides before the first piece make it too small. ITL:
+times between pieces, of all requests together; with speculation a piece has several tokens, so it stands beside the
+tokens of a piece. late: from when a request was due to when it was sent, which latencies have in them; it is the
+client's doing, or that of a limit of concurrency.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ def summarize(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, 
     good = [o for o in outcomes if not o.error]
     tokens = sum(o.output_tokens for o in good)
     span = max(seconds, 1e-9)
-    streamed = [o for o in good if len(o.pieces) > 1]
+    streamed = [o for o in good if o.streamed]
     return Summary(
         requests=len(good),
         failed=len(outcomes) - len(good),

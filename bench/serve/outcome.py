@@ -14,10 +14,13 @@ class Outcome:
 
     due: when it should have been sent; latencies count from here, so that a client or a limit that holds requests back
         cannot hide what they waited
-    pieces: when each piece of text came; a piece has one token or several
+    pieces: when each piece of text, or of a call of a tool, came; a piece has one token or several
+    last: when the last chunk of the answer came; tokens without text, such as the end of text, lie behind all pieces
+    texts, contents: of each piece, with and without what the model thinks; both empty where it only calls a tool
     output_tokens: as the server counted them, unless it did not; then the pieces, and `counted` is False
     drafted, accepted: draft tokens that were verified and accepted, if the server told; None if not
     histogram: how many steps accepted 0, 1, 2, ... draft tokens, of those that had any; empty if it is not told
+    streamed: whether the answer came in a stream, so that its chunks tell of time
     error: what kind of failure it was; empty if none. detail: one example in words
     """
 
@@ -27,7 +30,9 @@ class Outcome:
     sent: float = 0.0
     ended: float = 0.0
     pieces: list[float] = field(default_factory=list)
+    last: float = 0.0
     texts: list[str] = field(default_factory=list)
+    contents: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
     counted: bool = False
@@ -41,23 +46,34 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The whole answer."""
+        """The whole answer, with what the model thought."""
         return "".join(self.texts)
 
     @property
+    def content(self) -> str:
+        """The answer without thoughts: what later turns of a conversation have of it."""
+        return "".join(self.contents)
+
+    @property
+    def end(self) -> float:
+        """When the answer was complete, in seconds on the clock of the load."""
+        return max([self.last, *self.pieces[-1:]])
+
+    @property
     def ttft(self) -> float | None:
-        """Time to the first piece of text, in seconds; None where the answer came whole."""
+        """Time to the first piece, in seconds; None where the answer came whole."""
         return self.pieces[0] - self.due if self.streamed else None
 
     @property
     def latency(self) -> float:
-        """Time to the last piece of text, in seconds."""
-        return self.pieces[-1] - self.due
+        """Time to the end of the answer, in seconds."""
+        return self.end - self.due
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds; None for a single one."""
-        return (self.pieces[-1] - self.pieces[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        """Time per output token after the first, in seconds; None for a single one, and where all came at once."""
+        seconds = self.end - self.pieces[0]
+        return seconds / (self.output_tokens - 1) if self.streamed and seconds and self.output_tokens > 1 else None
 
     @property
     def gaps(self) -> list[float]:
@@ -76,28 +92,43 @@ class Outcome:
 
 
 def take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
-    """Note what a chunk of a stream, or a whole answer, says."""
+    """Note what a chunk of a stream, or a whole answer, says; one of an unforeseen form is a failure of the request."""
+    try:
+        _take(outcome, event, now)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        outcome.fail("chunk of an unknown form", f"{type(error).__name__}: {error}, in {event}")
+
+
+def _take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
     if event.get("error"):
         error = event["error"]
         outcome.fail("error in the stream", str(error.get("message", error) if isinstance(error, dict) else error))
     for choice in event.get("choices") or []:
-        if piece := _piece(choice):
+        said = choice.get("delta") or choice.get("message") or {}
+        thought, content = _thought(said), _joined(choice.get("text") or said.get("content"), "text")
+        if thought or content or said.get("tool_calls") or said.get("function_call"):
             outcome.pieces.append(now)
-            outcome.texts.append(piece)
-        outcome.finish = choice.get("finish_reason") or outcome.finish
+            outcome.texts.append(thought + content)
+            outcome.contents.append(content)
+        outcome.last = now
+        outcome.finish = str(choice.get("finish_reason") or outcome.finish)
     if usage := event.get("usage"):
-        outcome.prompt_tokens = usage.get("prompt_tokens") or 0
-        outcome.output_tokens = usage.get("completion_tokens") or 0
+        outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        outcome.output_tokens = int(usage.get("completion_tokens") or 0)
         outcome.counted = usage.get("completion_tokens") is not None
     _take_speculation(outcome, event)
 
 
-def _piece(choice: dict[str, Any]) -> str:
-    """Text of a choice: of a completion, a chunk of a chat, or a whole chat; what a model thinks is text as well."""
-    if choice.get("text"):
-        return str(choice["text"])
-    said = choice.get("delta") or choice.get("message") or {}
-    return "".join(said.get(name) or "" for name in ("reasoning_content", "reasoning", "content"))
+def _thought(said: dict[str, Any]) -> str:
+    """What a model thinks, in one of two fields, which some servers send both, or in parts of the content."""
+    content = said.get("content")
+    parts = _joined(content, "thinking") if isinstance(content, list) else ""
+    return _joined(said.get("reasoning_content") or said.get("reasoning"), "text") + parts
+
+
+def _joined(value: Any, name: str) -> str:
+    """A text, or what a list of parts has by a name, texts or lists of texts again; nothing of None."""
+    return value if isinstance(value, str) else "".join(_joined(part.get(name), "text") for part in value or ())
 
 
 def _take_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
@@ -107,10 +138,11 @@ def _take_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
     vllm = (event.get("metrics") or {}).get("speculative_decoding") or {}
     sglang = event.get("sglext") or event.get("meta_info") or {}
     if timings and not outcome.counted and timings.get("predicted_n") is not None:
-        outcome.output_tokens, outcome.counted = timings["predicted_n"], True
-        outcome.prompt_tokens = timings.get("prompt_n") or 0
+        outcome.output_tokens, outcome.counted = int(timings["predicted_n"]), True
+        outcome.prompt_tokens = int(timings.get("prompt_n") or 0)
     histogram = vllm.get("acceptance_histogram") or sglang.get("spec_correct_drafts_histogram")
-    outcome.histogram = histogram or sglang.get("spec_accept_histogram") or outcome.histogram
+    histogram = histogram or sglang.get("spec_accept_histogram") or outcome.histogram
+    outcome.histogram = [int(count) for count in histogram]
     accepted = details.get("accepted_prediction_tokens")
     rejected = details.get("rejected_prediction_tokens")
     found = [
@@ -122,5 +154,5 @@ def _take_speculation(outcome: Outcome, event: dict[str, Any]) -> None:
     ]
     for drafted, right in found:
         if drafted is not None and right is not None:
-            outcome.drafted, outcome.accepted = drafted, right
+            outcome.drafted, outcome.accepted = int(drafted), int(right)
             return

@@ -4,6 +4,11 @@ Prompts come from a file (JSON lines with "turns" or "prompt" and perhaps "categ
 ShareGPT's JSON) or are made of random words (--input-len, --output-len). Without --request-rate, --concurrency users
 each ask again as soon as they have their answer; with it, conversations begin at random times, whether or not the
 server keeps up. Answers are streamed. Speculation is shown where the server tells of it, in its answers or on /metrics.
+
+Time to the first token ends with the first piece of text, or of a call of a tool, that the server sends. Time per
+output token is that from there to the last chunk, the one with the finish reason included, over the tokens after the
+first. Tokens that a server counts but hides before the first piece, such as thoughts, make the one longer and the other
+too short.
 """
 
 from __future__ import annotations
@@ -200,6 +205,9 @@ def main(argv: list[str]) -> int:
         prompts = prompts_of(args)
     except (OSError, ValueError) as error:
         flags.error(str(error))
+    target = target_of(args)
+    if not target.body.get("stream", True) and "tpot" in dict(args.goodput or ()):
+        flags.error("--goodput: whole answers (--no-stream) have no time per output token to limit (tpot)")
     if not prompts:
         flags.error(f"--prompts: there is none in {args.prompts}")
     concurrency = args.concurrency or (None if args.request_rate else 1)
@@ -207,7 +215,7 @@ def main(argv: list[str]) -> int:
     # A pipe has no width; wide tables stay whole in it.
     console, progress = Console(width=None if sys.stdout.isatty() else 120), Console(stderr=True)
     try:
-        work = measure(target_of(args), prompts, plan, args.warmup, progress)
+        work = measure(target, prompts, plan, args.warmup, progress)
         target, outcomes, told = uvloop.run(work)
     except RuntimeError as error:
         print(f"outrider bench serve: error: {error}", file=sys.stderr)

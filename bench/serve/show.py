@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -122,7 +123,8 @@ def write_json(
 ) -> None:
     """All figures, what is needed to take them again, and a line a request. Times are in seconds.
 
-    The hardware is that of the machine the load came from.
+    The hardware is that of the machine the load came from. Numbers that JSON has not, such as a rate without limit, are
+    null.
     """
     content = {
         **recipe(),
@@ -134,7 +136,16 @@ def write_json(
         "requests": [_line(outcome) for outcome in outcomes],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """The same, with None in place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(outcome: Outcome) -> dict[str, Any]:
