@@ -128,12 +128,16 @@ class _Everything(Budget):
         return [len(draft) for draft in drafts]
 
 
-def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int) -> list[float]:
-    """Median seconds of steps with some numbers of rows of a session, taken in turns; no draft is ever right."""
+def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int, context: int = CONTEXT) -> list[float]:
+    """Median seconds of steps with some numbers of rows of a session, taken in turns; no draft is ever right.
+
+    context: tokens before the first of the steps; fewer where the steps would not fit behind them
+    """
     budget, most = engine.planner.budget, engine.planner.max_rows
     engine.planner.budget = _Everything()
-    prompt = prompt_of(1, CONTEXT) % engine.model.vocab_size
-    engine.open(opening(1, prompt, len(counts) * (steps + 4) + 4))
+    new = len(counts) * (steps + 4) + 4
+    prompt = prompt_of(1, min(context, engine.max_session_tokens - new)) % engine.model.vocab_size
+    engine.open(opening(1, prompt, new))
     while not engine.step().commits:  # the prompt
         pass
     times: dict[int, list[float]] = {rows: [] for rows in counts}

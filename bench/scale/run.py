@@ -10,11 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,10 @@ import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
+from bench.prompts import read_prompts
 from bench.report import Report
 from bench.scale.system import Draft, gateway, remember, target, tell
-from bench.scale.theory import speedup
+from bench.scale.theory import Cost, speedup
 from bench.system import PROMPTS
 from outrider.checkpoint import resolve
 from outrider.config import TargetConfig
@@ -57,24 +58,32 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     return [cell for name in args.axes for cell in axes[name]]
 
 
-def step_cost(model: str, dtype: str) -> Callable[[int], float]:
-    """Seconds of a step of the engine alone by its number of hints, between measured points on straight lines."""
+def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cost]:
+    """For each context: seconds of a step of the engine alone by its number of hints.
+
+    Between measured points they lie on straight lines.
+    """
     from bench.target import verified_steps
     from services.target.app import build_engine
 
     engine = build_engine(
         resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True, self_draft="off")
     )  # type: ignore[arg-type]
-    taken = verified_steps(engine, _ROWS, _STEPS)
+    taken = {context: verified_steps(engine, _ROWS, _STEPS, context) for context in contexts}
     del engine
     gc.collect()
-    return lambda hints: float(np.interp(hints + 1, _ROWS, taken))
+    return {context: partial(_between, seconds) for context, seconds in taken.items()}
+
+
+def _between(seconds: Sequence[float], hints: int) -> float:
+    """Seconds of a step with so many hints. seconds: of steps with _ROWS rows."""
+    return float(np.interp(hints + 1, _ROWS, seconds))
 
 
 def prompts(folder: Path, context: int, count: int) -> list[list[int]]:
     """So many different prompts of so many tokens, of the benchmark's texts."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()]
+    texts = [prompt.turns[0] for prompt in read_prompts(PROMPTS)]
     found = []
     for i in range(count):
         tokens: list[int] = []
@@ -119,8 +128,8 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     report = Report("scale", "How speculation grows: tokens per second with hints over those without")
     todo = cells(args)
-    cost = step_cost(args.model_path, args.dtype)
-    report.notes = _notes(args, cost)
+    costs = step_costs(args.model_path, args.dtype, sorted({cell.context for cell in todo if cell.sessions == 1}))
+    report.notes = _notes(args, costs)
     folder = resolve(args.model_path)
     longest = max(cell.context for cell in todo) + args.new_tokens
     most = max(cell.sessions for cell in todo)
@@ -131,14 +140,14 @@ def main(argv: Sequence[str]) -> None:
         bar = progress.add_task("points", total=len(todo))
         with target(Path(where), flags) as address:
             for cell in todo:
-                report.add(**_point(Path(where), folder, address, cell, args, cost))
+                report.add(**_point(Path(where), folder, address, cell, args, costs))
                 progress.advance(bar)
                 _plot(report, args.axes)
                 report.write()
 
 
 def _point(
-    where: Path, folder: Path, address: str, cell: Cell, args: argparse.Namespace, cost: Callable[[int], float]
+    where: Path, folder: Path, address: str, cell: Cell, args: argparse.Namespace, costs: Mapping[int, Cost]
 ) -> dict[str, Any]:
     asked = prompts(folder, cell.context, cell.sessions)
     with gateway(where, address) as plain:
@@ -154,12 +163,20 @@ def _point(
     }  # fmt: skip
     if cell.sessions == 1:
         away = cell.draft.seconds + 2 * cell.draft.delay + _STREAMS
-        row["expected"] = speedup(cell.draft.acceptance, cost, away, cell.draft.tokens)
+        row["expected"] = speedup(cell.draft.acceptance, costs[cell.context], away, cell.draft.tokens)
     return row
 
 
-def _notes(args: argparse.Namespace, cost: Callable[[int], float]) -> list[str]:
-    steps = ", ".join(f"{rows} {1e3 * cost(rows - 1):.1f}" for rows in _ROWS)
+def _notes(args: argparse.Namespace, costs: Mapping[int, Cost]) -> list[str]:
+    steps = "; ".join(
+        f"at {context} tokens " + ", ".join(f"{rows} {1e3 * cost(rows - 1):.1f}" for rows in _ROWS)
+        for context, cost in costs.items()
+    )
+    expected = (
+        "expected (bench/scale/theory.py), for one session: of steps of the engine alone at the point's context, rows "
+        f"and ms: {steps}; and of {1e3 * _STREAMS:g} ms for a round through the streams; the target does what pays "
+        "best, at least plain steps"
+    )
     return [
         f"{resolve(args.model_path).name}, {args.dtype}; greedy, {args.new_tokens} new tokens; where an axis does not "
         f"say otherwise: {args.context} tokens of context, 1 session, acceptance {args.acceptance:g}, proposals of "
@@ -167,8 +184,7 @@ def _notes(args: argparse.Namespace, cost: Callable[[int], float]) -> list[str]:
         "ratio: median of rounds in which requests with and without hints alternate on the same processes; lowest and "
         "highest of them; texts are compared, and equal",
         "the draft is simulated and uses no core: it waits; network: one way, each way",
-        f"expected (bench/scale/theory.py): of steps of the engine alone, rows and ms: {steps}; and of "
-        f"{1e3 * _STREAMS:g} ms for a round through the streams; the target does what pays best, at least plain steps",
+        *([expected] if costs else []),
     ]
 
 
