@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. tokens: new ones, counted by the peer; first, seconds: until the first token and the last"""
+    """An answer. tokens: new ones, counted by the peer; first, seconds: until the first token, and until it is whole"""
 
     text: str
     tokens: int
@@ -27,7 +27,8 @@ class Reply:
 @dataclass(frozen=True)
 class Facts:
     """Of a peer. family: peers of one family and one number format should say the same; weights: number format;
-    speculation: how it drafts, "" for not at all; size: bytes of weights that a step reads
+    speculation: how it drafts, "" for not at all; size: bytes of weights that a step reads; batched: whether steps
+    are shared by requests that come at once, which are answered one after another otherwise
     """
 
     name: str
@@ -35,6 +36,7 @@ class Facts:
     weights: str
     speculation: str = ""
     size: int = 0
+    batched: bool = True
 
 
 class Peer(ABC):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from bench.peers.base import Facts, Reply
 
 Replies = Mapping[str, Sequence[Reply]]  # by peer, one a prompt
+Rates = Mapping[str, Sequence[float]]  # by peer, tokens a second of each group of requests at once
 
 
 def median_and_quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from bench.peers import servers
 from bench.peers.base import Facts, Peer, Reply
-from bench.peers.figures import median_and_quartiles, ratios, same_texts
+from bench.peers.figures import Rates, Replies, median_and_quartiles, ratios, same_texts
 from bench.peers.workers import Worker
 from bench.prompts import first_of_each, read_prompts, sample
 from bench.report import Report
@@ -61,7 +61,7 @@ def catalogue(args: argparse.Namespace, folder: Path) -> Iterator[Peer]:
     for mode in args.transformers:
         speculation = "" if mode == "plain" else mode.partition(":")[0]
         facts = Facts(f"transformers {mode}", "transformers", args.transformers_dtype, speculation,
-                      int(size * _OF_BF16[args.transformers_dtype]))  # fmt: skip
+                      int(size * _OF_BF16[args.transformers_dtype]), batched=False)  # fmt: skip
         arguments = [str(model), args.transformers_dtype, str(threads), mode]
         yield Worker(facts, sys.executable, "transformers_worker.py", arguments, folder)
     for label, file in map(_named, args.llama_model):
@@ -71,7 +71,8 @@ def catalogue(args: argparse.Namespace, folder: Path) -> Iterator[Peer]:
     for label, where in map(_named, args.openvino_model):
         for speculation, mode in (("", "plain"), ("lookup", "lookup")):
             weights = sum(f.stat().st_size for f in where.glob("openvino_model.bin"))
-            facts = Facts(_name("OpenVINO", label, speculation), "OpenVINO", label, speculation, weights)
+            facts = Facts(_name("OpenVINO", label, speculation), "OpenVINO", label, speculation, weights,
+                          batched=mode == "plain")  # fmt: skip
             yield Worker(facts, args.openvino_python, "openvino_worker.py", [str(where), str(threads), mode], folder)
     if args.vllm:
         for speculation, flags in _VLLM_DRAFTS.items():
@@ -109,26 +110,12 @@ def main(argv: Sequence[str]) -> None:
         replies, together = ask_in_turns(peers, texts, groups, args.new_tokens)
         bandwidth = (bandwidth + read_bandwidth(len(os.sched_getaffinity(0)))) / 2
     facts = [peer.facts for peer in peers]
-    same = same_texts(facts, replies)
-    for one in facts:
-        rate, low, high = median_and_quartiles([r.rate for r in replies[one.name] if r.tokens > 1])
-        report.add(**{
-            "peer": one.name, "weights": one.weights, "drafts": one.speculation or "-", "tokens/s": rate,
-            "quartiles": f"{low:.0f}-{high:.0f}", "first token, ms": 1e3 * median(r.first for r in replies[one.name]),
-            "floor, tokens/s": bandwidth / one.size, "of floor": rate * one.size / bandwidth,
-            f"{args.together} at once, tokens/s": median(together[one.name]), "same text": same.get(one.name, "-"),
-        })  # fmt: skip
-    others = [one for one in facts if one.family != "outrider" or not one.speculation]
-    for ours in (one for one in facts if one.family == "outrider"):
-        row: dict[str, object] = {"ours": ours.name}
-        for other in others:
-            row[other.name] = _spread(ratios(replies[ours.name], replies[other.name]))
-            over = [a / b for a, b in zip(together[ours.name], together[other.name], strict=True)]
-            row[f"{other.name}, {args.together}"] = _spread(over)
-        table.add(**row)
+    add_rates(report, facts, replies, together, args.together, bandwidth)
+    add_ratios(table, facts, replies, together, args.together)
     report.notes = _notes(args, len(texts), bandwidth, fresh=len(fresh) >= len(chosen))
     table.notes = [
-        "median and quartiles over prompts; with a number: so many requests at once, over groups of them",
+        "median and quartiles over prompts; with a number: so many requests at once, over groups of them; - where the "
+        "other one would answer them one after the other",
         *report.notes[:1],
     ]
     _plot(report, f"{args.together} at once, tokens/s")
@@ -136,7 +123,37 @@ def main(argv: Sequence[str]) -> None:
     table.write()
 
 
+def add_rates(
+    report: Report, peers: Sequence[Facts], replies: Replies, together: Rates, count: int, bandwidth: float
+) -> None:
+    """A row a peer. together: of groups of `count` requests at once; bandwidth: of the machine, in bytes a second."""
+    same = same_texts(peers, replies)
+    for one in peers:
+        rate, low, high = median_and_quartiles([r.rate for r in replies[one.name] if r.tokens > 1])
+        report.add(**{
+            "peer": one.name, "weights": one.weights, "drafts": one.speculation or "-", "tokens/s": rate,
+            "quartiles": f"{low:.0f}-{high:.0f}", "first token, ms": 1e3 * median(r.first for r in replies[one.name]),
+            "floor, tokens/s": bandwidth / one.size, "of floor": rate * one.size / bandwidth,
+            f"{count} at once, tokens/s": median(together[one.name]) if one.batched else "-",
+            "same text": same.get(one.name, "-"),
+        })  # fmt: skip
+
+
+def add_ratios(report: Report, peers: Sequence[Facts], replies: Replies, together: Rates, count: int) -> None:
+    """A row for each of ours, over every other one and over ours without drafts."""
+    others = [one for one in peers if one.family != "outrider" or not one.speculation]
+    for ours in (one for one in peers if one.family == "outrider"):
+        row: dict[str, object] = {"ours": ours.name}
+        for other in others:
+            row[other.name] = _spread(ratios(replies[ours.name], replies[other.name]))
+            pairs = zip(together[ours.name], together[other.name], strict=True) if other.batched else ()
+            row[f"{other.name}, {count}"] = _spread([a / b for a, b in pairs])
+        report.add(**row)
+
+
 def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
     middle, low, high = median_and_quartiles(values)
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
@@ -144,9 +161,13 @@ def _spread(values: Sequence[float]) -> str:
 def ask_in_turns(
     peers: Sequence[Peer], texts: Sequence[str], groups: Sequence[list[str]], new: int
 ) -> tuple[dict[str, list[Reply]], dict[str, list[float]]]:
-    """Every prompt to every peer, alone; then groups at once. Returns replies and groups' tokens a second, by peer."""
+    """Every prompt to every peer, alone; then groups at once, to those that answer them at once.
+
+    Returns replies and groups' tokens a second, by peer.
+    """
     replies: dict[str, list[Reply]] = {peer.facts.name: [] for peer in peers}
     rates: dict[str, list[float]] = {peer.facts.name: [] for peer in peers}
+    batched = [peer for peer in peers if peer.facts.batched]
     order = random.Random(0)
     with Progress() as progress:
         bar = progress.add_task("prompts", total=len(texts) + len(groups))
@@ -156,7 +177,7 @@ def ask_in_turns(
                 replies[peer.facts.name] += peer.ask([text], new)[1]
             progress.advance(bar)
         for group in groups:
-            for peer in order.sample(peers, len(peers)):
+            for peer in order.sample(batched, len(batched)):
                 time.sleep(_REST)
                 seconds, said = peer.ask(group, new)
                 rates[peer.facts.name].append(sum(reply.tokens for reply in said) / seconds)
@@ -172,8 +193,8 @@ def _notes(args: argparse.Namespace, count: int, bandwidth: float, *, fresh: boo
         "tokens/s: of one request behind its first token, median and quartiles over prompts",
         f"floor: the weights of a step at {bandwidth / 1e9:.1f} GB/s; what drafts may lie above it",
         f"at once: {asked}; same text: answers equal to the same peer's without drafts",
-        "servers are asked over HTTP; transformers and OpenVINO answer in their own process; several at once are one "
-        "after the other for transformers",
+        "servers are asked over HTTP; transformers and OpenVINO answer in their own process; several at once: - where "
+        "they would be one after the other, as with transformers and with OpenVINO's lookup",
     ]
 
 
@@ -187,8 +208,11 @@ def _plot(report: Report, at_once: str) -> None:
     figure, panels = plt.subplots(1, 2, figsize=(9, 0.8 + 0.3 * len(rows)), layout="constrained", sharey=True)
     for panel, column in zip(panels, ("tokens/s", at_once), strict=True):
         colors = ["tab:blue" if row["peer"].startswith("outrider") else "tab:gray" for row in rows]
-        bars = panel.barh([row["peer"] for row in rows], [row[column] for row in rows], color=colors)
-        panel.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
+        known = [row[column] != "-" for row in rows]
+        rates = [row[column] if there else 0.0 for row, there in zip(rows, known, strict=True)]
+        bars = panel.barh([row["peer"] for row in rows], rates, color=colors)
+        labels = [f"{rate:.0f}" if there else "-" for rate, there in zip(rates, known, strict=True)]
+        panel.bar_label(bars, labels, padding=2, fontsize=7)
         panel.set(xlabel=column)
         panel.margins(x=0.1)
         panel.tick_params(axis="y", labelsize=7)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: MODEL THREADS plain|lookup. Several prompts at once share its continuous batching."""
+"""OpenVINO GenAI: MODEL THREADS plain|lookup. Several prompts at once share its continuous batching, if plain."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Model:
         return {"text": result.texts[0], "tokens": tokens, "first": times[0] - start, "seconds": seconds}
 
     def answers(self, texts: list[str], new: int) -> list[dict[str, Any]]:
-        """Greedy answers to all at once."""
+        """Greedy answers to all, at once but for lookup, which has them one after another."""
         if len(texts) == 1 or self._together is None:
             return [self.answer(text, new) for text in texts]
         start = time.perf_counter()
