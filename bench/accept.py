@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +21,7 @@ import httpx
 from rich.progress import Progress, TaskID
 
 from bench.prompts import Prompt, first_of_each, read_prompts
-from bench.report import Report, results
+from bench.report import Report, earlier_rows
 from bench.serve.outcome import Outcome
 from bench.serving import ask, new_tokens, served, speculation
 from outrider.checkpoint import resolve
@@ -61,13 +60,18 @@ def named_drafter(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 def measure(
-    model: str, flags: Sequence[str], prompts: Sequence[Prompt], args: argparse.Namespace, name: str
+    model: str,
+    flags: Sequence[str],
+    prompts: Sequence[Prompt],
+    args: argparse.Namespace,
+    temperatures: Sequence[float],
+    name: str,
 ) -> dict[float, Result]:
-    """One drafter at every temperature, in one system that forgets all between them."""
+    """One drafter at some temperatures, in one system that forgets all between them."""
     results = {}
     turns = [prompt.turns[: args.turns] for prompt in prompts]
     with served(model, flags, args.dtype) as url, Progress() as progress:
-        for temperature in args.temperature:
+        for temperature in temperatures:
             bar = progress.add_task(f"{name}, temperature {temperature:g}", total=sum(map(len, turns)))
             httpx.post(f"{url}/flush_cache", timeout=60).raise_for_status()
             body = {"temperature": temperature, "max_tokens": args.max_tokens}
@@ -130,26 +134,23 @@ def main(argv: list[str]) -> None:
     model, prompts = args.model_path, first_of_each(read_prompts(args.prompts), args.limit)
     report = Report("accept", "How much drafters foretell: accept length by category")
     report.notes = _notes(args, model, prompts)
-    if args.resume and (results() / "accept.json").exists():
-        report.rows = _rows_of(results() / "accept.json", report.notes)
-    known = {row["drafter"] for row in report.rows}
+    if args.resume:
+        try:
+            report.rows = earlier_rows("accept", lambda notes: notes == report.notes)
+        except ValueError as error:
+            parser.error(str(error))
+    known = {(row["drafter"], row["temperature"]) for row in report.rows}
     plain: dict[float, Result] = {}
     for name, flags in drafters.items():
-        if name in known:
+        missing = [temperature for temperature in args.temperature if (name, temperature) not in known]
+        if not missing:
             continue
-        for temperature, result in measure(model, flags, prompts, args, name).items():
+        for temperature, result in measure(model, flags, prompts, args, missing, name).items():
             if name == _PLAIN:
                 plain[temperature] = result
             add_rows(report, name, temperature, result, prompts, plain.get(temperature))
         _plot(report)
         report.write()
-
-
-def _rows_of(file: Path, notes: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of a report on the same model and prompts; none of another one."""
-    content = json.loads(file.read_text())
-    rows: list[dict[str, Any]] = content["rows"] if content["notes"] == list(notes) else []
-    return rows
 
 
 def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> list[str]:

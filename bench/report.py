@@ -9,7 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,6 +83,22 @@ def commit() -> str:
 
     dirty = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if dirty else "")
+
+
+def earlier_rows(name: str, same: Callable[[list[str]], bool]) -> list[dict[str, Any]]:
+    """The rows of the last report of a name, to go on with; none if its notes are not the same in what matters.
+
+    Raises ValueError if other code took them, or another machine: a page names one commit and one machine.
+    """
+    file = results() / f"{name}.json"
+    content = json.loads(file.read_text()) if file.exists() else {"notes": [], "rows": []}
+    if not same(content["notes"]) or not content["rows"]:
+        return []
+    for fact, now in (("commit", commit()), ("hardware", hardware())):
+        if content[fact] != now:
+            raise ValueError(f"--resume: the rows of {file} are of {fact} {content[fact]}, not of {now}; measure anew")
+    rows: list[dict[str, Any]] = content["rows"]
+    return rows
 
 
 def recipe() -> dict[str, Any]:

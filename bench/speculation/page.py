@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-from typing import Any
 
-from bench.report import Report, results
+from bench.report import Report, earlier_rows
 from bench.speculation import judge
 from bench.speculation.settings import PLAIN, Setting
 from outrider.checkpoint import resolve
@@ -32,21 +30,27 @@ class Page:
     """A report under way."""
 
     def __init__(self, args: argparse.Namespace, size: int) -> None:
-        """size: prompts of a round. With args.resume it begins with the rows of the last run, if that was the same."""
+        """size: prompts of a round.
+
+        With args.resume it begins with the rows of the last run, if that asked the same. Raises ValueError if other
+        code took those, or another machine.
+        """
         self._args = args
         self._facts = facts(args, size)
         self.report = Report(_NAME, "Settings of speculation against plain decoding", columns=_COLUMNS)
         self.report.notes = [self._facts, *_WORDS]
         if args.resume:
-            self.report.rows = self._earlier()
+            self.report.rows = earlier_rows(_NAME, lambda notes: self._facts in notes)
 
     def has(self, setting: Setting) -> bool:
         """True if a setting's rows are there."""
         return any(row["flags"] == shlex.join(setting.flags) for row in self.report.rows)
 
     def write(self) -> None:
-        """Write what is known so far, with what follows from it."""
+        """Write what is known so far, with what follows from it; as long as that is nothing, an earlier page stays."""
         rows = self.report.rows
+        if not rows:
+            return
         proposed = [
             {
                 "concurrency": concurrency,
@@ -60,19 +64,11 @@ class Page:
             ("Trees that adapt against the best explicit one", judge.adaptive_against_fixed(rows)),
             ("What to serve with, by concurrency", proposed),
         ]
-        if rows:
-            plot(self.report)
+        plot(self.report)
         self.report.notes = [note for note in self.report.notes if note != _WARNING]
         if any(row["round_s"] < _SHORT for row in rows):
             self.report.notes.append(_WARNING)
         self.report.write()
-
-    def _earlier(self) -> list[dict[str, Any]]:
-        """The rows of a report on the same model, prompts and loads; none of another one."""
-        file = results() / f"{_NAME}.json"
-        content = json.loads(file.read_text()) if file.exists() else {"notes": []}
-        rows: list[dict[str, Any]] = content["rows"] if self._facts in content["notes"] else []
-        return rows
 
 
 def facts(args: argparse.Namespace, size: int) -> str:

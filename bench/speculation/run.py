@@ -4,7 +4,7 @@ Every setting (a drafter with trees that adapt, or with an explicit tree) is sta
 that decodes plainly. The two take turns over parts of the prompts, so that a machine that is now faster and now slower
 is so for both; a setting's figure is its ratio over plain decoding, with a confidence interval over the rounds. At the
 end stand the flags to serve with, and whether trees that adapt beat the best explicit one. --resume goes on with what
-an earlier call of the same flags has measured.
+an earlier call of the same flags has measured, by the same code on the same machine.
 """
 
 from __future__ import annotations
@@ -103,9 +103,9 @@ def main(argv: list[str], serve: Serve = served) -> int:
     args = flags.parse_args(argv)
     try:
         parts = parts_of(args)
+        page = Page(args, len(parts[0]))
     except (OSError, ValueError) as error:
         flags.error(str(error))
-    page = Page(args, len(parts[0]))
     missing = [setting for setting in settings_of(args) if not page.has(setting)]
     if missing:
         try:
