@@ -34,35 +34,60 @@ def read_prompts(file: Path) -> list[Prompt]:
     """The prompts of a file, in its order.
 
     Either JSON lines or one JSON list. A row has "turns" (Spec-Bench, MT-bench), "prompt", or "conversations"
-    (ShareGPT: the human's turns are taken, with the lengths of the answers to them, of which four characters are taken
-    for a token; rows in which no human is answered are left out), and perhaps a "category".
-    Raises ValueError that names the row, for rows of another form.
+    (ShareGPT, whose turns have "from" and "value", or "role" and "content": the human's are taken, with the lengths of
+    the answers to them, of which four characters are taken for a token; rows in which no human is answered are left
+    out), and perhaps a "category".
+    Raises ValueError that names file and row, for rows of another form and for what is no JSON.
     """
-    text = file.read_text()
+    text = file.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
-        rows = json.loads(text)
+        rows = list(enumerate(_parsed(text, str(file)), start=1))
     else:
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    prompts = [_prompt_of(row, f"{file}, row {number}") for number, row in enumerate(rows, start=1)]
+        # What else ends lines, such as U+2028, may stand in a text, where JSON escapes this alone.
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        rows = [(number, _parsed(line, f"{file}, row {number}")) for number, line in lines]
+    prompts = [_prompt_of(row, f"{file}, row {number}") for number, row in rows]
     return [prompt for prompt in prompts if prompt.turns]
 
 
-def _prompt_of(row: dict[str, Any], where: str) -> Prompt:
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is no JSON: {error}") from None
+
+
+def _prompt_of(row: Any, where: str) -> Prompt:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is no object")
     lengths: tuple[int, ...] = ()
     if "turns" in row:
         turns = row["turns"]
     elif "prompt" in row:
         turns = [row["prompt"]]
     elif "conversations" in row:
-        said = [(turn["from"] in ("human", "user"), turn["value"]) for turn in row["conversations"]]
-        answered = [(a, b) for (human, a), (again, b) in itertools.pairwise(said) if human and not again]
+        answered = _answered(row["conversations"], where)
         turns = [question for question, _ in answered]
         lengths = tuple(max(1, round(len(answer) / _CHARACTERS)) for _, answer in answered)
     else:
         raise ValueError(f'{where} has neither "turns" nor "prompt" nor "conversations"')
-    if not all(isinstance(turn, str) for turn in turns):
-        raise ValueError(f"{where} has turns that are not text")
+    if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
+        raise ValueError(f"{where} has turns that are not text, or no list of them")
     return Prompt(str(row.get("category", "all")), tuple(turns), lengths)
+
+
+def _answered(turns: Any, where: str) -> list[tuple[str, str]]:
+    """What humans say in a conversation, where they are answered, and the answers."""
+    try:
+        said = [
+            (turn.get("from") or turn["role"], turn["value"] if "value" in turn else turn["content"]) for turn in turns
+        ]
+    except (TypeError, LookupError, AttributeError):
+        raise ValueError(f'{where} has turns without "from" and "value", or "role" and "content"') from None
+    if not all(isinstance(text, str) for _, text in said):
+        raise ValueError(f"{where} has turns that are not text")
+    pairs = itertools.pairwise((speaker in ("human", "user"), text) for speaker, text in said)
+    return [(question, answer) for (human, question), (again, answer) in pairs if human and not again]
 
 
 def first_of_each(prompts: Iterable[Prompt], limit: int | None) -> list[Prompt]:

@@ -14,7 +14,6 @@ The page says so where its weights take no more than 16 values in a block of 32.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from bench.prompts import read_prompts
 from bench.report import Report
 from bench.target import GREEDY
 from outrider import checkpoint
@@ -54,13 +54,13 @@ def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/quality.*."""
     parser = argparse.ArgumentParser(prog="outrider bench quality", description=__doc__)
     parser.add_argument("--model", default="default")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSON lines with a "prompt" each')
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, as of `bench serve`; first turns")
     parser.add_argument("--count", type=int, default=64, help="prompts, at most")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS)[1:], default=list(FORMATS)[1:])
     args = parser.parse_args(argv)
     folder = checkpoint.resolve(args.model)
-    prompts = read_prompts(folder, args.prompts, args.count)
+    prompts = rendered(folder, [prompt.turns[0] for prompt in read_prompts(args.prompts)[: args.count]])
     engine = engine_of(folder, "float32")
     texts = answers(engine, prompts, args.tokens)
     right = [distributions(engine, text, len(prompt)) for prompt, text in zip(prompts, texts, strict=True)]
@@ -83,17 +83,14 @@ def main(argv: Sequence[str]) -> None:
     report.write()
 
 
-def read_prompts(folder: Path, path: Path, count: int) -> list[list[int]]:
-    """Prompts as the model's chat template puts them, if it has one."""
+def rendered(folder: Path, texts: Sequence[str]) -> list[list[int]]:
+    """Tokens of prompts as the model's chat template puts them, if it has one."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    rendered = []
-    for line in path.read_text().splitlines()[:count]:
-        text = json.loads(line)["prompt"]
-        if tokenizer.chat_template:
-            message = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        rendered.append(tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template))
-    return rendered
+    if not tokenizer.chat_template:
+        return [tokenizer.encode(text) for text in texts]
+    messages = [[{"role": "user", "content": text}] for text in texts]
+    said = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return [tokenizer.encode(text, add_special_tokens=False) for text in said]
 
 
 def engine_of(folder: Path, name: str) -> TargetEngine:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.prompts import read_prompts
 from bench.report import Report
 from bench.serving import ask, new_tokens, served, speculation
 from outrider.checkpoint import resolve, weight_files
@@ -42,7 +43,7 @@ def drafters_for(model: str) -> dict[str, list[str]]:
 
 def prompts(count: int) -> list[str]:
     """The first prompts of the file."""
-    return [json.loads(line)["prompt"] for line in PROMPTS.read_text().splitlines()][:count]
+    return [prompt.turns[0] for prompt in read_prompts(PROMPTS)[:count]]
 
 
 def transformers_generate(model: str, dtype: str, texts: list[str], max_tokens: int) -> tuple[float, int]:
