@@ -35,6 +35,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
 _PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+_HUB_DOUBLES = ["*/*.safetensors", "consolidated*.safetensors"]  # the same weights, as others' code reads them
 
 
 def cache_folder() -> Path:
@@ -153,7 +154,9 @@ def _from_hub(repository: str, revision: str | None, torch_files: bool = False) 
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES))
+        folder = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DOUBLES)
+        )
         if torch_files and not any(folder.glob("*.safetensors")):
             snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
         return folder

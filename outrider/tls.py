@@ -159,8 +159,9 @@ def _read(path: str, flag: str) -> bytes:
 
 
 def _check_certificates(content: bytes, path: str, flag: str) -> None:
+    # Comments between certificates may be in any letters, which the library does not take.
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii", "replace"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=content.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
         raise ConfigError(f"{path} ({flag}) holds no certificate in PEM form") from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import urllib.error
+import http.client
 import urllib.request
 from collections.abc import Callable
 
@@ -46,5 +46,5 @@ def _http_health(base_url: str, timeout: float, tls: ClientTls | None) -> bool:
     try:
         with opener.open(base_url.rstrip("/") + "/health", timeout=timeout) as answer:
             return bool(answer.status == 200)
-    except (OSError, urllib.error.HTTPError):
+    except (OSError, http.client.HTTPException):  # such as a port that speaks something else
         return False

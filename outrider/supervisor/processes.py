@@ -143,7 +143,9 @@ class Child:
 
 
 def stop_and_hurry(tell: Callable[[], None] = lambda: None) -> tuple[asyncio.Event, asyncio.Event]:
-    """What SIGINT and SIGTERM set: the first one an event to stop, a second one another to hurry.
+    """What SIGINT, SIGTERM and SIGHUP set: the first one an event to stop, a second one another to hurry.
+
+    SIGHUP, as a terminal sends that is closed, is ignored where it was before, by `nohup`.
 
     tell: called each time
     """
@@ -155,7 +157,8 @@ def stop_and_hurry(tell: Callable[[], None] = lambda: None) -> tuple[asyncio.Eve
         stop.set()
         tell()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     return stop, hurry
 

@@ -5,6 +5,7 @@ import datetime as dt
 import ssl
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -110,6 +111,12 @@ def _only_with_a_certificate(gateway, ours, visitor):
             httpx.get(f"{gateway.url}/health", verify=verify)
     with pytest.raises(httpx.TransportError):
         httpx.get(gateway.url.replace("https", "http"))
+
+
+def test_certificates_may_have_comments_in_any_letters(folder, ours):
+    path = folder / "commented.pem"
+    path.write_bytes("Zertifikat für Zürich\n".encode() + Path(ours.ca_certs).read_bytes())
+    assert read_authorities(str(path), "--ssl-ca-certs")
 
 
 def test_tls_alone_asks_clients_for_nothing(folder, ours, server, target):

@@ -1,11 +1,10 @@
 """Small real processes to supervise, and a supervisor of them to kill."""
 
 import asyncio
-import signal
 import socket
 import sys
 
-from outrider.supervisor.processes import Backoff, Child, supervise
+from outrider.supervisor.processes import Backoff, Child, stop_and_hurry, supervise
 
 # Answers /health with 200; ends at SIGTERM with code 0.
 HEALTHY = """
@@ -52,9 +51,7 @@ async def wait_ready(children):
 
 async def main():
     """A supervisor of two healthy children that shows their ids, for tests that kill it."""
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    stop, hurry = stop_and_hurry()
     children = [
         child(globals()[kind], name=kind, on_line=lambda line: print(line, flush=True)) for kind in sys.argv[1:]
     ]

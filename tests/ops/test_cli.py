@@ -161,9 +161,15 @@ async def test_http_health_is_asked():
         await writer.drain()
         writer.close()
 
+    async def grpc_instead(reader, writer):
+        writer.write(b"\x00\x00\x18\x04")
+        writer.close()
+
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     assert not await is_healthy(url)
+    async with await asyncio.start_server(grpc_instead, "127.0.0.1", port):
+        assert not await is_healthy(url)
     async with await asyncio.start_server(answer, "127.0.0.1", port):
         assert not await is_healthy(url)
         status = "200 OK"

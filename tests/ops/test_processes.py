@@ -187,13 +187,25 @@ def test_children_never_outlive_a_killed_supervisor(harness):
     wait_gone(pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_cleanly(harness, number):
     process, pids = harness("HEALTHY", "HEALTHY")
     process.send_signal(number)
     assert process.wait(10) == 0
     assert process.stdout.read().endswith("over\n")
     wait_gone(pids, 0.1)
+
+
+def test_a_hangup_is_not_heard_where_nohup_says_so(harness):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what processes inherit
+    try:
+        process, pids = harness("HEALTHY")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    assert not any(map(gone, pids))
 
 
 def test_a_second_signal_does_not_wait(harness):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 
 from outrider import checkpoint
@@ -57,6 +58,16 @@ def test_an_id_that_the_hub_cannot_give_is_refused(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match="somebody/some-model"):
         checkpoint.resolve("somebody/some-model")
+
+
+def test_no_weights_are_fetched_twice():
+    """What some publish beside theirs, for other code, is left on the hub."""
+    files = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "modeling_own.py"]
+    others = ["original/model.safetensors", "consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    wanted = filter_repo_objects(
+        [*files, *others], allow_patterns=checkpoint._HUB_FILES, ignore_patterns=checkpoint._HUB_DOUBLES
+    )
+    assert list(wanted) == files
 
 
 def test_fingerprints_tell_checkpoints_apart(folder):
