@@ -110,14 +110,16 @@ class Frontier:
     def renumber(self, kept: list[int], *, root_expanded: bool) -> None:
         """The root has moved down. kept: old index of each surviving node; those that are open enter anew."""
         self.root_expanded = root_expanded
-        self.expanded = {new for new, old in enumerate(kept) if old in self.expanded}
+        known = root_expanded or not self._from_parents  # else it begins anew at the root
+        self.expanded = {new for new, old in enumerate(kept) if old in self.expanded} if known else set()
         self._open = set()
 
     def survey(self, tree: SpeculationTree, max_depth: int) -> None:
         """The tree has changed."""
 
-    def needed(self) -> list[int] | None:
+    def needed(self, tree: SpeculationTree) -> list[int] | None:
         """After a commit: the nodes that are still of use, parents before children; None if all are."""
+        del tree
         return None
 
     def chosen(self, tree: SpeculationTree) -> Sequence[int]:

@@ -10,12 +10,14 @@ import torch
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
-from outrider.serving.features import FeatureSpec
+from outrider.serving.features import FeatureBlock, FeatureSpec
+from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.tree import ROOT
 from services.draft.app import build
 from services.draft.model.formats.mtp import read_mtp
 from services.draft.model.formats.target import read_target
 from tests.checkpoints.mtp import Reference, as_multimodal, mtp_layer, prefix_of, write_mtp
+from tests.draft.helpers import fed, request, settle
 from tests.draft.stepping import Stepper
 from tests.tiny import VOCAB
 
@@ -87,6 +89,27 @@ def test_a_layer_of_a_model_that_sees_images(tmp_path, family):
     folder = write_mtp(tmp_path / "model", family)
     whole = as_multimodal(folder, tmp_path / "whole")
     follow(read_mtp(whole, read_target(whole)), Reference(folder, family, tmp_path / "scratch"))
+
+
+def test_several_layers_beside_ngrams(tmp_path):
+    """Of a text that repeats, n-grams know more levels than there are layers; states come later than commits."""
+    folder = write_mtp(tmp_path / "model", "mimo-v2", layers=3)
+    engine = fed("NEXTN", folder, folder, speculative_ngram_beside=True)
+    width, rng = engine.drafter.runner.config.hidden_size, np.random.default_rng(0)
+    cycle = [10, 11, 12, 13, 14, 15]
+    tokens, known = cycle * 4, 0
+    engine.open(request(1, tokens, max_tokens=400))
+    for _ in range(6):
+        rows = rng.standard_normal((len(tokens) - 1 - known, width)).astype(np.float32)
+        engine.receive_features([FeatureBlock(1, known, rows.view(np.uint8))])
+        known += len(rows)
+        settle(engine)
+        new = [cycle[(len(tokens) + i) % 6] for i in range(5)]
+        tokens += new
+        engine.receive([], [Commit(1, len(tokens) - 5, np.array(new, np.uint32), path_hash(np.array(tokens)))])
+        engine.step()
+    assert 1 in engine.running
+    engine.check()
 
 
 @pytest.mark.parametrize(("family", "count", "length"), [("mimo-v2", 3, 24), ("mimo-v2", 3, 4), ("glm-4.5", 2, 24)])
