@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.frontier import Frontier
+from services.draft.trunk import SCRATCH_SLOTS
 
 
 class BeamFrontier(Frontier):
@@ -91,7 +92,7 @@ class BeamFrontier(Frontier):
         if self._merged:  # more than the K children of this drafter's
             beam = self._best(score, beam)
         for _ in range(1, min(self.shape.steps, max_depth)):
-            self._missing = [node for node in beam if node not in self.expanded]
+            self._missing = [node for node in beam if node not in self.expanded][: self._room]
             level = [child for node in beam if node in self.expanded for child in tree.children_of(node)]
             self._candidates += level
             if self._missing:
@@ -101,9 +102,30 @@ class BeamFrontier(Frontier):
     def _best(self, score: Sequence[float], nodes: list[int]) -> list[int]:
         return sorted(nodes, key=lambda node: -score[node])[: self.shape.topk]  # sorting is stable
 
-    def needed(self) -> list[int]:
-        """Nodes that the tree is made of, parents before children."""
-        return sorted(self._candidates)
+    @property
+    def _room(self) -> int:
+        """Nodes that may still be expanded: where another drafter's come meanwhile, the beam moves on to others."""
+        return max(SCRATCH_SLOTS, self.shape.expansions) - len(self.expanded)
+
+    def needed(self, tree: SpeculationTree) -> list[int]:
+        """Nodes that the tree is made of, parents before children, and what is known below them.
+
+        That is kept as far as there is room beside a whole tree; what loses its children is to be expanded anew.
+        """
+        kept, expanded = set(self._candidates), set[int]()
+        room = max(SCRATCH_SLOTS - self.shape.expansions, 0)
+        known = [node for node in self._candidates if node in self.expanded]
+        for node in known:
+            children = tree.children_of(node)
+            if not kept.issuperset(children):
+                if not room:
+                    continue
+                room -= 1
+                kept.update(children)
+                known += [child for child in children if child in self.expanded]
+            expanded.add(node)
+        self.expanded = expanded
+        return sorted(kept)
 
     def chosen(self, tree: SpeculationTree) -> list[int]:
         """The nodes to propose, by flat number; none before all is known."""

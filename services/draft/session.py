@@ -272,7 +272,7 @@ class DraftSession:
         """Forget nodes that are of no use. kept: old index of each node. Returns those of the nodes that stay."""
         self._survey()
         main = self.frontiers[-1]
-        needed = main.needed()
+        needed = main.needed(self.tree)
         if needed is None:
             return kept
         self.tree.retain(needed)

@@ -20,7 +20,7 @@ Ruler: the root's children can be known only if computed = length - shift; else 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,10 +134,10 @@ class Trunk:
             self.settled = self.computed
         return moves
 
-    def renumber(self, kept: list[int]) -> None:
-        """The tree has moved its root down. kept: old index of each surviving node."""
+    def renumber(self, kept: list[int], expanded: Set[int] = frozenset()) -> None:
+        """The tree has moved its root down. kept: old index of each surviving node; expanded: those that stay so."""
         known = len(self._slot)
-        self._slot = [self._slot[old] if old < known else -1 for old in kept]
+        self._slot = [self._slot[old] if old < known and new in expanded else -1 for new, old in enumerate(kept)]
         self._mask = [self._mask[old] & ~self._vacated if old < known else 0 for old in kept]
         self._vacated = 0
         used = set(self._slot)

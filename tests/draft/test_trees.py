@@ -255,6 +255,77 @@ def test_nothing_compiles_while_trees_grow(model):
 
 def test_rounds_have_room_for_a_level():
     rows = {shape.rows for shape in growth_shapes(4, TreeShape(5, 8, 32))}
+def nodes_of(engine):
+    """What an engine proposes once it has settled, as paths."""
+    paths = []
+    for proposal in [proposal for output in settle(engine) for proposal in output.proposals]:
+        for token, parent in zip(proposal.tokens.tolist(), proposal.parents.tolist(), strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    return set(paths)
+
+
+@pytest.mark.parametrize(("steps", "topk", "count"), [(5, 4, 8), (9, 8, 32)])
+def test_a_tree_behind_commits_is_that_of_an_engine_that_begins_there(model, steps, topk, count):
+    """What commits leave of it is grown on, and takes no more places than there are."""
+    flags = {"speculative_num_steps": steps, "speculative_eagle_topk": topk, "speculative_num_draft_tokens": count}
+    grown, fresh = (standalone(model, draft_max_total_tokens=4096, **flags) for _ in range(2))
+    rng, tokens = np.random.default_rng(0), list(PROMPT)
+    grown.open(request(1, tokens, max_tokens=1000))
+    for _ in range(14):
+        fresh.open(request(1, tokens, max_tokens=1000))
+        found = nodes_of(grown)
+        assert found == nodes_of(fresh)
+        tree, node, new = grown.running[1].tree, -1, []
+        for _ in range(rng.integers(1, 4)):
+            if not (children := sorted(tree.children_of(node), key=lambda i: -tree.log_score[i])[:3]):
+                break
+            node = int(rng.choice(children))
+            new.append(tree.token[node])
+        tokens += new
+        commit = Commit(1, len(tokens) - len(new), np.array(new, np.uint32), path_hash(np.array(tokens)))
+        grown.receive([], [commit])
+
+
+class WrongHead(Drafter):
+    """A head with whole trees of three tokens that never come."""
+
+    name, features = "EAGLE3", FeatureSpec(final=True)
+
+    def open(self, session):
+        """Nothing to hold."""
+
+    def close(self, session):
+        """Nothing to free."""
+
+    def will_commit(self, session, count, path):
+        return False
+
+    def did_commit(self, session, kept):
+        """Nothing to renumber."""
+
+    def warm_up(self):
+        """Nothing to compile."""
+
+    def grow(self, wishes):
+        return [Growth(w.session, -1, [300, 301, 302], [-1, -1, -1], [-0.7, -1.5, -2.5], whole=True) for w in wishes]
+
+
+def test_each_drafter_answers_for_its_own_nodes():
+    limits = TreeLimits(512, 16, 512, floor=0.0, shape=TreeShape(1, 3, 9))
+    engine = DraftEngine(WrongHead(), limits, 4, beside=NgramDrafter(NgramOptions()))
+    cycle = [10, 11, 12, 13, 14, 15]
+    tokens = cycle * 4
+    engine.open(request(1, tokens, max_tokens=1000))
+    for _ in range(20):
+        settle(engine)
+        session = engine._sessions[1]
+        drafted = [session.tree.token[node] >= 300 for node in range(len(session.tree))]
+        assert [bool(origin) for origin in session.origin] == drafted
+        new = [cycle[(len(tokens) + i) % 6] for i in range(2)]
+        tokens += new
+        engine.receive([], [Commit(1, len(tokens) - 2, np.array(new, np.uint32), path_hash(np.array(tokens)))])
+
+
     assert rows == {6, 8}
 
 

@@ -128,8 +128,8 @@ class ModelDrafter(Drafter):
         return trunk
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
-        """Free the slots of nodes that are gone."""
-        self.trunks[session.id].renumber(kept)
+        """Free the slots of nodes that are gone, or expanded no longer."""
+        self.trunks[session.id].renumber(kept, session.frontiers[-1].expanded)
 
     def load(self) -> EngineLoad:
         """Pages, and rows of the last round."""
