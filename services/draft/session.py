@@ -280,6 +280,7 @@ class DraftSession:
             frontier.renumber(needed, root_expanded=frontier.root_expanded)
         self._survey()
         self._sent = [False] * len(needed)  # a tree is proposed as a whole
+        self.origin = [self.origin[old] for old in needed]
         return [kept[i] for i in needed]
 
     def reset(self) -> None:

@@ -7,16 +7,18 @@ import pytest
 
 from outrider.config import DraftConfig, ServeConfig, SharedOptions
 from outrider.errors import ConfigError
-from outrider.serving.features import FeatureBlock
+from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.shape import TreeShape, explicit_shape
 from outrider.speculation.tree import SpeculationTree
 from outrider.supervisor.app import check_flags
 from services.draft.drafters.base import Drafter, Growth
 from services.draft.drafters.model import growth_shapes
+from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.flags import check, tree_limits
 from services.draft.frontier import TreeLimits
+from services.draft.ngrams.base import NgramOptions
 from tests.checkpoints.heads import eagle, write_head
 from tests.draft.helpers import OracleTarget, fed, request, settle, standalone, torch_logits
 from tests.tiny import VOCAB, write_model
@@ -253,8 +255,6 @@ def test_nothing_compiles_while_trees_grow(model):
     assert engine.drafter.runner.compilations.total == compiled
 
 
-def test_rounds_have_room_for_a_level():
-    rows = {shape.rows for shape in growth_shapes(4, TreeShape(5, 8, 32))}
 def nodes_of(engine):
     """What an engine proposes once it has settled, as paths."""
     paths = []
@@ -326,6 +326,8 @@ def test_each_drafter_answers_for_its_own_nodes():
         engine.receive([], [Commit(1, len(tokens) - 2, np.array(new, np.uint32), path_hash(np.array(tokens)))])
 
 
+def test_rounds_have_room_for_a_level():
+    rows = {shape.rows for shape in growth_shapes(4, TreeShape(5, 8, 32))}
     assert rows == {6, 8}
 
 
