@@ -33,6 +33,7 @@ from services.draft.session import DraftSession
 _WISHES_A_SESSION = 16
 # A round of waiting counts as this much log-probability, so that no session waits for ever behind likelier nodes.
 _PATIENCE = 0.1
+_MOST_WAITING = 256 << 20  # bytes of hidden states of a session that waits for a place
 
 
 class DraftEngine(Engine):
@@ -126,6 +127,8 @@ class DraftEngine(Engine):
             session = self._sessions.get(block.session_id)
             if session is not None and session in self._places[-1]:
                 session.features.add(block.first, block.rows)
+                if session.id not in self.running and session.features.nbytes > _MOST_WAITING:
+                    session.features.give_up()  # they are asked for again once it has a place
                 self._feed(session)
 
     def _feed(self, session: DraftSession) -> None:

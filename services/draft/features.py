@@ -33,6 +33,11 @@ class FeatureRows:
         return self._parts[0].shape[1]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the rows that are held."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
     def end(self) -> int:
         """The position behind the last row that is held."""
         return self.first + self._count
@@ -43,7 +48,7 @@ class FeatureRows:
             self.lost = True
         fresh = rows[self.end - first :] if not self.lost else rows[:0]
         if len(fresh):
-            self._parts.append(fresh)
+            self._parts.append(fresh.copy())  # or each row would keep the frame that it came in, of all sessions
             self._count += len(fresh)
 
     def take(self, count: int | None = None) -> NDArray[np.uint8]:

@@ -3,8 +3,11 @@
 import numpy as np
 
 from outrider.serving.features import FeatureBlock
+from services.draft import engine as engine_module
 from services.draft.features import FeatureRows
-from tests.draft.helpers import ngram, request
+from tests.checkpoints.heads import eagle, write_head
+from tests.draft.helpers import fed, ngram, request, settle
+from tests.tiny import write_model
 
 
 def rows(first, count):
@@ -53,6 +56,31 @@ def test_behind_a_gap_nothing_is_of_use():
     assert held(run) == (0, 4, 4)
     run.give_up()
     assert held(run) == (0, 0, 0)
+
+
+def test_rows_do_not_keep_the_frame_that_they_came_in():
+    frame = rows(0, 200)
+    run = FeatureRows()
+    run.add(0, frame[:2])
+    assert run.nbytes == 6
+    frame[:] = 0
+    assert np.array_equal(run.take(), rows(0, 2))
+
+
+def test_a_session_that_waits_holds_no_more_than_it_may(tmp_path, monkeypatch):
+    """It asks for its rows again once it has a place."""
+    monkeypatch.setattr(engine_module, "_MOST_WAITING", 1000)
+    target = write_model(tmp_path / "target", tie_word_embeddings=False)
+    engine = fed("EAGLE", write_head(tmp_path / "head", *eagle(target)), target, max_running_requests=1)
+    width = engine.drafter.runner.feature_width * 4
+    for session_id in (1, 2):
+        engine.open(request(session_id, [5, 6, 7, 8]))
+    settle(engine)
+    waiting = engine._places[-1].waiting[2].features
+    engine.receive_features([FeatureBlock(2, 0, np.zeros((3, width), np.uint8))])
+    assert (len(waiting), waiting.lost) == (3, False)
+    engine.receive_features([FeatureBlock(2, 3, np.zeros((1 + 1000 // width, width), np.uint8))])
+    assert (len(waiting), waiting.lost) == (0, True)
 
 
 def test_a_drafter_that_needs_no_features_ignores_them():
