@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.speculation.proposal import Commit, path_hash
 from services.draft.drafters.ngram import NgramDrafter
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
@@ -228,6 +229,23 @@ def test_long_prompts_are_stored_slice_by_slice_and_keep_nobody_waiting(kind):
     engine.close(1)
     assert len(engine.drafter.ngrams) >= len(whole)
     assert engine.drafter.ngrams.look_up(tokens[500:512], None) == whole.look_up(tokens[500:512], None)
+
+
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_all_of_a_commit_is_stored_however_long_it_is(kind, size):
+    """Where no hints are wanted, a draft hears of many tokens at once."""
+    options = NgramOptions()
+    text = np.random.default_rng(0).integers(0, 30_000, 640).astype(np.uint32)
+    engine = DraftEngine(NgramDrafter(options, kind(options)), TreeLimits(children=256), 8)
+    engine.open(request(1, [5, 6, 7], max_tokens=1000))
+    tokens = [5, 6, 7]
+    for start in range(0, len(text), size):
+        new, base = text[start : start + size], len(tokens)
+        tokens += new.tolist()
+        engine.receive([], [Commit(1, base, new, path_hash(np.array(tokens)), wanted=0)])
+    for i in range(8, len(text) - 1, 7):
+        found = engine.drafter.ngrams.look_up(text[i - 8 : i], None)
+        assert text[i] in [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent < 0]
 
 
 def test_a_node_takes_less_than_60_bytes():

@@ -109,7 +109,7 @@ class NgramDrafter(Drafter):
         del kept
         options, fresh = self.options, session.length - self._known[session.id]
         self._known[session.id] = session.length
-        tail = max(options.branch_length, options.max_match_window_size + fresh)
+        tail = fresh + max(options.branch_length - 1, options.max_match_window_size)
         noisy = not session.sampling.greedy
         self.ngrams.commit(session.tokens[-tail:], fresh, noisy=noisy, lead=self._leads[session.id])
         if self.corpus is not None:

@@ -58,7 +58,8 @@ class Ngrams(ABC):
     def commit(
         self, tokens: NDArray[np.uint32], fresh: int, *, noisy: bool, lead: int = NO_LEAD, keep: bool = True
     ) -> None:
-        """The last `fresh` of a session's tokens are new: learn from them what to trust, then store the end.
+        """The last `fresh` of a session's tokens are new: learn from them what to trust, then store the paths in which
+        they are.
 
         noisy: the session samples. keep: False to store nothing.
         """

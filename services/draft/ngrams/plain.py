@@ -54,7 +54,7 @@ class PlainNgrams(Ngrams):
         for place in range(max(len(path) - fresh, 1), len(path)):
             self._observe(path[:place], path[place], int(noisy), lead)
         if keep:
-            self.trie.insert(path[-self.options.branch_length :], _lead(lead))
+            self.trie.insert(path[-(self.options.branch_length + fresh - 1) :], _lead(lead))
 
     def _observe(self, context: list[int], token: int, noisy: int, lead: int) -> None:
         known = 0

@@ -63,13 +63,14 @@ void outrider_ngrams_insert(Ngrams* ngrams, uint32_t lead, const uint32_t* token
   insert(*ngrams, lead, tokens, count, first, stop);
 }
 
-// The last `fresh` of some tokens were committed: learn how far suffixes could be trusted, then store the end if wanted.
+// The last `fresh` of some tokens were committed: learn how far suffixes could be trusted, then store the paths in which
+// they are if wanted.
 void outrider_ngrams_commit(Ngrams* ngrams, uint32_t lead, const uint32_t* tokens, int64_t count, int64_t fresh,
                             int32_t noisy, int32_t keep) {
   for (int64_t place = std::max<int64_t>(count - fresh, 1); place < count; ++place)
     observe(*ngrams, lead, tokens, place, noisy);
   if (!keep) return;
-  const int64_t length = std::min<int64_t>(count, ngrams->options.branch_length);
+  const int64_t length = std::min<int64_t>(count, ngrams->options.branch_length + fresh - 1);
   insert(*ngrams, lead, tokens + count - length, length, 0, length);
 }
 
