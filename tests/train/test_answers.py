@@ -146,6 +146,21 @@ def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
     same(store.read().record(3), records[4])
 
 
+@pytest.mark.parametrize("left", [7, 1000])
+def test_a_file_that_was_begun_for_no_entry_is_left_behind(tmp_path, monkeypatch, left):
+    """As an end leaves it that comes while the first rows of a file are written."""
+    monkeypatch.setattr("services.draft.train.store._FILE_BYTES", 1)
+    records = some_records(3)
+    store_of(tmp_path, records[:1])
+    (tmp_path / "rows-0001.bin").write_bytes(bytes(left))
+    again = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    for job, record in enumerate(records[1:], start=1):
+        again.add(job, [record])
+    reader = again.read()
+    for i, record in enumerate(records):
+        same(reader.record(i), record)
+
+
 def test_answers_to_something_else_are_not_mixed(tmp_path):
     store_of(tmp_path, some_records(1))
     with pytest.raises(ConfigError, match=r"layers was \[2, 4, 5\], not \[1, 4, 5\].*--answers"):
