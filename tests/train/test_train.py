@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from outrider.paging.prefix import PrefixCache
 from services.draft.app import build
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.formats.target import read_target
-from services.draft.train import app
+from services.draft.train import app, evaluate
 from services.draft.train.algorithms import Shape, algorithm_of
+from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batches
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.objective import Objective, Shared
@@ -26,7 +28,9 @@ from services.draft.train.optimize import Schedule, Trainer
 from services.draft.train.sharpen import best_factor
 from services.draft.train.store import Record
 from services.draft.train.vocabulary import draft_ids
+from tests.checkpoints.heads import eagle3, write_head
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
+from tests.draft.helpers import fed
 from tests.gateway.services import Gateway
 from tests.system.services import draft_service, target_service
 from tests.tiny import VOCAB, write_tokenizer
@@ -274,6 +278,35 @@ def test_a_head_that_knows_is_told_so(perfect, shape):
         assert score.tokens == len(tokens) - 6
         assert score.accept_length == pytest.approx((len(tokens) - 6) / score.steps)
         assert score.steps == -(-(len(tokens) - 6) // 6)
+
+
+def test_answers_longer_than_the_usual_cache_are_replayed_whole(perfect, monkeypatch):
+    target, head, tokens, rows = perfect
+    monkeypatch.setattr(evaluate, "_TOKENS", 256)  # for a session and its nodes, and no more
+    records = [Record(tokens, rows, 5, 5, 0.0, seed) for seed in range(4)]
+    score = replay("EAGLE3", head, target, records, CHAIN)[0.0]
+    assert score.tokens == 4 * (len(tokens) - 6)
+    assert score.steps == 4 * -(-(len(tokens) - 6) // 6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "norm_before_fc", "fc_norm", "names"])
+def test_a_published_head_is_fed_what_it_learnt_with(tmp_path, kind):
+    target = target_of(tmp_path / "target")
+    options = {} if kind in ("plain", "names") else {kind: True}
+    config, tensors = eagle3(target.folder, **options)
+    width, rng = target.hidden_size, np.random.default_rng(1)
+    more = {"bias": {"fc.bias": width}, "norm_before_fc": {"norm_before_fc.weight": 3 * width}}
+    more["fc_norm"] = {f"fc_norm.{i}.weight": width for i in range(3)}
+    tensors |= {name: rng.random(count).astype(np.float32) for name, count in more.get(kind, {}).items()}
+    if kind == "names":
+        whole = {"d2t", "t2d", "lm_head.weight"}
+        tensors = {name if name in whole else f"model.{name}": tensor for name, tensor in tensors.items()}
+    folder = write_head(tmp_path / "head", config, tensors)
+    head = initial_head("EAGLE3", folder, target)
+    states = 20 * np.random.default_rng(0).standard_normal((5, 4 * target.hidden_size)).astype(np.float32)
+    engine = fed("EAGLE3", folder, target.folder)
+    found = evaluate._feed_of(engine.drafter, folder)(states)
+    np.testing.assert_allclose(found, head.feature(head.params(), jnp.asarray(states)), rtol=1e-4, atol=1e-4)
 
 
 def test_a_text_that_no_head_can_know_is_accepted_never(perfect):

@@ -13,24 +13,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.config import FED_ALGORITHMS, DraftConfig
+from outrider.config import DraftConfig
+from outrider.eagle3 import plain_name
 from outrider.serving.features import FeatureBlock, FeatureFormat, decode
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.drafters.base import Drafter
 from services.draft.engine import DraftEngine
+from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.tensors import Tensors
 from services.draft.train.store import Record
+from services.draft.trunk import SCRATCH_SLOTS
 
 CHAIN = TreeShape(steps=5, topk=1, rows=6)
 TREE = TreeShape(steps=5, topk=4, rows=16)
 _TOGETHER = 8  # answers that are replayed at a time
-_TOKENS = 16_384  # in the draft's cache
+_TOKENS = 16_384  # in the draft's cache, or as many as the longest answers need
 
 _Feed = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
@@ -74,13 +79,16 @@ def replay(
     """
     from services.draft.app import build
 
+    longest = max((len(record.tokens) for record in records), default=0)
+    room = _TOGETHER * (longest + SCRATCH_SLOTS + 2 * DraftConfig().draft_page_size)
     config = DraftConfig(
         speculative_algorithm=algorithm,  # type: ignore[arg-type]
         speculative_draft_model_path=str(folder), model_path=str(target), draft_feature_dtype="float32",
-        max_running_requests=_TOGETHER, draft_max_total_tokens=_TOKENS, disable_radix_cache=True,
+        max_running_requests=_TOGETHER, draft_max_total_tokens=max(_TOKENS, room), disable_radix_cache=True,
         speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
     )  # fmt: skip
-    engine, feed = build(config)[0], _feed_of(algorithm, folder)
+    engine = build(config)[0]
+    feed = _feed_of(engine.drafter, folder)
     scores: dict[float, Score] = {}
     waiting = [_Replay(number, record, engine, feed) for number, record in enumerate(records, start=1)]
     running: list[_Replay] = []
@@ -156,12 +164,16 @@ class _Replay:
             self._fed = self._length - 1
 
 
-def _feed_of(algorithm: str, folder: Path) -> _Feed | None:
-    """What a target would make of recorded states, [N, n * Ht], for a draft; None if it is not fed with any."""
-    if algorithm not in FED_ALGORITHMS:
+def _feed_of(drafter: Drafter, folder: Path) -> _Feed | None:
+    """What a target would make of recorded states, [N, n * Ht], for a drafter; None if it is not fed with any."""
+    spec = drafter.features
+    if spec is None:
         return None
-    if algorithm != "EAGLE3":
+    if not drafter.fusion:
         return lambda states: states
-    with Tensors(folder) as tensors:
-        fusion = tensors.read("fc.weight").astype(np.float32).T
-    return lambda states: states[:, : len(fusion)] @ fusion  # the last state, behind the others, is none of its
+    count = len(spec.layers) or 3
+    with Tensors(folder, plain_name) as tensors:
+        params = {name: jnp.asarray(array, jnp.float32) for name, array in read_fusion(tensors, count).items()}
+    fusion = Fusion(count, len(params["fuse"]), spec.norm_epsilon)
+    # The last recorded state, behind the others, is none of its.
+    return lambda states: np.asarray(fusion(params, jnp.asarray(states[:, : fusion.width])))
