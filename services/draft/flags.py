@@ -21,6 +21,9 @@ _MAX_NODES = 256
 _DEFAULT_DEPTH = 16
 
 
+_MOST_NODES = 1 << 31  # that n-grams have numbers for
+
+
 def check(config: DraftConfig) -> None:
     """Refuse flags that do not fit together. Raises ConfigError saying which."""
     algorithm = config.speculative_algorithm
@@ -92,6 +95,10 @@ def _check_ngram(config: DraftConfig) -> None:
         raise ConfigError(
             "the NGRAM breadths must satisfy 0 < --speculative-ngram-min-bfs-breadth <= "
             f"--speculative-ngram-max-bfs-breadth, not {breadths[0]}, {breadths[1]}"
+        )
+    if config.speculative_ngram_capacity > _MOST_NODES:
+        raise ConfigError(
+            f"--speculative-ngram-capacity must be {_MOST_NODES} or less, not {config.speculative_ngram_capacity}"
         )
     if config.speculative_ngram_external_corpus_path is not None:
         _check_corpus(config, config.speculative_ngram_external_corpus_path)

@@ -33,6 +33,10 @@ REFUSALS = {
     "breadth": (["--speculative-ngram-min-bfs-breadth", "11"], "breadths must satisfy"),
     "beside itself": (["--speculative-ngram-beside"], "NGRAM alone needs no such flag"),
     "capacity": (["--speculative-ngram-capacity", "0"], "--speculative-ngram-capacity must be 1 or more"),
+    "large capacity": (
+        ["--speculative-ngram-capacity", str(1 << 32)],
+        "--speculative-ngram-capacity must be 2147483648",
+    ),
     "corpus, no budget": (["--speculative-ngram-external-corpus-path", "/x"], "sam-budget of 1 or more"),
     "corpus, no target": (
         ["--speculative-ngram-external-corpus-path", "/x", "--speculative-ngram-external-sam-budget", "4"],

@@ -23,6 +23,7 @@ from services.draft.train.algorithms import Shape, algorithm_of
 from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batches
 from services.draft.train.evaluate import CHAIN, TREE, replay
+from services.draft.train.learning import Learning
 from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Schedule, Trainer
 from services.draft.train.sharpen import best_factor
@@ -243,6 +244,12 @@ def test_other_drafts_learn_and_are_replayed(perfect, tmp_path, name):
     algorithm.publish(trainer.state.params, ids, tmp_path / "draft")
     scores = replay(name, tmp_path / "draft", folder, records[:2], CHAIN)
     assert scores[0.0].accept_length > 4
+
+
+def test_more_tokens_than_the_target_has_are_refused_before_answers_are_written(tmp_path):
+    target = target_of(tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"--draft-vocab-size must lie between 1 and the target's {VOCAB}"):
+        Learning(TrainConfig(model_path=str(target.folder), draft_vocab_size=VOCAB + 1), target.folder)
 
 
 # --- evaluation ---

@@ -33,7 +33,7 @@ from services.draft.train.progress import Bar
 from services.draft.train.report import Curve
 from services.draft.train.sharpen import best_factor
 from services.draft.train.store import Reader, Record, Store
-from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
+from services.draft.train.vocabulary import check_count, coverage, draft_ids, frequent_tokens
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class Learning:
         choose_devices(config.train_device, 1)
         self._softcap = target_config(self.target).get("final_logit_softcapping")
         self.algorithm = self._algorithm()
+        if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
+            check_count(config.draft_vocab_size, self.target.vocab_size)  # before answers are written for it
         self._fed = self.algorithm.model.head.fed
         self._ahead = config.unroll if self._fed else 1
         self.curve = Curve()

@@ -10,13 +10,18 @@ from numpy.typing import NDArray
 from outrider.errors import ConfigError
 
 
+def check_count(count: int, vocab_size: int) -> None:
+    """Raise ConfigError for more tokens than the target has."""
+    if not 1 <= count <= vocab_size:
+        raise ConfigError(f"--draft-vocab-size must lie between 1 and the target's {vocab_size}, not {count}")
+
+
 def frequent_tokens(texts: Iterable[NDArray[np.uint32]], vocab_size: int, count: int) -> NDArray[np.int64]:
     """Ids of the `count` most frequent tokens of texts, ascending; of equally frequent ones the lower ids.
 
     Raises ConfigError for a count that the target's vocabulary does not have.
     """
-    if not 1 <= count <= vocab_size:
-        raise ConfigError(f"--draft-vocab-size must lie between 1 and the target's {vocab_size}, not {count}")
+    check_count(count, vocab_size)
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:
         counts += np.bincount(text, minlength=vocab_size)[:vocab_size]
