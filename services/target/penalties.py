@@ -38,7 +38,8 @@ class Tally:
             self._add(token, 1.0)
         if params.repetition_penalty != 1.0:
             for token in np.unique(tokens[:prompt_length]).tolist():
-                self._scales[self._entry(token)] = params.repetition_penalty
+                entry = self._entry(token)  # first, for it may make the columns longer, which are others then
+                self._scales[entry] = params.repetition_penalty
         self.append(tokens[prompt_length:])
 
     def append(self, tokens: NDArray[np.integer]) -> None:

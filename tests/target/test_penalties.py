@@ -51,6 +51,22 @@ def params_of(draw):
     )
 
 
+@pytest.mark.parametrize("count", [63, 64, 65, 128, 129, 1000])
+@pytest.mark.parametrize("biased", [0, 3])
+def test_prompts_of_many_tokens(count, biased):
+    """As oracles have them, however many tokens a text has of which something is known."""
+    bias = tuple((token, 1.0 + token) for token in range(biased))
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias)
+    prompt, output = np.random.default_rng(0).permutation(count), np.array([count, 1, count + 1])
+    tally = Tally(params, np.concatenate([prompt, output[:1]]), count)
+    tally.append(output[1:])
+    logits = np.random.default_rng(1).standard_normal(count + 5).astype(np.float32)
+    tokens, scales, shifts = tally.shared()
+    changed = logits.astype(np.float64)
+    changed[tokens] = np.where(changed[tokens] > 0, changed[tokens] / scales, changed[tokens] * scales) + shifts
+    np.testing.assert_allclose(changed, adjusted(logits, params, prompt, output), rtol=1e-6)
+
+
 @settings(max_examples=150, deadline=None)
 @given(sessions=st.lists(params_of(), min_size=1, max_size=4), seed=st.integers(0, 2**32 - 1))
 def test_rows_are_those_of_the_oracle(sessions, seed):
