@@ -267,6 +267,11 @@ class EngineLoop:
                 raise
             except OutriderError as error:
                 failures.append(SessionFailure(request.session_id, error))
+            except Exception:  # a bug that one request meets is no end of the others
+                log.exception("session %d cannot be opened", request.session_id)
+                self.engine.close(request.session_id)
+                fault = EngineFault("the service failed to take the request on; see its log")
+                failures.append(SessionFailure(request.session_id, fault))
         for session_id in message.closes:
             self.engine.close(session_id)
         if message.proposals or message.commits:

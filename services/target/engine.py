@@ -127,15 +127,15 @@ class TargetEngine(Engine):
         self.close(request.session_id)
         session = Session(self.features.open(request), self.scheduler.prefix)
         try:
+            entry = self._drawing.entry(request, session, stop_ids, self._calibration.heir(session.id))
             if request.grammar is None:
                 self.scheduler.add(session)
             else:
                 self.grammars.request(session.id, request.grammar)
-        except OutriderError:
+        except Exception:
             self.features.close(session.id)
             raise
-        calibration = self._calibration.heir(session.id)
-        self._entries[session.id] = self._drawing.entry(request, session, stop_ids, calibration)
+        self._entries[session.id] = entry
 
     def close(self, session_id: int, *, trusted: bool = True) -> None:
         """Forget a session and free its pages. trusted: False if its rows must not serve others."""

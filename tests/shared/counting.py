@@ -28,6 +28,8 @@ class CountingEngine(Engine):
     def open(self, request: OpenSession) -> None:
         if int(request.tokens[-1]) == 666:
             raise InvalidRequest("666 is not welcome", param="prompt")
+        if int(request.tokens[-1]) == 667:
+            raise IndexError("a bug that this prompt alone meets")
         self.sessions[request.session_id] = (request, request.tokens.tolist())
 
     def close(self, session_id: int) -> None:

@@ -60,6 +60,17 @@ def test_sessions_run_to_their_end_and_bad_opens_harm_nobody():
     assert faults == []
 
 
+def test_a_bug_that_one_open_meets_harms_nobody_else(caplog):
+    loop, sink, faults = running_loop(CountingEngine())
+    loop.submit(Message(opens=[request(1), request(2, prompt=(667,))]))
+    wait_until(lambda: len(sink.tokens(1)) == 3)
+    loop.stop()
+    failures = [failure for output in sink.outputs for failure in output.failures]
+    assert [(failure.session_id, type(failure.error)) for failure in failures] == [(2, EngineFault)]
+    assert "session 2 cannot be opened" in caplog.text
+    assert faults == []
+
+
 class Audited(CountingEngine):
     """Counts the audits of its pages."""
 
