@@ -41,6 +41,7 @@ from outrider.wire.v1 import target_pb2
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 4  # sessions that are told of a step before the streams are looked after again
+_LOSSES = 5  # of targets, after which a session is not opened again
 RESUME_TIMEOUT = 120.0  # seconds that sessions wait for a target to come back
 
 _FINISH_REASONS = {int(reason): reason for reason in FinishReason}
@@ -276,9 +277,18 @@ class Orchestrator:
         if not any(link.up for link in self.targets):
             log.warning("%d sessions wait for a target to come back", len(self.sessions))
             self._alone_since = asyncio.get_running_loop().time()
-        for session in self.sessions.values():
+        for session in list(self.sessions.values()):
             if session.target is target:
-                self._open_on_target(session, again=True)
+                self._lost(session)
+
+    def _lost(self, session: Session) -> None:
+        """A session's target is lost: others go on with it, unless it may be what ends them."""
+        session.losses += 1
+        if session.losses < _LOSSES:
+            self._open_on_target(session, again=True)
+            return
+        message = f"{session.losses} times a target was lost that had this request, without a token in between"
+        self._fail(session, Unavailable(f"{message}; look at the target's log before it is sent again"))
 
     def _waited(self, session: Session) -> None:
         """A session has waited for a target for too long."""

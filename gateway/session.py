@@ -79,6 +79,7 @@ class Session:
         self.target: TargetLink | None = None
         self.draft: DraftLink | None = None
         self.target_failures = 0
+        self.losses = 0  # of targets, one after another, without a token in between
         self.refused_by: set[TargetLink] = set()  # targets whose queue was full
         self.draft_failures = 0
         self.verified = 0
@@ -131,6 +132,7 @@ class Session:
         """Append what a step committed, or several plain ones, and wake who waits for it."""
         self.tokens += tokens
         if tokens:
+            self.losses = 0
             guess = self.watch.committed(tokens, verified) if self.watch is not None else ()
             if verified:
                 self.rounds.append(Round(len(tokens), verified, accepted, guess))

@@ -12,7 +12,7 @@ from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.streams.target import TargetLink
 from outrider.errors import Unavailable
-from outrider.speculation.proposal import Commit
+from outrider.speculation.proposal import Commit, FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.codec import commits_to_pb
 from outrider.wire.opens import open_from_pb
@@ -265,6 +265,26 @@ async def test_sessions_fail_once_no_target_has_come_back_in_time():
     target.on_up()
     assert orchestrator.open(PROMPT, SamplingParams(), StopConditions(5)).target is target
     assert target.session_count == 1
+
+
+async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
+    """It may be what ends them; others go on, and so does one that had a token in between."""
+    target = TargetLink("unix:/nowhere")
+    orchestrator = Orchestrator([target], [], Metrics())
+    target.up = True
+    poison, other = (orchestrator.open(PROMPT, SamplingParams(), StopConditions(50)) for _ in range(2))
+    for _ in range(6):
+        assert other.target is target
+        other.commit([7], 0, 0, FinishReason.RUNNING)
+        target.up = False
+        target.on_down()
+        target.up = True
+        target.on_up()
+    assert other.target is target
+    with pytest.raises(Unavailable, match="5 times a target was lost that had this request"):
+        await poison.next()
+    orchestrator.close(other)
+    assert not orchestrator.sessions
 
 
 async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again():
