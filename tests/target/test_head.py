@@ -204,6 +204,18 @@ def test_in_other_formats_too(tmp_path, flags):
     assert found.accepted > 180, "what can be known is known"
 
 
+def test_what_it_says_of_others_is_a_probability_however_sure_it_is(tmp_path):
+    target = write_cyclic_target(tmp_path / "target", sharpness=4.0)
+    engine = drafting(with_head(target, write_perfect_eagle3(tmp_path / "head", target)))
+    draft, said = engine.own.chains._draft, []
+    engine.own.chains._draft = lambda *args: said.append(draft(*args)) or said[-1]
+    run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=60)])
+    odds = np.concatenate([one.odds.reshape(-1, 2) for one in said])
+    assert (odds[:, 0] > 1 - 1e-6).any(), "it is so sure that nothing is left of others beside it"
+    assert ((odds >= 0) & (odds <= 1)).all()
+    assert (odds[:, 1] < 0.99).all(), "no other is the only one"
+
+
 @pytest.mark.usefixtures("exact")
 def test_chains_are_as_long_as_they_pay(pair):
     """As long as the head is sure, and guesses and rows cost little."""

@@ -369,18 +369,27 @@ class Draws {
   }
 
  private:
+  static constexpr double kKnown = 1e-2;  // part of a sum that is known well enough where the rest of it is taken away
+
   void draw_second(Drawer& drawer, const LogitRow& numbers, int64_t row, int64_t token) const {
     const Sampling& how = *how_[row];
     float* odds = call_.odds + 2 * row;
     odds[0] = odds[1] = 0.0f;
     call_.seconds[row] = -1;
     if (token < 0) return;
-    const Weights weights(numbers, how.temperature == 0.0 ? 1.0 : how.temperature);
-    odds[0] = float(weights.of(token) / weights.total);
-    const double others = std::max(weights.total - weights.of(token), 1e-30);
+    const double heat = how.temperature == 0.0 ? 1.0 : how.temperature;
+    const Weights weights(numbers, heat);
+    odds[0] = float(std::min(1.0, weights.of(token) / weights.total));
+    const double others = weights.total - weights.of(token);
     const_cast<float*>(numbers.logits)[numbers.place_of(token)] = kNone;
     const int64_t second = call_.seconds[row] = drawer.draw(numbers, how, call_.positions[row]);
-    if (second >= 0) odds[1] = float(weights.of(second) / others);
+    if (second < 0) return;
+    if (others > kKnown * weights.total) {
+      odds[1] = float(std::min(1.0, weights.of(second) / others));
+    } else {  // the difference is what was rounded
+      const Weights rest(numbers, heat);
+      odds[1] = float(std::min(1.0, rest.of(second) / rest.total));
+    }
   }
 
   const DrawCall call_;

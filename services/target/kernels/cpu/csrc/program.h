@@ -161,7 +161,7 @@ bool stood_before(const uint32_t* text, int64_t length, int64_t same);
 // That a guess is right of which a head says that it is so probable. odds: [2, 16], of greedy sessions first
 inline double chance_of(const float* odds, float said, bool greedy) {
   constexpr int64_t kBins = 16;
-  return odds[std::min<int64_t>(int64_t(said * kBins), kBins - 1) + (greedy ? 0 : kBins)];
+  return odds[std::clamp<int64_t>(int64_t(said * kBins), 0, kBins - 1) + (greedy ? 0 : kBins)];
 }
 
 // How far guesses are still right, and whether another one is worth its time.
