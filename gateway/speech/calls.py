@@ -61,7 +61,8 @@ class HermesReader(CallReader):
         self._objects = _Objects()
         self._inside = False
         self._held = ""
-        self._space = ""  # held back: before a call it is no content
+        self._space = ""  # held back: before a call it is no content, nor behind the last one
+        self._behind = False  # a call, with nothing else since
 
     def push(self, text: str) -> Delta:
         """As in CallReader."""
@@ -76,7 +77,8 @@ class HermesReader(CallReader):
         """As in CallReader. A call that was never complete, and has not been told, is content."""
         untold = self._inside and not self._objects.named
         raw = HERMES_MARKS[0] + self._objects.raw if untold else ""
-        rest = "" if self._inside and not untold else self._space + raw + self._held
+        space = "" if self._behind and not raw and not self._held else self._space
+        rest = "" if self._inside and not untold else space + raw + self._held
         self._held = self._space = ""
         return Delta(rest)
 
@@ -85,6 +87,7 @@ class HermesReader(CallReader):
         text = self._space + before
         kept = text.rstrip()
         delta.content += kept
+        self._behind = self._behind and not kept
         self._space = text[len(kept) :]
         if mark is not None:
             self._space = ""
@@ -99,14 +102,19 @@ class HermesReader(CallReader):
             objects.tell(delta)
             if not (objects.object.done or objects.object.failed):
                 return False
-        before, mark, self._held = cut_at(self._held, HERMES_MARKS[1:])
+        # A call that is whole may lack its last mark, and another one begin.
+        before, mark, self._held = cut_at(self._held, HERMES_MARKS if objects.object.done else HERMES_MARKS[1:])
         if objects.object.failed and not objects.named:
             objects.raw += before
         if mark is None:
             return False
+        again = mark == HERMES_MARKS[0]
         if not objects.named:
-            delta.content += HERMES_MARKS[0] + objects.raw + HERMES_MARKS[1]
-        self._inside = False
+            delta.content += HERMES_MARKS[0] + objects.raw + ("" if again else HERMES_MARKS[1])
+        self._behind = objects.named
+        self._inside = again
+        if again:
+            objects.begin()
         return True
 
 
@@ -134,6 +142,8 @@ class ObjectsReader(CallReader):
         """As in CallReader."""
         untold = not (self._names is None or self._between or self._is_content or self._objects.named)
         rest = (self._objects.raw if untold else "") + self._held
+        if self._between and self._objects.index >= 0 and not self._held.strip(_SEPARATORS):
+            rest = ""
         self._held = ""
         return Delta(rest if self._names is not None else "")
 

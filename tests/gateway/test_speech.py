@@ -48,6 +48,13 @@ HERMES = {
     "no arguments": ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
     "other keys": ('<tool_call>{"id": 7, "name": "f", "x": null, "parameters": {}}</tool_call>', "", [("f", "{}")]),
     "no JSON": ("<tool_call>f(1)</tool_call> done", "<tool_call>f(1)</tool_call> done", []),
+    "spaces behind": ('Well.\n<tool_call>{"name": "f"}</tool_call>\n', "Well.", [("f", "{}")]),
+    "no last mark": (
+        '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call>',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    "content behind": ('<tool_call>{"name": "f"}</tool_call>\nDone.\n', "\nDone.\n", [("f", "{}")]),
     "cut off": ('ok <tool_call>{"name": "f", "arguments": {"a', "ok", [("f", '{"a')]),
     "cut off early": ('ok <tool_call>{"na', 'ok <tool_call>{"na', []),
 }
@@ -69,6 +76,8 @@ LLAMA = {
     "several": ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
     "no tool of ours": ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
     "an answer in JSON": ('{"city": "x", "n": 3} so', '{"city": "x", "n": 3} so', []),
+    "a line's end behind": ('{"name": "f", "parameters": {}}\n', "", [("f", "{}")]),
+    "a separator behind": ('{"name": "f", "parameters": {}}; ', "", [("f", "{}")]),
     "cut off": ('{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
     "cut off early": ('{"na', '{"na', []),
 }
