@@ -17,8 +17,9 @@ export async function* chunksOf(response) {
     throw new Refused(response.status, messageOf(body, `the gateway answers with ${response.status}`));
   }
   let rest = "";
-  for await (const piece of response.body.pipeThrough(new TextDecoderStream())) {
-    const lines = (rest + piece).split("\n");
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); // not every browser iterates over streams
+  for (let part; !(part = await reader.read()).done; ) {
+    const lines = (rest + part.value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
