@@ -131,6 +131,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             prompt_logprobs=given("prompt_logprobs"),
             priority=request.priority,
             max_draft_tokens=given("max_draft_tokens"),
+            begins=request.HasField("chat"),
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:

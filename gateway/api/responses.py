@@ -99,6 +99,11 @@ class ResponsesBody(GenerationBody):
         """Under the name that it has here."""
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
+    @property
+    def begins(self) -> bool:
+        """As in GenerationBody."""
+        return True
+
     def likeliest(self) -> int | None:
         """Told if `include` says so."""
         return self.top_logprobs or 0 if _LOGPROBS in (self.include or ()) else None
@@ -194,10 +199,10 @@ class ResponseReply:
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         yield self._event("response.content_part.added", **place, part=self._part("", []))
         text, logprobs = first
-        if text:
+        if text or logprobs:
             yield self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
         async for text, logprobs in parts:
-            if text:
+            if text or logprobs:
                 yield self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
         yield self._event("response.output_text.done", **place, text=self._text, logprobs=self._logprobs)
         yield self._event("response.content_part.done", **place, part=self._part(self._text, self._logprobs))

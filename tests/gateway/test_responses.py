@@ -73,6 +73,15 @@ def test_log_probabilities_on_request(client):
     assert len(entries[0].top_logprobs) == 2
 
 
+def test_streams_tell_of_tokens_that_have_no_text_yet(client):
+    """Parts of a character, and what may be the beginning of a stop string."""
+    sent = {"model": "default", "input": "hello", "max_output_tokens": 150, "temperature": 0}
+    with client.responses.stream(**sent, include=["message.output_text.logprobs"]) as stream:
+        events = list(stream)
+    told = [len(event.logprobs) for event in events if event.type == "response.output_text.delta"]
+    assert sum(told) == len(events[-1].response.output[0].content[0].logprobs) == 150
+
+
 def test_a_form_reaches_the_target(client, target):
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     assert create(client, max_output_tokens=2, text={"format": form}).text.format.type == "json_schema"
