@@ -142,9 +142,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             case "token_ids":
                 return list(request.token_ids.ids)
             case "chat":
-                messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
+                messages = [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in request.chat.messages]
+                if not messages:
+                    raise InvalidRequest("the conversation is empty; send at least one message", param="chat.messages")
                 return await generator.encode_chat(messages)
         raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
+
+
+_ROLES = {"developer": "system"}  # as over REST
 
 
 def _grammar(request: gateway_pb2.GenerateRequest) -> Grammar | None:

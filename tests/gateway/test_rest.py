@@ -9,6 +9,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from outrider.client import Client
 from outrider.speculation.proposal import FinishReason
 from tests.gateway.engines import EOS, VOCAB, expected, tokenizer
 from tests.gateway.services import Gateway, Service, Target, until
@@ -242,6 +243,13 @@ def test_what_goes_on_keeps_its_first_space(tmp_path):
         for more, text in (({}, "w6 w7"), ({"continue_final_message": True}, " w6 w7")):
             answer = gateway.client.post("/v1/chat/completions", json=body | more).json()
             assert answer["choices"][0]["message"]["content"] == text
+        body = {"input": "w5", "max_output_tokens": 2, "temperature": 0}
+        answer = gateway.client.post("/v1/responses", json=body).json()
+        assert answer["output"][0]["content"][0]["text"] == "w6 w7"
+        with Client(f"127.0.0.1:{gateway.grpc_port}") as client:
+            for chat, text in ((True, "w6 w7"), (False, " w6 w7")):
+                prompt = [{"role": "user", "content": "w5"}] if chat else "w5"
+                assert client.complete(prompt, max_tokens=2, temperature=0).text == text
     finally:
         gateway.stop()
         service.stop()
