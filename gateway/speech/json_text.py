@@ -59,10 +59,10 @@ class CallObject:
         self.done = self.failed = False
         self._at = _At.OBJECT
         self._value = JsonValue()
-        self._raw = ""  # the key or value that is read
+        self._raw: list[str] = []  # characters of the key or value that is read
         self._key = ""
-        self._arguments = ""
-        self._given = 0
+        self._fresh: list[str] = []  # parts of the arguments that nobody has taken
+        self._has_arguments = False
 
     def push(self, text: str) -> int:
         """Read on. Returns how many characters were read, which is all unless the object ends or fails."""
@@ -76,10 +76,15 @@ class CallObject:
         """Arguments that have become known, once the name is."""
         if self.name is None:
             return ""
-        if self.done and not self._arguments:
-            self._arguments = "{}"
-        new, self._given = self._arguments[self._given :], len(self._arguments)
+        if self.done and not self._has_arguments:
+            self._tell("{}")
+        new = "".join(self._fresh)
+        self._fresh.clear()
         return new
+
+    def _tell(self, arguments: str) -> None:
+        self._has_arguments = self._has_arguments or bool(arguments)
+        self._fresh.append(arguments)
 
     def _read(self, character: str) -> None:
         match self._at:
@@ -99,7 +104,7 @@ class CallObject:
                 self._read_value(character)
 
     def _expect(self, at: _At) -> None:
-        self._at, self._value, self._raw = at, JsonValue(), ""
+        self._at, self._value, self._raw = at, JsonValue(), []
 
     def _read_key(self, character: str) -> None:
         if not self._raw and character in _SPACE + ",":
@@ -108,8 +113,8 @@ class CallObject:
             self.done = True
             return
         self._value.take(character)
-        self._raw += character
-        if not self._raw.startswith('"'):
+        self._raw.append(character)
+        if self._raw[0] != '"':
             self.failed = True
         elif self._value.done:
             self._key = str(self._loaded())
@@ -117,26 +122,25 @@ class CallObject:
 
     def _read_value(self, character: str) -> None:
         if self._value.take(character):
-            self._raw += character
+            self._raw.append(character)
             # An object is told as it comes; whatever else stands there, once it is complete.
-            if self._key in _ARGUMENTS and self._raw.startswith("{"):
-                self._arguments = self._raw
+            if self._key in _ARGUMENTS and self._raw[0] == "{":
+                self._tell(character)
         if not self._value.done:
             return
         if self._key == "name":
             self.name = name if isinstance(name := self._loaded(), str) else None
             self.failed |= self.name is None
-        elif self._key in _ARGUMENTS and not self._arguments:
+        elif self._key in _ARGUMENTS and not self._has_arguments:
             value = self._loaded()
-            self._arguments = value if isinstance(value, str) else self._raw
-        ended_by = character if character in "}" and not self._raw.endswith(character) else ""
+            self._tell(value if isinstance(value, str) else "".join(self._raw))
+        ended_by_it = character == "}" and self._raw[-1:] != ["}"]
         self._expect(_At.KEY)
-        if ended_by:
-            self.done = True
+        self.done = self.done or ended_by_it
 
     def _loaded(self) -> object:
         try:
-            return json.loads(self._raw)
+            return json.loads("".join(self._raw))
         except ValueError:
             self.failed = True
             return None
