@@ -20,7 +20,7 @@ Ruler: the root's children can be known only if computed = length - shift; else 
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,7 @@ class Trunk:
     def forget_provisional(self) -> None:
         """The rows behind the settled ones will be computed again; so will those of all nodes, which are gone."""
         self.computed = self.settled
-        self.renumber([])
+        self.renumber([], ())
 
     def release(self) -> None:
         """Give all pages back."""
@@ -134,8 +134,8 @@ class Trunk:
             self.settled = self.computed
         return moves
 
-    def renumber(self, kept: list[int], expanded: Set[int] = frozenset()) -> None:
-        """The tree has moved its root down. kept: old index of each surviving node; expanded: those that stay so."""
+    def renumber(self, kept: list[int], expanded: Container[int]) -> None:
+        """The tree has moved its root down. kept: old index of each surviving node; expanded: which of them stay so."""
         known = len(self._slot)
         self._slot = [self._slot[old] if old < known and new in expanded else -1 for new, old in enumerate(kept)]
         self._mask = [self._mask[old] & ~self._vacated if old < known else 0 for old in kept]

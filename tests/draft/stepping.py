@@ -45,7 +45,8 @@ class Stepper:
         """Commit tokens, of which the first are nodes of the tree."""
         session, trunk = self.session, self.trunk
         self.moves = trunk.accept(session.length, len(tokens), session.path_of(tokens))
-        trunk.renumber(session.commit(np.array(tokens, np.uint32), root_expanded=ready))
+        kept = session.commit(np.array(tokens, np.uint32), root_expanded=ready)
+        trunk.renumber(kept, range(len(kept)))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

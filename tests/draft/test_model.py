@@ -118,7 +118,7 @@ def test_trunk_tree_and_commit_equal_recomputation(folder):
     model.moves = trunk.accept(session.length, 2, session.path_of([5, 8]))
     assert trunk.computed == session.length + 2
     kept = session.commit(np.array([5, 8], np.uint32), root_expanded=True)
-    trunk.renumber(kept)
+    trunk.renumber(kept, range(len(kept)))
     tokens = [*tokens, 5, 8]
     assert [session.tree.token[i] for i in range(len(session.tree))] == [9, 4]
     session.add(0, [11], [-1], [-0.1])
@@ -127,7 +127,7 @@ def test_trunk_tree_and_commit_equal_recomputation(folder):
 
     # A miss: the tree is gone, the root is fed as a row of the trunk.
     model.moves = trunk.accept(session.length, 1, session.path_of([77]))
-    trunk.renumber(session.commit(np.array([77], np.uint32), root_expanded=False))
+    trunk.renumber(session.commit(np.array([77], np.uint32), root_expanded=False), ())
     tokens = [*tokens, 77]
     np.testing.assert_allclose(model.run(4, feed=1)[0], all_logits(folder, tokens)[-1], atol=2e-4)
     trunk.release()
