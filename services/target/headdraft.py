@@ -135,14 +135,16 @@ class HeadDraft(SelfDraft):
         """As of SelfDraft."""
         session = work.chunk.session
         depth = min(self._most([work]), self._planner.max_rows - 1 - _OTHERS)
-        if depth < 1 or session.length < 2 or len(self.rows.lacking(session).chunk) > self._at_once:
+        if depth < 1 or session.length < 2:
+            return None
+        lacking = self.rows.lacking(session).chunk
+        if len(lacking) > self._at_once:
             return None
         room = min(self._planner.room(session), _ROUNDS * (depth + 1))
         if not self._reserve([work], room + _OTHERS):
             return None
         burst = burst_of([self._entries[session.id]], _ROUNDS, (), room=room)
-        known = self.rows.lacking(session).chunk.start
-        rounds = Rounds(seconds, room, known, depth, _OTHERS, self.others.table)
+        rounds = Rounds(seconds, room, lacking.start, depth, _OTHERS, self.others.table)
         return replace(burst, worth=self._worth([work]), odds=self.guesses.table, rounds=rounds)
 
     def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
