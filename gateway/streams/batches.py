@@ -29,14 +29,14 @@ def join(batches: Sequence[Batch]) -> Batch | None:
     return type(batches[0])(**{name: b"".join(getattr(batch, name) for batch in batches) for name in fields})
 
 
-def first_opens(opens: Sequence[common_pb2.OpenSession], most: int = _OPENED_BYTES) -> int:
-    """How many of the sessions, one or more, are opened in the next frame."""
+def cut_opens(opens: list[common_pb2.OpenSession]) -> tuple[list[common_pb2.OpenSession], list[common_pb2.OpenSession]]:
+    """Sessions to open in the next frame, one or more, and those for which there is no room in it."""
     size = 0
     for count, request in enumerate(opens):
         size += request.ByteSize()
-        if size > most:
-            return max(1, count)
-    return len(opens)
+        if count and size > _OPENED_BYTES:
+            return opens[:count], opens[count:]
+    return opens, []
 
 
 def split_proposals(

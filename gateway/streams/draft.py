@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from gateway.streams.batches import first_opens, join
+from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata
 from outrider.tls import ClientTls
@@ -86,14 +86,14 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self.wake()
 
     def _take(self) -> draft_pb2.ProposeRequest:
-        count = first_opens(self._opens)
-        if count < len(self._opens):  # all else is said of sessions that are open
-            opens, self._opens = self._opens[:count], self._opens[count:]
+        opens, later = cut_opens(self._opens)
+        if later:  # all else is said of sessions that are open
+            self._opens = later
             self.wake()
             return draft_pb2.ProposeRequest(opens=opens)
         features = self._features
         frame = draft_pb2.ProposeRequest(
-            opens=self._opens,
+            opens=opens,
             commits=join(self._commits),
             closes=pack(self._closes, U64),
             features=features.take(),

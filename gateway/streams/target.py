@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from gateway.streams.batches import first_opens, join
+from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata, collect_files
 from outrider.errors import ConfigError
@@ -89,14 +89,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.wake()
 
     def _take(self) -> target_pb2.VerifyRequest:
-        count = first_opens(self._opens)
-        if count < len(self._opens):  # all else is said of sessions that are open
-            opens, self._opens = self._opens[:count], self._opens[count:]
+        opens, later = cut_opens(self._opens)
+        if later:  # all else is said of sessions that are open
+            self._opens = later
             self.wake()
             return target_pb2.VerifyRequest(opens=opens)
-        frame = target_pb2.VerifyRequest(
-            opens=self._opens, proposals=join(self._proposals), closes=pack(self._closes, U64)
-        )
+        frame = target_pb2.VerifyRequest(opens=opens, proposals=join(self._proposals), closes=pack(self._closes, U64))
         self._clear()
         return frame
 
