@@ -3,8 +3,8 @@
 default  the default model, whose weights were four bits once: a copy in four bits loses nothing of them
 noisy    the same with noise within each step of those four bits: what a copy loses of weights of sixteen bits
 
-Copies, and the head that comes along (`head`), are measured by themselves; `text` is what sessions' texts repeat, by
-itself.
+Copies, the head that comes along (`head`), and both (`int4+head`: it guesses for the copy) are measured by themselves;
+`text` is what sessions' texts repeat, by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bench.prompts import first_of_each, read_prompts
 from bench.report import Report
 from outrider import checkpoint
 from outrider.config import TargetConfig
+from outrider.drafts import DEFAULT_HEAD
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.contest import Way
@@ -37,12 +38,14 @@ from services.target.warmup import warm_up
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 LONGEST = 1000  # tokens of a prompt
 WAYS = ("plain", "own")
-# Weights, their format, what drafts: the copy's format, a head, or the text
+# Weights, their format, what drafts: the copy's format, a head, both, or the text
 CASES = (
-    ("default", "bfloat16", "int4"), ("default", "int8", "int4"),
+    ("default", "bfloat16", "int4"), ("default", "bfloat16", "int4+head"), ("default", "bfloat16", "head"),
+    ("default", "int8", "int4"), ("default", "int8", "int4+head"),
     ("default", "bfloat16", "text"), ("default", "int8", "text"), ("default", "int4", "text"),
     ("default", "int8", "head"), ("default", "int4", "head"),
-    ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"), ("noisy", "bfloat16", "head"),
+    ("noisy", "bfloat16", "int4"), ("noisy", "bfloat16", "int8"), ("noisy", "bfloat16", "int8+head"),
+    ("noisy", "bfloat16", "head"),
 )  # fmt: skip
 
 
@@ -75,15 +78,15 @@ def main(argv: Sequence[str]) -> None:
         folders = {"default": checkpoint.resolve("default")}
         folders["noisy"] = write_noisy(folders["default"], Path(folder))
         prompts = tokens_of(folders["default"], args.prompts, args.limit)
-        for weights, number_format, copied in CASES:
+        for weights, number_format, drafts in CASES:
             torch.set_num_threads(threads)  # loading a program leaves PyTorch one
-            engines = engines_of(folders[weights], number_format, copied, max(args.sessions))
+            engines = engines_of(folders[weights], number_format, drafts, max(args.sessions))
             for temperature in args.temperatures:
                 for sessions in args.sessions if weights == "default" else args.sessions[:1]:
                     params = SamplingParams(temperature, seed=7)
                     row = compare(engines, prompts, params, sessions, args.max_tokens)
                     report.add(
-                        weights=weights, format=number_format, drafts=copied, temperature=temperature,
+                        weights=weights, format=number_format, drafts=drafts, temperature=temperature,
                         sessions=sessions, **row,
                     )  # fmt: skip
     report.notes += [
@@ -121,19 +124,20 @@ def write_noisy(source: Path, folder: Path) -> Path:
     return folder
 
 
-def engines_of(folder: Path, number_format: str, copied: str, sessions: int) -> dict[str, TargetEngine]:
-    """Engines of one model that work in one way each."""
+def engines_of(folder: Path, number_format: str, drafts: str, sessions: int) -> dict[str, TargetEngine]:
+    """Engines of one model that work in one way each. drafts: as of CASES."""
     narrow = {"dtype": number_format} if number_format == "bfloat16" else {"quantization": number_format}
+    own = drafts.partition("+")[0]
     config = TargetConfig(
-        device="cpu", self_draft=copied, max_running_requests=sessions, max_total_tokens=32 * 1024,
-        disable_radix_cache=True, **narrow,
+        device="cpu", self_draft=own, self_draft_head=str(DEFAULT_HEAD) if drafts.endswith("head") else None,
+        max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **narrow,
     )  # type: ignore[arg-type]  # fmt: skip
     model = load(folder, config)
     works = Way.PLAIN, Way.SELF if model.drafts else Way.PLAIN
     engines = {way: TargetEngine(model, config, (work,)) for way, work in zip(WAYS, works, strict=True)}
     for way, engine in engines.items():
         warm_up(engine)
-        engine.own.looks_back = (way, copied) == ("own", "text")
+        engine.own.looks_back = (way, drafts) == ("own", "text")
     return engines
 
 

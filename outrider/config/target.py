@@ -79,12 +79,12 @@ class TargetOptions(KernelOptions):
     """Let every step wait for the drafter's answer, up to ten seconds, and verify all of it: to measure a drafter."""
     self_draft: SelfDraft = "auto"
     """Where measurements favour it, draft what a session's own text repeats, and with an EAGLE-3 head or a copy of the
-    weights in int4 or int8; `text` does without. Auto takes a copy in int4 of weights wider than int8; beside others a
-    head, if it has one. It is for models on CPUs that are larger than caches, unless `outrider serve` was told a
-    --speculative-algorithm."""
+    weights in int4 or int8; `text` does without. Auto takes a head, if --self-draft-head names one; else a copy in int4
+    of weights wider than int8, for which the head guesses that comes along, and beside others that head alone. It is
+    for models on CPUs that are larger than caches, unless `outrider serve` was told a --speculative-algorithm."""
     self_draft_head: str | None = None
-    """Folder of the EAGLE-3 head that `--self-draft head` drafts with; by default the one that comes along for the
-    default model."""
+    """Folder of an EAGLE-3 head that drafts, or guesses for a copy in int4 or int8; by default `head` takes the one
+    that comes along for the default model, and a copy has none."""
     chunked_prefill_size: int | None = None
     """Tokens computed in one step, over all sessions; longer prompts are cut. By default 128 on CPUs and 2048 on CUDA;
     -1 computes every prompt in one piece."""

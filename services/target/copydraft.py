@@ -1,63 +1,129 @@
 """Chains from a narrow copy of the target's weights, which goes on from the cache that the model has written.
 
-How long they are is measured: what a step of the copy takes, what verification takes, and how many tokens were right.
+How long they are is measured: what a token of the copy takes, what verification takes, and how many tokens were right.
+
+A session that is alone is drafted for and verified in one go (rounds.py). If there is a head, it guesses for the copy,
+which verifies its guesses as the model verifies the copy's: a token of the chain takes a part of a step of the copy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
+from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import Work, build
+from services.target.batch import Burst, Work, build
 from services.target.bursts import burst_of
+from services.target.cost import StepCost
 from services.target.drawing import Entry, draw_plan
+from services.target.headdraft import SPARE, HeadDraft
 from services.target.kv_cache import KVCache
 from services.target.model.base import Model
 from services.target.planning import Planner
+from services.target.rounds import Round, Rounds
 from services.target.selfdraft import LONGEST, SelfDraft, chain_of
 
 _KEPT = 0.97  # what remains of the evidence after a chain
 _PRIOR_SHARE = 0.5  # what a step of the copy takes of one of the model, as long as nobody knows
-_NEW = 0.2  # weight of the last measurement in that share
 _PRIOR_RIGHT, _PRIOR = 6.4, 8.0  # tokens of the copy that count as right before the first, and as tried
+_ROUNDS = 4  # in one go, at most
 
 
 class CopyDraft(SelfDraft):
     """Drafts for one engine's sessions."""
 
     def __init__(
-        self, model: Model, cache: KVCache, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
+        self,
+        model: Model,
+        cache: KVCache,
+        prefix: PrefixCache,
+        planner: Planner,
+        scheduler: Scheduler,
+        entries: Mapping[int, Entry],
     ) -> None:
         """entries: of the sessions that are open, by id."""
+        self.head: HeadDraft | None = None
+        if model.head is not None:
+            parts = planner, scheduler, entries
+            self.head = HeadDraft(model, model.head, cache, prefix, *parts, cost=lambda: self.cost)
+        self._cost: StepCost | None = None
         super().__init__(planner, scheduler, entries)
         self._model, self._cache = model, cache
-        self._shares: dict[int, float] = {}  # of a step of the copy, over one of the model, by their rows
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
         self._right = self._tried = 0.0
+        if self.head is not None:
+            self.head.forget()
 
     @property
     def acceptance(self) -> float:
         """The chance that a token of the copy is the model's, if those before it are."""
         return (self._right + _PRIOR_RIGHT) / (self._tried + _PRIOR)
 
+    @property
+    def cost(self) -> StepCost:
+        """What a step of the copy takes."""
+        if self._cost is None:
+            self._cost = self._planner.budget.cost.scaled(_PRIOR_SHARE)
+        return self._cost
+
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of SelfDraft."""
         del session_id
-        self.learn(len(draft), len(path), goes_on=goes_on)
+        self._observe(len(draft), len(path), goes_on=goes_on)
 
-    def learn(self, drafted: int, accepted: int, *, goes_on: bool) -> None:
+    def _observe(self, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Count a chain's tokens."""
         self._right = self._right * _KEPT + accepted
         self._tried = self._tried * _KEPT + accepted + (goes_on and accepted < drafted)
+
+    def computed(self, works: Sequence[Work]) -> None:
+        """As of SelfDraft."""
+        if self.head is not None:
+            self.head.computed(works)
+
+    def close(self, session_id: int) -> None:
+        """As of SelfDraft."""
+        if self.head is not None:
+            self.head.close(session_id)
+
+    def rounds(self, work: Work, seconds: float) -> Burst | None:
+        """As of SelfDraft."""
+        session = work.chunk.session
+        most = min(self._most([work]), self._planner.max_rows - 1)
+        chain = self._length(1, work.chunk.stop, most)
+        room = min(self._planner.room(session), _ROUNDS * (most + 1))
+        if not self._reserve([work], room + SPARE):
+            return None
+        rounds = Rounds(seconds, room, chain, most)
+        if self.head is not None and (burst := self.head.beside(work, rounds)) is not None:
+            return burst
+        return replace(burst_of([self._entries[session.id]], _ROUNDS, (), room=room), rounds=rounds)
+
+    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
+        """As of SelfDraft."""
+        length, cost = session.length, self._planner.budget.cost
+        for place, one in enumerate(rounds, 1):
+            self._observe(one.chain, one.right, goes_on=goes_on or place < len(rounds))
+            cost.observe(1 + one.chain, length, one.verifying)
+            for inner in one.within:
+                self.cost.observe(1 + inner.nodes, length, inner.verifying)
+            if self.head is not None:
+                guessed = [inner for inner in one.within if inner.guesses]
+                self.head.saw(guessed, greedy=session.sampling.greedy, goes_on=True)
+            length += one.committed
+        if self.head is not None:
+            self.head.wrote(session, rounds[-1].known)
 
     def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
         """As of SelfDraft."""
@@ -82,28 +148,17 @@ class CopyDraft(SelfDraft):
         """Tokens a second of each session, by the length of its chain: 1 to `most`."""
         most = max(1, min(most, self._planner.max_rows - 1))
         lengths = np.arange(1, most + 1)
-        chance = self.acceptance
-        tokens = np.cumsum(chance**lengths) + 1.0
-        cost = self._planner.budget.cost
-        step, _ = cost.step(sessions, keys)
-        seconds = lengths * step * self._share(sessions) + cost.seconds(sessions * (lengths + 1), keys)
-        rates: NDArray[np.float64] = tokens / seconds
+        tokens = np.cumsum(self.acceptance**lengths) + 1.0
+        verifying = self._planner.budget.cost.seconds(sessions * (lengths + 1), keys)
+        rates: NDArray[np.float64] = tokens / (lengths * self._each(sessions, keys) + verifying)
         return rates
 
-    def _share(self, rows: int) -> float:
-        """What a step of the copy takes of one of the model."""
-        known = self._shares.get(rows)
-        if known is None:
-            nearest = min(self._shares, key=lambda other: abs(other - rows), default=None)
-            return _PRIOR_SHARE if nearest is None else self._shares[nearest]
-        return known
-
-    def _took(self, works: Sequence[Work], seconds: float) -> None:
-        """A step of the copy took so many seconds."""
-        plain, _ = self._planner.budget.cost.step(len(works), sum(work.chunk.stop for work in works))
-        share = seconds / plain
-        known = self._shares.setdefault(len(works), share)
-        self._shares[len(works)] = known + _NEW * (min(share, 2.0 * known) - known)
+    def _each(self, sessions: int, keys: int) -> float:
+        """Seconds of a token of each session's chain."""
+        step, _ = self.cost.step(sessions, keys)
+        if self.head is not None and sessions == 1:
+            return min(step, 1.0 / self.head.rate(1, keys))
+        return step
 
     @torch.inference_mode()
     def _draft(self, works: Sequence[Work], steps: int, listen: Listen) -> NDArray[np.int64]:
@@ -116,5 +171,6 @@ class CopyDraft(SelfDraft):
             drawn = self._model.runner.forward(batch, self._cache).tokens
         assert drawn is not None, "a model that drafts draws its tokens"
         tokens = drawn.reshape(-1, len(works))
-        self._took(works, (time.perf_counter() - started) / len(tokens))
+        keys = sum(work.chunk.stop for work in works)
+        self.cost.observe(len(works), keys, (time.perf_counter() - started) / len(tokens))
         return tokens

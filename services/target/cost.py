@@ -81,6 +81,10 @@ class StepCost:
             ratios = (np.array(self._ratios) + _PRIOR * overall) / (np.array(self._weights) + _PRIOR)
             self._correct(_rising(self._measured * ratios))
 
+    def scaled(self, share: float) -> StepCost:
+        """What is known now, times a share, to learn from there on."""
+        return StepCost(dict(zip(self._points, (share * self._seconds).tolist(), strict=True)), self.seconds_per_key)
+
     def describe(self) -> str:
         """The measured points, for people."""
         points = ", ".join(f"{int(n)}: {1e3 * s:.1f}" for n, s in zip(self._rows, self._seconds, strict=True))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Burst, DrawPlan, Work, Worth, build
 from services.target.bursts import burst_of
+from services.target.cost import StepCost
 from services.target.drawing import Entry
 from services.target.headrows import HeadRows
 from services.target.kept import Kept
@@ -38,11 +39,11 @@ from services.target.planning import Planner
 from services.target.rounds import Round, Rounds
 from services.target.selfdraft import LONGEST, SelfDraft, drawable
 
+SPARE = 2  # guesses beside which another may stand
 _NEW = 0.05  # weight of the last chain in what chains are like
 _NEXT = 0.6  # chance that a guess is right of which nothing is known yet
 _ROUNDS = 8  # in one go, at most
 _ROUND_ROWS = LONGEST + 1  # of a session that has committed as much as it can since the head wrote the last of them
-_OTHERS = 2  # guesses beside which another may stand
 _USUAL_ROWS = 4  # of a session that a head has to write before it drafts; more are no example of others
 _PRIOR_SHARES = (0.06, 0.05)  # of a step of the model: what guesses take once, and each, as long as nobody knows
 # Of a chain, as long as nobody knows, of sampled sessions and of greedy ones: accepted tokens, guesses that were
@@ -91,9 +92,11 @@ class HeadDraft(SelfDraft):
         planner: Planner,
         scheduler: Scheduler,
         entries: Mapping[int, Entry],
+        cost: Callable[[], StepCost] | None = None,
     ) -> None:
-        """entries: of the sessions that are open, by id."""
+        """entries: of the sessions that are open, by id. cost: of what verifies, if that is not the model."""
         super().__init__(planner, scheduler, entries)
+        self._cost = cost or (lambda: planner.budget.cost)
         self._device, self._head, self._cache = model.device, head, cache
         self.rows = HeadRows(prefix)
         self._lines: dict[int, Line] = {}  # what guesses take, by sessions
@@ -133,34 +136,59 @@ class HeadDraft(SelfDraft):
 
     def rounds(self, work: Work, seconds: float) -> Burst | None:
         """As of SelfDraft."""
+        depth = self._depth(work)
+        if depth < 1 or len(self.rows.lacking(work.chunk.session).chunk) > self._at_once:
+            return None
+        room = min(self._planner.room(work.chunk.session), _ROUNDS * (depth + 1))
+        return self._guessing(work, depth, Rounds(seconds, room)) if self._reserve([work], room + SPARE) else None
+
+    def beside(self, work: Work, rounds: Rounds) -> Burst | None:
+        """Rounds of a copy in which the head guesses, if that promises more; some rows may be written before it does.
+
+        There is room for `SPARE` tokens more than rounds commit.
+        """
+        depth = min(self._depth(work), rounds.longest - 1)
+        if depth < 1 or not self.pays([work]) or not self._caught_up([work]):
+            return None
+        return self._guessing(work, depth, rounds)
+
+    def _depth(self, work: Work) -> int:
+        """Guesses of a round, at most, for a session that is alone."""
+        if work.chunk.session.length < 2:
+            return 0
+        return min(self._most([work]), self._planner.max_rows - 1 - SPARE)
+
+    def _guessing(self, work: Work, depth: int, rounds: Rounds) -> Burst:
         session = work.chunk.session
-        depth = min(self._most([work]), self._planner.max_rows - 1 - _OTHERS)
-        if depth < 1 or session.length < 2:
-            return None
-        lacking = self.rows.lacking(session).chunk
-        if len(lacking) > self._at_once:
-            return None
-        room = min(self._planner.room(session), _ROUNDS * (depth + 1))
-        if not self._reserve([work], room + _OTHERS):
-            return None
-        burst = burst_of([self._entries[session.id]], _ROUNDS, (), room=room)
-        rounds = Rounds(seconds, room, lacking.start, depth, _OTHERS, self.others.table)
-        return replace(burst, worth=self._worth([work]), odds=self.guesses.table, rounds=rounds)
+        burst = burst_of([self._entries[session.id]], _ROUNDS, (), room=rounds.room)
+        known = self.rows.lacking(session).chunk.start
+        guessing = replace(rounds, known=known, depth=depth, others=SPARE, second_odds=self.others.table)
+        return replace(burst, worth=self._worth([work]), odds=self.guesses.table, rounds=guessing)
 
     def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
         """As of SelfDraft."""
-        greedy, length = session.sampling.greedy, session.length
-        kind, cost = self._kinds[greedy], self._planner.budget.cost
-        guessed = length + sum(one.committed for one in rounds[:-1]) - 1  # where it did so last
-        self.rows.wrote(Chunk(session, self.rows.lacking(session).chunk.start, guessed))
+        self.wrote(session, rounds[-1].known)
+        self.saw(rounds, greedy=session.sampling.greedy, goes_on=goes_on)
+        length, cost = session.length, self._cost()
+        for one in rounds:
+            cost.observe(1 + one.nodes, length, one.verifying)
+            length += one.committed
+
+    def wrote(self, session: Session, known: int) -> None:
+        """So many rows of a session were written in rounds."""
+        start = self.rows.lacking(session).chunk.start
+        if known > start:
+            self.rows.wrote(Chunk(session, start, known))
+
+    def saw(self, rounds: Sequence[Round], *, greedy: bool, goes_on: bool) -> None:
+        """What came of rounds in which the head guessed, and how long that took. goes_on: as of `learn`."""
+        kind = self._kinds[greedy]
         for place, one in enumerate(rounds, 1):
             kind.drew(one.guesses, one.nodes)
             chain = _Chain([odds[0] for odds in one.odds], {i: one.odds[i][1] for i in one.others}, greedy)
             self._observe(chain, one.right, one.accepted, goes_on=goes_on or place < len(rounds))
-            cost.observe(1 + one.nodes, length, one.verifying)
             if one.written <= _USUAL_ROWS:
                 self._line(1).observe(one.guesses, one.guessing)
-            length += one.committed
 
     def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
         """As of SelfDraft."""
@@ -168,8 +196,8 @@ class HeadDraft(SelfDraft):
         works = self._caught_up([work for work in works if work.chunk.session.length > 1])
         if not works:
             return {}
-        most = min(self._most(works), self._planner.max_rows - 1 - _OTHERS)
-        if most < 1 or not self._reserve(works, most + _OTHERS):
+        most = min(self._most(works), self._planner.max_rows - 1 - SPARE)
+        if most < 1 or not self._reserve(works, most + SPARE):
             return {}
         worth = self._worth(works)
         drafts = self._draft(works, most, worth, listen)
@@ -194,12 +222,12 @@ class HeadDraft(SelfDraft):
     def _promise(self, works: Sequence[Work]) -> bool:
         """True if guesses promise enough over plain steps."""
         keys = sum(work.chunk.stop for work in works)
-        step, _ = self._planner.budget.cost.step(len(works), keys)
+        step, _ = self._cost().step(len(works), keys)
         return self.rate(len(works), keys) > _LEAD / step
 
     def rate(self, sessions: int, keys: int) -> float:
         """As of SelfDraft."""
-        cost = self._planner.budget.cost
+        cost = self._cost()
         greedy = sum(entry.session.sampling.greedy for entry in self._entries.values()) / max(len(self._entries), 1)
         accepted = drafted = verified = 0.0
         for kind, share in zip(self._kinds, (1.0 - greedy, greedy), strict=True):
@@ -212,7 +240,7 @@ class HeadDraft(SelfDraft):
     def _line(self, sessions: int) -> Line:
         """What guesses of so many sessions take."""
         if sessions not in self._lines:
-            step, _ = self._planner.budget.cost.step(sessions, 0)
+            step, _ = self._cost().step(sessions, 0)
             self._lines[sessions] = Line(*(share * step for share in _PRIOR_SHARES))
         return self._lines[sessions]
 
@@ -222,7 +250,7 @@ class HeadDraft(SelfDraft):
         return self._priced.get(sessions, lambda: self._price(sessions, sum(work.chunk.stop for work in works)))
 
     def _price(self, sessions: int, keys: int) -> Worth:
-        cost = self._planner.budget.cost
+        cost = self._cost()
         few, more = float(cost.seconds(2 * sessions, keys)), float(cost.seconds(4 * sessions, keys))
         token = 1.0 / (self.rate(sessions, keys) * sessions)
         return Worth(_NEXT * token, token, max(more - few, 0.0) / (2 * sessions), self._line(sessions).each)
@@ -288,7 +316,7 @@ class HeadDraft(SelfDraft):
             chance = self.guesses.chance(odds[i][0], greedy=greedy)
             if i and reach * chance < least:  # the first one is verified in any case: a step of a row costs as much
                 break
-            if i < _OTHERS and drafts.seconds[i, place] >= 0:
+            if i < SPARE and drafts.seconds[i, place] >= 0:
                 score = reach * (1.0 - chance) * self.others.chance(odds[i][1], greedy=greedy)
                 if score >= least:
                     others[i] = odds[i][1]

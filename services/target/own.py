@@ -181,6 +181,6 @@ def self_draft(
     entries: Mapping[int, Entry],
 ) -> SelfDraft | None:
     """What guesses for a model's sessions, if it has anything that does."""
-    if model.head is not None:
-        return HeadDraft(model, model.head, cache, prefix, planner, scheduler, entries)
-    return CopyDraft(model, cache, planner, scheduler, entries) if model.copied else None
+    if model.copied:
+        return CopyDraft(model, cache, prefix, planner, scheduler, entries)
+    return None if model.head is None else HeadDraft(model, model.head, cache, prefix, planner, scheduler, entries)

@@ -1,6 +1,7 @@
 """A head in the target's own process drafts what its formulas say, and changes no text."""
 
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,7 +369,11 @@ def test_what_auto_takes():
         return own_drafts(TargetConfig(device="cpu", **flags), large, None)
 
     assert means(quantization="int8") == means(quantization="int4") == Means(True, None, DEFAULT_HEAD)
-    assert means(dtype="bfloat16") == Means(True, Format.INT4)
+    assert means(dtype="bfloat16") == Means(True, Format.INT4, DEFAULT_HEAD)
+    assert means(dtype="bfloat16", self_draft="int8") == Means(True, Format.INT8)
+    assert means(self_draft="int8", self_draft_head="folder") == Means(True, Format.INT8, Path("folder"))
+    assert means(self_draft_head="folder") == Means(True, None, Path("folder"))
+    assert means(dtype="bfloat16", model_path="another") == Means(True, Format.INT4)
     assert means(self_draft="head").head == DEFAULT_HEAD
     assert means(quantization="int8", model_path="another") == Means(True), "which no head comes along for"
     assert own_drafts(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == Means(), "it is read from caches"

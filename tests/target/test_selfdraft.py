@@ -215,7 +215,7 @@ def test_a_draft_is_left_when_somebody_calls(model):
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine.own.chains._shares = {1: 0.01}
+    engine.own.chains._cost = engine.planner.budget.cost.scaled(0.01)
     assert len(engine._plan()[0].draft) > 4
 
     @contextmanager
@@ -239,9 +239,9 @@ def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
     engine = drafting(model)
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: rows * 64e-3 if rows > 1 else 1.1e-3})
     draft = engine.own.chains
-    draft._shares = {1: share}
+    draft._cost = engine.planner.budget.cost.scaled(share)
     for _ in range(200):
-        draft.learn(10, round(10 * right), goes_on=True)
+        draft._observe(10, round(10 * right), goes_on=True)
         draft._tried = draft._right / right
     assert least <= draft._length(1, 0, 16) <= most
     assert draft._length(1, 0, 2) <= 2, "no longer than there is room for"
@@ -311,7 +311,7 @@ def test_hints_are_tried_beside_it(model):
 def test_the_warm_up_times_the_model_s_own_steps(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096))
     warm_up(engine)
-    assert engine.own.chains._shares, "what the copy takes is known"
+    assert engine.own.chains.cost._observed, "what the copy takes is known"
     assert engine.own.chains.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
     assert engine._patience.way is Way.SELF
 

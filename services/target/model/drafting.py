@@ -19,7 +19,10 @@ _LEAST_BYTES = 32e6  # of linear layers: smaller ones are read from caches, wher
 
 @dataclass(frozen=True)
 class Means:
-    """looks_back: from what texts repeat; copied: with a copy of the weights in a narrow format; head: with a head."""
+    """looks_back: from what texts repeat; copied: with a copy of the weights in a narrow format; head: with a head.
+
+    Of both, the head guesses for the copy.
+    """
 
     looks_back: bool = False
     copied: Format | None = None
@@ -29,11 +32,14 @@ class Means:
 def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
     """What a target drafts with. reason: why the model is no compiled program, if it is none. Raises ConfigError."""
     choice, folder = config.self_draft, _head_folder(config)
-    if config.self_draft_head is not None and choice not in ("auto", "head"):
-        raise ConfigError(f"--self-draft-head says what `--self-draft head` drafts with, not {choice}")
+    if config.self_draft_head is not None and choice not in ("auto", "head", "int4", "int8"):
+        raise ConfigError(f"--self-draft-head says what a head drafts with, not {choice}")
     if choice == "off":
         return Means()
     wanted = choice if choice != "auto" else _best(config, folder)
+    guessing = wanted == "head" or (
+        wanted in ("int4", "int8") and (choice == "auto" or config.self_draft_head is not None)
+    )
     against = reason
     if against is None and config.fixed_hints:
         against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
@@ -49,7 +55,7 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
     small = sum(weight.nbytes for weight in layers) < _LEAST_BYTES
     if against is not None or (choice == "auto" and small and config.self_draft_head is None):
         return Means()
-    return Means(True, cpu_format(wanted) if narrower else None, folder if wanted == "head" else None)
+    return Means(True, cpu_format(wanted) if narrower else None, folder if guessing else None)
 
 
 def _best(config: TargetConfig, folder: Path | None) -> str:

@@ -9,7 +9,6 @@ biases, further norms or more than one layer are left to the draft service.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from services.target.kernels.cpu.program import Activation, Buffer, Norm, Progra
 from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
 from services.target.kv_cache import KVCache, LayerShape, States
 from services.target.model.linear import plain_format
-from services.target.rounds import Round
 
 _FORMAT = Format.INT4  # a draft's numbers need no more
 _NOT_READ = {"embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
@@ -192,7 +190,7 @@ class Head:
         vocab, hidden = table.shape
         self.shape = weights.shape
         self.states = States(DEFAULT_STATES * hidden, table.dtype)
-        self._program = program = Program(threads, table.dtype, pools, hidden, beside=beside)
+        self.program = program = Program(threads, table.dtype, pools, hidden, beside=beside)
         fc = packed(weights.tensors["fc.weight"], plain_format(table.dtype) or Format.FLOAT32)
         projections = weights.packed(*(f"{_LAYER}self_attn.{name}_proj" for name in "qkv"))
         output, down = weights.packed(_LAYER + "self_attn.o_proj"), weights.packed(_LAYER + "mlp.down_proj")
@@ -213,12 +211,6 @@ class Head:
         ids = None if len(weights.ids) == vocab else torch.from_numpy(weights.ids.astype(np.int32))
         program.head(head, weights.norm("norm"), ids=ids)
 
-    def rounds(
-        self, program: Program, batch: Batch, cache: KVCache
-    ) -> tuple[Tensor, NDArray[np.int64], Sequence[Round]]:
-        """Drafts that a program verifies; see `Program.rounds`."""
-        return program.rounds(self._program, batch, cache)
-
     def draft(self, batch: Batch, cache: KVCache) -> Guesses:
         """The tokens of a batch's burst; see `Program.follow`."""
-        return self._program.follow(batch, cache)
+        return self.program.follow(batch, cache)

@@ -90,7 +90,7 @@ class ProgramRunner:
         if head is not None:
             depth = len(module.model.layers)
             self.head = Head(head, self._program, self.threads, table, pools, depth, positions)
-            self.draft_bytes = self.head.bytes
+            self.draft_bytes = self.draft_bytes if self.copied else self.head.bytes
 
     @property
     def drafts(self) -> bool:
@@ -100,8 +100,8 @@ class ProgramRunner:
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values; return logits in float32, features in the model's dtype, and tokens."""
         if batch.burst is not None and batch.burst.rounds is not None:
-            assert self.head is not None, "rounds are a head's"
-            logits, drawn, rounds = self.head.rounds(self._program, batch, cache)
+            head = None if self.head is None else self.head.program
+            logits, drawn, rounds = self._program.rounds(head, batch, cache)
             return Outputs(logits, None, drawn, rounds)
         logits, features, tokens = self._program.run(batch, cache)
         return Outputs(logits, features if features is None else features.to(self._dtype), tokens)

@@ -27,7 +27,7 @@ from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kv_cache import KVCache
-from services.target.rounds import Round
+from services.target.rounds import Round, Rounds
 
 _NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time
@@ -283,36 +283,51 @@ class Program:
         )
         return draws.guesses(done)
 
-    def rounds(self, head: Program, batch: Batch, cache: KVCache) -> tuple[Tensor, NDArray[np.int64], Sequence[Round]]:
-        """Draft with a head and verify, round after round; the batch is the root of one session.
+    def rounds(
+        self, head: Program | None, batch: Batch, cache: KVCache
+    ) -> tuple[Tensor, NDArray[np.int64], Sequence[Round]]:
+        """Draft, with a head or with the narrow copy or with both, and verify, round after round.
+
+        The batch is the root of one session.
 
         Returns logits that are of no use any more, the tokens that were committed, [n], and what came of each round.
         """
         burst, draws = batch.burst, batch.draws
         assert burst is not None, "rounds are a burst's"
         assert burst.rounds is not None, "rounds are a burst's"
-        assert burst.worth is not None, "what a guess is worth decides how many there are"
         assert burst.texts is not None, "tokens are read where the session has them"
-        assert burst.odds is not None, "odds decide, too"
         assert draws is not None, "tokens are drawn"
-        rounds, worth, mover = burst.rounds, burst.worth, cache.mover
+        rounds, mover = burst.rounds, cache.mover
         logits, address = self._logits(_PASSING_ROWS, passing=True)
-        _, head_address = head._logits(1, passing=True)
         tokens, told = np.empty(rounds.room, np.int64), (library.Round * burst.steps)()
+        within = (library.Round * (burst.steps * rounds.chain))()
         call = library.Rounds(
             burst.steps, rounds.seconds, burst.texts.places[0], burst.texts.lengths[0], rounds.room, rounds.known,
-            rounds.depth, rounds.others, draws.sessions, burst.stops, burst.stop_counts[0],
-            *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data, batch.layout.page_size,
-            burst.odds.buffer_info()[0], rounds.second_odds.buffer_info()[0], worth.next, worth.token, worth.row,
-            worth.step, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count, head_address,
-            head._vocab, None if head._ids is None else head._ids.data_ptr(), self._vocab, tokens.ctypes.data,
-            ctypes.addressof(told),
+            rounds.depth, rounds.others, rounds.chain, rounds.longest, draws.sessions, burst.stops,
+            burst.stop_counts[0], *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data,
+            batch.layout.page_size, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count,
+            self._vocab, tokens.ctypes.data, ctypes.addressof(told), ctypes.addressof(within),
         )  # fmt: skip
+        if rounds.depth:
+            assert head is not None, "it guesses"
+            head._guess_in(call, burst, rounds)
         done = self._functions.outrider_program_rounds(
-            self._handle, head._handle, *self._pools(cache), address, ctypes.byref(call)
+            self._handle, head and head._handle, *self._pools(cache), address, ctypes.byref(call)
         )
-        came = [_round(one) for one in told[:done]]
+        inner = iter(within)
+        came = [_round(one, [_round(next(inner)) for _ in range(one.within)]) for one in told[:done]]
         return logits, tokens[: sum(one.committed for one in came)], came
+
+    def _guess_in(self, call: library.Rounds, burst: Burst, rounds: Rounds) -> None:
+        """Say how a head guesses in rounds."""
+        assert burst.worth is not None, "what a guess is worth decides how many there are"
+        assert burst.odds is not None, "odds decide, too"
+        assert rounds.second_odds is not None, "also of second guesses"
+        call.odds, call.second_odds = burst.odds.buffer_info()[0], rounds.second_odds.buffer_info()[0]
+        worth = burst.worth
+        call.next, call.token, call.row, call.step = worth.next, worth.token, worth.row, worth.step
+        _, call.head_logits = self._logits(1, passing=True)
+        call.head_vocab, call.head_ids = self._vocab, None if self._ids is None else self._ids.data_ptr()
 
     def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
         """Room for logits, and its address. passing: they are of use until the next run alone."""
@@ -343,12 +358,12 @@ class Program:
         return self._caches[id(cache)][1:]
 
 
-def _round(told: library.Round) -> Round:
+def _round(told: library.Round, within: Sequence[Round] = ()) -> Round:
     others = [place for place in range(told.chain) if told.beside >> place & 1]
     odds = [(one[0], one[1]) for one in told.odds[: told.chain]]
     return Round(
         told.written, told.guesses, told.chain, others, told.right, told.accepted, told.committed, told.guessing,
-        told.verifying, odds,
+        told.verifying, odds, told.known, within,
     )  # fmt: skip
 
 

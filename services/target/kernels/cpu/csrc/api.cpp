@@ -215,14 +215,14 @@ int64_t outrider_program_run(Program* program, const BatchView* batch, const voi
   return 1;
 }
 
-// Rounds of a head's guesses and their verification; see rounds.h. logits: [kChain + others + 1, vocab]
+// Rounds of guesses and their verification; see rounds.h. logits: [kChain + others + 1, vocab]
 int64_t outrider_program_rounds(Program* program, Program* head, const void* const* keys, const void* const* values,
                                 void* states, int64_t state_width, float* logits, const Rounds* rounds) {
   Call call{};
   call.keys = keys, call.values = values;
   call.states = states, call.state_width = state_width;
   call.logits = logits;
-  return run_rounds(*program, *head, call, *rounds);
+  return run_rounds(*program, head, call, *rounds);
 }
 
 // Rows of a KV cache between slots, the same in every pool, one after the other.

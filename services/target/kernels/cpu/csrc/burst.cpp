@@ -56,9 +56,7 @@ int64_t Program::run(Call call, const Burst& burst, Confidence* confidence) {
   call.batch.positions = positions.data();
   call.batch.start = start.data();
   for (int64_t done = 1;; ++done) {
-    narrow_ = burst.narrow;
-    run(call);
-    narrow_ = false;
+    burst.narrow ? run_narrow(call) : run(call);
     if (done == burst.steps || ends(burst, draws.tokens, rows)) return done;
     if (repeats(burst, draws.tokens, rows, done) || listener.called()) return done;
     if (confidence && !confidence->goes_on(draws)) return done;

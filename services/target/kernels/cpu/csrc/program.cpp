@@ -138,6 +138,12 @@ void Program::run(const Call& call) {
   if (screened_) worth_.saw(panels_.share());
 }
 
+void Program::run_narrow(const Call& call) {
+  narrow_ = true;
+  run(call);
+  narrow_ = false;
+}
+
 void Program::work(int thread, const Call& call) {
   for (size_t i = begin_; i < operations_.size(); ++i) {
     if (skips(operations_[i], call)) continue;

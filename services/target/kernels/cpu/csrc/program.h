@@ -194,6 +194,7 @@ class Program {
   int32_t plan_of(const AttentionShape& shape);
   void set_width(BufferId buffer, int64_t width) { widths_[buffer] = std::max(widths_[buffer], width); }
   void run(const Call& call);
+  void run_narrow(const Call& call);  // with the narrow copies of the weights
   // Ends early behind a step in which a session does or a text repeats, or in which the caller is called. Draws, and
   // captured rows, lie step behind step. Every span is a row, each row is drawn from, and nothing is fused. Returns how
   // many steps were computed.

@@ -31,12 +31,21 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 class Session {
  public:
-  Session(Program& model, Program& head, const Call& call, const Rounds& rounds)
-      : model_(model), head_(head), call_(call), rounds_(rounds), length_(rounds.length), known_(rounds.known) {}
+  Session(Program& model, Program* head, const Call& call, const Rounds& rounds)
+      : model_(model), head_(head), call_(call), rounds_(rounds), length_(rounds.length), known_(rounds.known),
+        within_(rounds.within), room_(rounds.room) {}
 
   // Returns whether another round may follow.
   bool round(Round& told) {
     told = Round{};
+    const bool goes_on = rounds_.chain ? draft_and_verify(told) : guess_and_verify(told);
+    told.known = std::min(known_, length_ - 2);  // behind a wrong token the head's rows are of another text
+    return goes_on && rounds_.room - committed_ > 1 && !repeats();
+  }
+
+ private:
+  // A round of the decoder, or of its copy.
+  bool guess_and_verify(Round& told) {
     const double began = now();
     guess(told);
     const Nodes nodes = choose(told);
@@ -45,10 +54,36 @@ class Session {
     const bool goes_on = accept(nodes, told);
     told.guessing = guessed - began;
     told.verifying = now() - guessed;
-    return goes_on && rounds_.room - committed_ > 1 && !repeats();
+    return goes_on;
   }
 
- private:
+  // The copy goes on as if its tokens were committed; then they are the chain that is verified.
+  bool draft_and_verify(Round& told) {
+    const double began = now();
+    const int64_t length = length_, committed = committed_;
+    room_ = std::min(committed_ + rounds_.longest, rounds_.room - 1);
+    narrow_ = true;
+    for (bool goes_on = true; goes_on && committed_ < std::min(committed + rounds_.chain, room_);) {
+      Round& one = within_[told.within++] = Round{};
+      goes_on = guess_and_verify(one);
+    }
+    within_ += told.within;
+    narrow_ = false;
+    room_ = rounds_.room;
+    Nodes nodes;
+    for (int64_t place = length; place < length_ && rounds_.tokens[committed + place - length] >= 0; ++place) {
+      nodes.add(rounds_.text[place], place - length + 1);
+    }
+    length_ = length, committed_ = committed;
+    told.guesses = told.chain = int64_t(nodes.tokens.size());
+    const double drafted = now();
+    verify(nodes);
+    const bool goes_on = accept(nodes, told);
+    told.guessing = drafted - began;
+    told.verifying = now() - drafted;
+    return goes_on;
+  }
+
   bool greedy() const { return rounds_.sampling->temperature == 0.0; }
   bool is_stop(int64_t token) const {
     return std::find(rounds_.stops, rounds_.stops + rounds_.stop_count, token) != rounds_.stops + rounds_.stop_count;
@@ -74,12 +109,14 @@ class Session {
   }
 
   void guess(Round& told) {
+    const int64_t depth = std::min({rounds_.depth, room_ - committed_ - 1, kChain});
+    if (depth < 1) return;
     const int64_t last = length_ - 1, first = std::min(known_, last - 1);
     std::vector<int64_t> ids(rounds_.text + first + 1, rounds_.text + length_), positions(ids.size());
     for (size_t i = 0; i < positions.size(); ++i) positions[i] = first + int64_t(i);
     const std::vector<int64_t> sampled{int64_t(ids.size()) - 1};
     Call call = call_of(ids, positions, sampled, first, int64_t(ids.size()), nullptr);
-    const int64_t one = 1, depth = std::min({rounds_.depth, rounds_.room - committed_ - 1, kChain});
+    const int64_t one = 1;
     const DrawCall draws{rounds_.head_logits, 1, rounds_.head_vocab, rounds_.sampling, &one, &length_, nullptr, nullptr,
                          guesses_, seconds_, rounds_.head_ids, told.odds[0]};
     call.logits = rounds_.head_logits;
@@ -91,7 +128,7 @@ class Session {
     burst.odds = rounds_.odds;
     burst.next = rounds_.next, burst.row = rounds_.row, burst.step = rounds_.step;
     told.written = int64_t(ids.size());
-    told.guesses = head_.follow(call, burst);
+    told.guesses = head_->follow(call, burst);
     known_ = last;
   }
 
@@ -133,7 +170,7 @@ class Session {
     const DrawCall draws{call_.logits, rows, rounds_.vocab, rounds_.sampling, &rows, drawn.data(), nullptr, nullptr,
                          drawn_, nullptr, nullptr, nullptr};
     call.draws = &draws;
-    model_.run(call);
+    narrow_ ? model_.run_narrow(call) : model_.run(call);
   }
 
   // Commits what the walk meets and the token behind it. Returns whether the session goes on.
@@ -154,7 +191,7 @@ class Session {
         ++told.accepted;
         told.right += child < told.chain;
       }
-      const bool ends = token < 0 || is_stop(token) || committed_ == rounds_.room;
+      const bool ends = token < 0 || is_stop(token) || committed_ == room_;
       if (child < 0 || ends) {
         move_rows(rounds_.pools, rounds_.row_bytes, rounds_.pool_count, sources.data(), destinations.data(),
                   int64_t(sources.size()));
@@ -164,17 +201,21 @@ class Session {
     }
   }
 
-  Program &model_, &head_;
+  Program& model_;
+  Program* head_;
   const Call& call_;
   const Rounds& rounds_;
   int64_t length_, known_, committed_ = 0;
+  Round* within_;         // where the next rounds of the copy are told
+  int64_t room_;          // for tokens of the round at hand and those before it
+  bool narrow_ = false;   // the round at hand is the copy's
   int64_t span_[2] = {0, 0}, start_ = 0, committed_rows_ = 0, table_ = 0;
   int64_t guesses_[kChain], seconds_[kChain], drawn_[2 * kChain + 1];
 };
 
 }  // namespace
 
-int64_t run_rounds(Program& model, Program& head, const Call& call, const Rounds& rounds) {
+int64_t run_rounds(Program& model, Program* head, const Call& call, const Rounds& rounds) {
   Session session(model, head, call, rounds);
   const Listener listener(rounds.files, rounds.file_count);
   const double end = now() + rounds.seconds;
