@@ -231,7 +231,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of requests at once")
     parser.add_argument("--outrider", nargs="*", choices=list(_OURS), default=list(_OURS))
     parser.add_argument("--transformers", nargs="*", default=["plain", "lookup"], metavar="MODE",
-                        help="plain, lookup, or assisted:FOLDER of a draft model")  # fmt: skip
+                        help="plain, lookup, or assisted:FOLDER of a draft model; without any, it is left out")  # fmt: skip
     parser.add_argument("--transformers-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--llama-server", default="llama-server", help="llama.cpp's server program")
     parser.add_argument("--llama-model", nargs="*", default=[], metavar="LABEL=FILE", help="GGUF files for it")
@@ -239,6 +239,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--openvino-model", nargs="*", default=[], metavar="LABEL=FOLDER", help="converted models")
     parser.add_argument("--vllm", help="vLLM's program, built for CPUs")
     args = parser.parse_args(argv)
+    for mode in args.transformers:
+        kind, _, folder = mode.partition(":")
+        if mode not in ("plain", "lookup") and not (kind == "assisted" and Path(folder, "config.json").is_file()):
+            parser.error(f"--transformers {mode!r} is neither plain nor lookup nor assisted:FOLDER of a model")
     for text in [*args.llama_model, *args.openvino_model]:
         label, equals, file = text.partition("=")
         if not (label and equals and file and Path(file).exists()):

@@ -9,7 +9,7 @@ import pytest
 from bench.__main__ import main
 from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import median_and_quartiles, ratios, same_texts
-from bench.peers.run import _plot, add_rates, add_ratios, ask_in_turns, catalogue
+from bench.peers.run import _arguments, _plot, add_rates, add_ratios, ask_in_turns, catalogue
 from bench.peers.servers import Server
 from bench.report import Report
 from tests.bench.server import STEP, in_a_thread
@@ -123,3 +123,12 @@ def test_a_run_beside_transformers(tmp_path):
     assert 0 < low <= middle <= high
     assert ratio["transformers plain, 2"] == rows["transformers plain"]["2 at once, tokens/s"] == "-"
     assert rows["outrider bf16"]["2 at once, tokens/s"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags", [["--transformers", "off"], ["--transformers", "assisted:nowhere"], ["--llama-model", "a=b"]]
+)
+def test_what_cannot_be_started_is_refused_before_anything_is(flags, capsys):
+    with pytest.raises(SystemExit):
+        _arguments(flags)
+    assert flags[1] in capsys.readouterr().err
