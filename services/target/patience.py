@@ -42,7 +42,8 @@ class Patience:
     ) -> None:
         """ways: those that are weighed; the first one begins.
 
-        longest: seconds that a step is held at most, also for a first answer; by default the time of two steps.
+        longest: seconds that a step is held at most, also for a first answer, as long as one may come; by default the
+        time of two steps.
         dear: says whether hints are so dear that few sessions, too, begin without, as many do.
         """
         self._clock = clock
@@ -57,6 +58,7 @@ class Patience:
         self._begin_turn()
         self._step_seconds = 0.0
         self._has_drafter = False
+        self._silent = False  # a step was held for the longest time, and nobody has ever answered
         self._awaited: set[int] = set()
         self._drafted: set[int] = set()
         self._computing = 0.0  # seconds of a step without prompts, waits left out
@@ -80,8 +82,9 @@ class Patience:
 
         They will all want tokens soon, so it is their load that is met: what they have to read is read the better way.
         """
-        self._awaited.clear()
         self._began = self._clock()
+        self._silent = not self._has_drafter and (self._silent or bool(self._awaited and self._began >= self._deadline))
+        self._awaited.clear()
         self._coming = _load(sessions)
         if self._weighs and self._coming > self._load:
             self._meet(self._coming)
@@ -138,7 +141,7 @@ class Patience:
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
             self._computing += (0.2 if self._computing else 1.0) * (computing / steps - self._computing)
-        awaited = drafted if self._longest is None else set(wanted)
+        awaited = drafted if self._longest is None or self._silent else set(wanted)
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
             self._deadline = now + (self._longest or min(_HELD_STEPS * (self._computing or computing), LONGEST))

@@ -336,6 +336,28 @@ def test_the_first_answer_of_all_is_waited_for_too():
     assert patience.remaining == 2.0
 
 
+def test_where_nobody_ever_answers_one_step_is_held_and_no_other():
+    """A target that is to wait for its drafter is asked before there is one."""
+    clock = Clock()
+    patience = Patience(ALWAYS, clock, longest=2.0)
+    patience.begin()
+    patience.end([1], 1, 1)
+    clock.now += 1.0
+    assert patience.remaining == 1.0
+    patience.begin()  # somebody else's prompt
+    patience.end([1], 1, 1)
+    assert patience.remaining == 2.0
+    clock.now += 2.0
+    for _ in range(3):
+        patience.begin()
+        patience.end([1], 1, 1)
+        assert patience.remaining == 0.0
+    patience.answered(1, fresh=True)
+    patience.begin()
+    patience.end([1], 1, 1)
+    assert patience.remaining == 2.0, "now there is one"
+
+
 def test_steps_taken_at_once_count_one_by_one():
     clock = Clock()
     patience = Patience((Way.GO, Way.PLAIN), clock)
