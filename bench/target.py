@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
             del rival
     steps.notes += [
         "floor: weights, keys and values that a step reads, at the bandwidth of all threads together",
+        "step: one by one; session, sessions: as they are served, a few steps of a burst at a time",
         "of floor: floor / step; against plain: a step with so many rows / one with a single row, taken in turns",
     ]
     hints.notes += [
@@ -117,6 +118,11 @@ def measure_steps(report: Report, engine: TargetEngine, name: str, steps: int) -
             **{"of floor": floor / seconds, "against plain": seconds / taken[0], "tokens/s": ""},
             **{"GB/s": bandwidth / 1e9},
         )  # fmt: skip
+    seconds = many(engine, 1, steps, CONTEXT)
+    report.add(
+        weights=name, what="1 session, plain", ms=1e3 * seconds, floor_ms=1e3 * floor,
+        **{"of floor": floor / seconds, "tokens/s": 1 / seconds},
+    )  # fmt: skip
     seconds = many(engine, 8, steps)
     report.add(weights=name, what="8 sessions, plain", ms=1e3 * seconds, **{"tokens/s": 8 / seconds})
     seconds = min(first_token(engine, seed) for seed in range(5))
@@ -155,10 +161,13 @@ def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int, cont
     return [float(np.median(taken[4:])) for taken in times.values()]
 
 
-def many(engine: TargetEngine, sessions: int, steps: int) -> float:
-    """Median seconds of a plain step of so many sessions."""
+def many(engine: TargetEngine, sessions: int, steps: int, context: int = 48) -> float:
+    """Median seconds of a plain step of so many sessions, as they are served: a few, one behind the other, at a time.
+
+    context: tokens of each session before the first of them
+    """
     for i in range(sessions):
-        engine.open(opening(i, prompt_of(i, 48), steps + 40))
+        engine.open(opening(i, prompt_of(i, context) % engine.model.vocab_size, steps + 40))
     times = []
     while engine.scheduler.running or engine.scheduler.waiting:
         start = time.perf_counter()
