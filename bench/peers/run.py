@@ -231,7 +231,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="of requests at once")
     parser.add_argument("--outrider", nargs="*", choices=list(_OURS), default=list(_OURS))
     parser.add_argument("--transformers", nargs="*", default=["plain", "lookup"], metavar="MODE",
-                        help="plain, lookup, or assisted:FOLDER of a draft model; without any, it is left out")  # fmt: skip
+                        help="plain, lookup, or assisted:FOLDER of a draft model; none leaves it out")  # fmt: skip
     parser.add_argument("--transformers-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--llama-server", default="llama-server", help="llama.cpp's server program")
     parser.add_argument("--llama-model", nargs="*", default=[], metavar="LABEL=FILE", help="GGUF files for it")
