@@ -157,8 +157,57 @@ template <int M, bool HIGH>
   add_half<M, HIGH>(pass, group, sum, weight + kLines * 128, first);
 }
 
+constexpr int kFewRows = 4;  // whose sums of both halves, and results, have room in registers side by side
+
+// Of few rows: the halves in one loop, and nothing waits in memory between groups. To the same bits.
 template <int M>
-void tile_int4(const Pass& pass, int64_t groups) {
+void tile_int4_of_few(const Pass& pass, int64_t groups) {
+  constexpr int64_t kLines = kGroup / 8, kFetches = kLines + kInt4Facts / 128;
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const char* weight = pass.begin();
+  __m512 tile[M][2];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) tile[m][0] = tile[m][1] = _mm512_setzero_ps();
+  for (int64_t group = 0; group < groups; ++group, weight += kLines * 128 + kInt4Facts) {
+    __m512i low[M][2], high[M][2];
+    begin_group<M>(pass.x.offsets + 2 * group * pass.x.rows + pass.row, low);
+    begin_group<M>(pass.x.offsets + (2 * group + 1) * pass.x.rows + pass.row, high);
+    const char* x = pass.chunk(group);
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < kLines; ++i, x += 4) {
+      const __m512i w0 = _mm512_loadu_si512(weight + i * 128), w1 = _mm512_loadu_si512(weight + i * 128 + 64);
+      pass.fetch(group * kFetches + i);
+      step<Fours, M>(low, _mm512_and_si512(w0, nibble), _mm512_and_si512(w1, nibble), x);
+      step<Fours, M>(high, _mm512_and_si512(_mm512_srli_epi16(w0, 4), nibble),
+                     _mm512_and_si512(_mm512_srli_epi16(w1, 4), nibble), x + kChunk / 2);
+    }
+    for (int64_t i = kLines; i < kFetches; ++i) pass.fetch(group * kFetches + i);
+    const char* facts = weight + kLines * 128;
+    const __m256i* scales = reinterpret_cast<const __m256i*>(facts);
+    const int64_t row = group * pass.x.rows + pass.row;
+#pragma GCC unroll 2
+    for (int z = 0; z < 2; ++z) {
+      const __m512 first = _mm512_cvtph_ps(_mm256_loadu_si256(scales + z));
+      const __m512 last = _mm512_cvtph_ps(_mm256_loadu_si256(scales + 2 + z));
+      const __m512i centres = _mm512_loadu_si512(facts + 2 * kPanel * 2 + z * 64);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        const __m512 half = _mm512_mul_ps(_mm512_cvtepi32_ps(low[m][z]), first);
+        const __m512 both = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[m][z]), last, half);
+        tile[m][z] = _mm512_fmadd_ps(both, _mm512_set1_ps(pass.x.scales[row + m]), tile[m][z]);
+        Pairs::add(tile[m][z], centres, _mm512_set1_epi32(int32_t(pass.x.sums[row + m])));
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    store(pass.tile + m * kPanel, tile[m][0]);
+    store(pass.tile + m * kPanel + kLanes, tile[m][1]);
+  }
+}
+
+template <int M>
+void tile_int4_of_many(const Pass& pass, int64_t groups) {
   std::memset(pass.tile, 0, M * kPanel * sizeof(float));
   alignas(64) float first[M * kPanel];
   const char* weight = pass.begin();
@@ -166,6 +215,12 @@ void tile_int4(const Pass& pass, int64_t groups) {
     multiply_half<M, false>(pass, group, weight, first);
     multiply_half<M, true>(pass, group, weight, first);
   }
+}
+
+template <int M>
+void tile_int4(const Pass& pass, int64_t groups) {
+  if constexpr (M <= kFewRows) tile_int4_of_few<M>(pass, groups);
+  else tile_int4_of_many<M>(pass, groups);
 }
 
 template <int M>
