@@ -1,5 +1,7 @@
 """Rounds of a narrow copy in one go, with a head that guesses for it and without: no other text, and no other chain."""
 
+import os
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -217,6 +219,29 @@ def test_no_longer_than_a_session_allows(both):
         expected = run(engine_of(both), [request]).new
         assert run(engine, [request]).new == expected
         assert max(one.chain for some in told for one in some) == most
+
+
+def test_a_chain_ends_when_somebody_calls(both):
+    engine = in_rounds(both)
+    engine.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})  # so that long chains would pay
+    engine.own.chains._cost = engine.planner.budget.cost.scaled(0.01)
+    told = watched(engine)
+    read, write = os.pipe()
+    os.write(write, b"!")
+
+    @contextmanager
+    def calling():
+        yield (read,)
+
+    engine.open(opening(1, [5, 6, 7], max_tokens=60))
+    engine.step()
+    engine.step()
+    assert len(told[-1][0].within) > 1
+    engine.listen = calling
+    engine.step()
+    assert [len(one.within) for one in told[-1]] == [1]
+    os.close(read)
+    os.close(write)
 
 
 def test_several_sessions_are_drafted_for_by_the_copy_alone(both):

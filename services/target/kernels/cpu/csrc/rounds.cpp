@@ -32,8 +32,10 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 class Session {
  public:
   Session(Program& model, Program* head, const Call& call, const Rounds& rounds)
-      : model_(model), head_(head), call_(call), rounds_(rounds), length_(rounds.length), known_(rounds.known),
-        within_(rounds.within), room_(rounds.room) {}
+      : model_(model), head_(head), call_(call), rounds_(rounds), listener_(rounds.files, rounds.file_count),
+        length_(rounds.length), known_(rounds.known), within_(rounds.within), room_(rounds.room) {}
+
+  bool called() const { return listener_.called(); }
 
   // Returns whether another round may follow.
   bool round(Round& told) {
@@ -65,7 +67,7 @@ class Session {
     narrow_ = true;
     for (bool goes_on = true; goes_on && committed_ < std::min(committed + rounds_.chain, room_);) {
       Round& one = within_[told.within++] = Round{};
-      goes_on = guess_and_verify(one);
+      goes_on = guess_and_verify(one) && !called();
     }
     within_ += told.within;
     narrow_ = false;
@@ -205,6 +207,7 @@ class Session {
   Program* head_;
   const Call& call_;
   const Rounds& rounds_;
+  const Listener listener_;
   int64_t length_, known_, committed_ = 0;
   Round* within_;         // where the next rounds of the copy are told
   int64_t room_;          // for tokens of the round at hand and those before it
@@ -217,11 +220,10 @@ class Session {
 
 int64_t run_rounds(Program& model, Program* head, const Call& call, const Rounds& rounds) {
   Session session(model, head, call, rounds);
-  const Listener listener(rounds.files, rounds.file_count);
   const double end = now() + rounds.seconds;
   for (int64_t done = 0;;) {
     const bool goes_on = session.round(rounds.told[done++]);
-    if (!goes_on || done == rounds.most || now() >= end || listener.called()) return done;
+    if (!goes_on || done == rounds.most || now() >= end || session.called()) return done;
   }
 }
 
