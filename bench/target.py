@@ -36,6 +36,7 @@ from services.target.warmup import step_by_step
 
 GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
+_MANY = 8  # sessions that are served together, whatever numbers of them have hints
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
 HINTED = 8  # tokens of a hint
 _RACES = 4
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> None:
     threads = torch.get_num_threads()
     for name in args.formats:
         torch.set_num_threads(threads)  # loading a program leaves PyTorch one
-        config = config_of(name, max(args.sessions))
+        config = config_of(name, max(_MANY, *args.sessions))
         engine = build_engine(checkpoint.resolve(config.model_path), config)
         measure_steps(steps, engine, name, args.steps)
         if name == args.formats[0]:
@@ -123,8 +124,8 @@ def measure_steps(report: Report, engine: TargetEngine, name: str, steps: int) -
         weights=name, what="1 session, plain", ms=1e3 * seconds, floor_ms=1e3 * floor,
         **{"of floor": floor / seconds, "tokens/s": 1 / seconds},
     )  # fmt: skip
-    seconds = many(engine, 8, steps)
-    report.add(weights=name, what="8 sessions, plain", ms=1e3 * seconds, **{"tokens/s": 8 / seconds})
+    seconds = many(engine, _MANY, steps)
+    report.add(weights=name, what=f"{_MANY} sessions, plain", ms=1e3 * seconds, **{"tokens/s": _MANY / seconds})
     seconds = min(first_token(engine, seed) for seed in range(5))
     report.add(weights=name, what="first token of a prompt of 48 tokens", ms=1e3 * seconds)
 
