@@ -189,7 +189,11 @@ def test_children_never_outlive_a_killed_supervisor(harness):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_all_cleanly(harness, number):
-    process, pids = harness("HEALTHY", "HEALTHY")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this run was started under
+    try:
+        process, pids = harness("HEALTHY", "HEALTHY")
+    finally:
+        signal.signal(signal.SIGHUP, before)
     process.send_signal(number)
     assert process.wait(10) == 0
     assert process.stdout.read().endswith("over\n")
