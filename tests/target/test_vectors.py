@@ -78,7 +78,7 @@ def test_products_ask_for_the_weights_that_come_next(kind, tmp_path):
     source.write_text(f'#include "linear.h"\n{use}\n')
     folders = [f"-I{folder}" for folder in kind.includes]
     subprocess.run(["g++", *kind.flags, *folders, "-S", "-o", machine, source], check=True, timeout=100)
-    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4))I\w+"
+    name = r"_ZN8outrider\d+((?:run|tile)_(?:plain|int8|int4)(?:_of_few|_of_many)?)I\w+"
     parts = re.split(rf"^{name}:$", machine.read_text(), flags=re.M)
     products = list(zip(parts[1::2], parts[2::2], strict=True))
     assert {"plain", "int8", "int4"} == {function.split("_")[1] for function, _ in products}
