@@ -195,6 +195,14 @@ template <int M, int V, bool HIGH>
   });
 }
 
+// Sums have a register each before a loop and behind it, or compilers move them about in every step of it.
+template <int M, int V>
+[[gnu::always_inline]] inline void hold(__m256i sum[M][V]) {
+  each<M>([&](auto m) INLINE {
+    each<V>([&](auto v) INLINE { asm("" : "+x"(sum[m][v])); });
+  });
+}
+
 // 32 k of a group, the low or the high halves of its bytes. Pairs of products, 15 x 127 at most each, add up to 16 bits
 // without overflow over all of them.
 template <int M, int V, bool HIGH>
@@ -205,6 +213,7 @@ template <int M, int V, bool HIGH>
   each<M>([&](auto m) INLINE {
     each<V>([&](auto v) INLINE { sum[m][v] = _mm256_setzero_si256(); });
   });
+  hold<M, V>(sum);
   const char *from = run.weight, *x = run.x + HIGH * kGroup / 2;
 #pragma GCC unroll 1
   for (int64_t i = 0; i < kLines; ++i, from += kLine, x += 4) {
@@ -219,6 +228,7 @@ template <int M, int V, bool HIGH>
       each<V>([&](auto v) INLINE { add_bytes(sum[m][v], w[v], all); });
     });
   }
+  hold<M, V>(sum);
   for (int64_t i = 0; HIGH && i < kFacts; ++i) run.template fetch<V>(kLines + i);
   add_half<M, V, HIGH>(run, sum, first);
 }
