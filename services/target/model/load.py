@@ -117,7 +117,12 @@ def _runner(
                 "running as a compiled program, by %s%s; a step reads %.0f MB of weights",
                 vectors.chosen().name.upper(), unit, runner.weight_bytes / 1e6,
             )  # fmt: skip
-            if runner.drafts:
+            if runner.copied and runner.head is not None:
+                log.info(
+                    "drafting by itself, too: with a copy, of which a step reads %.0f MB, and a head that guesses for it",
+                    runner.draft_bytes / 1e6,
+                )
+            elif runner.drafts:
                 log.info("drafting by itself, too; that reads %.0f MB a token", runner.draft_bytes / 1e6)
             torch.set_num_threads(1)  # the program has threads of its own, and PyTorch's would spin beside them
             return runner
