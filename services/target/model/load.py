@@ -119,7 +119,7 @@ def _runner(
             )  # fmt: skip
             if runner.copied and runner.head is not None:
                 log.info(
-                    "drafting by itself, too: with a copy, of which a step reads %.0f MB, and a head that guesses for it",
+                    "drafting by itself, too: with a copy (%.0f MB a step) and a head that guesses for it",
                     runner.draft_bytes / 1e6,
                 )
             elif runner.drafts:
