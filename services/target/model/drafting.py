@@ -37,9 +37,6 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
     if choice == "off":
         return Means()
     wanted = choice if choice != "auto" else _best(config, folder)
-    guessing = wanted == "head" or (
-        wanted in ("int4", "int8") and (choice == "auto" or config.self_draft_head is not None)
-    )
     against = reason
     if against is None and config.fixed_hints:
         against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
@@ -55,6 +52,7 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
     small = sum(weight.nbytes for weight in layers) < _LEAST_BYTES
     if against is not None or (choice == "auto" and small and config.self_draft_head is None):
         return Means()
+    guessing = choice in ("auto", "head") or config.self_draft_head is not None  # others have the head that they name
     return Means(True, cpu_format(wanted) if narrower else None, folder if guessing else None)
 
 

@@ -50,13 +50,7 @@ class Session {
   bool guess_and_verify(Round& told) {
     const double began = now();
     guess(told);
-    const Nodes nodes = choose(told);
-    const double guessed = now();
-    verify(nodes);
-    const bool goes_on = accept(nodes, told);
-    told.guessing = guessed - began;
-    told.verifying = now() - guessed;
-    return goes_on;
+    return settle(choose(told), told, began);
   }
 
   // The copy goes on as if its tokens were committed; then they are the chain that is verified.
@@ -78,11 +72,16 @@ class Session {
     }
     length_ = length, committed_ = committed;
     told.guesses = told.chain = int64_t(nodes.tokens.size());
-    const double drafted = now();
+    return settle(nodes, told, began);
+  }
+
+  // began: when the nodes were yet to be guessed
+  bool settle(const Nodes& nodes, Round& told, double began) {
+    const double guessed = now();
     verify(nodes);
     const bool goes_on = accept(nodes, told);
-    told.guessing = drafted - began;
-    told.verifying = now() - drafted;
+    told.guessing = guessed - began;
+    told.verifying = now() - guessed;
     return goes_on;
   }
 
