@@ -47,6 +47,22 @@ def watched(engine):
     return told
 
 
+@contextmanager
+def calling(engine):
+    """Somebody calls an engine, until what is yielded is called."""
+    read, write = os.pipe()
+    os.write(write, b"!")
+
+    @contextmanager
+    def listen():
+        yield (read,)
+
+    engine.listen = listen
+    yield lambda: os.read(read, 1)
+    os.close(read)
+    os.close(write)
+
+
 def unlearning(engine, worth):
     """What guesses are worth stays as it is told, so that two engines choose alike."""
     chains = engine.own.chains
@@ -138,26 +154,17 @@ def test_what_can_be_known_is_known(perfect):
 def test_rounds_end_when_somebody_calls_and_when_it_is_time(perfect):
     engine = drafting(perfect, gather_seconds=LONG)
     told = watched(engine)
-    read, write = os.pipe()
-    os.write(write, b"!")
-
-    @contextmanager
-    def calling():
-        yield (read,)
-
-    engine.listen = calling
-    engine.open(opening(1, [int(CYCLE[3])] * 20, max_tokens=600))
-    for _ in range(3):
+    with calling(engine) as hang_up:
+        engine.open(opening(1, [int(CYCLE[3])] * 20, max_tokens=600))
+        for _ in range(3):
+            engine.step()
+        assert [len(some) for some in told] == [1, 1]
+        hang_up()
         engine.step()
-    assert [len(some) for some in told] == [1, 1]
-    os.read(read, 1)
-    engine.step()
-    assert len(told[-1]) == headdraft._ROUNDS
-    engine.bursts.seconds = 1e-9
-    engine.step()
-    assert len(told[-1]) == 1
-    os.close(read)
-    os.close(write)
+        assert len(told[-1]) == headdraft._ROUNDS
+        engine.bursts.seconds = 1e-9
+        engine.step()
+        assert len(told[-1]) == 1
 
 
 def test_rounds_end_where_the_text_repeats(perfect):

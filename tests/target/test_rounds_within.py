@@ -1,7 +1,5 @@
 """Rounds of a narrow copy in one go, with a head that guesses for it and without: no other text, and no other chain."""
 
-import os
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +15,7 @@ from tests.checkpoints.heads import write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.target.test_head import LAYERS, drafting
-from tests.target.test_rounds import LONG, watched
+from tests.target.test_rounds import LONG, calling, watched
 from tests.tiny import VOCAB
 
 pytestmark = [
@@ -226,22 +224,13 @@ def test_a_chain_ends_when_somebody_calls(both):
     engine.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})  # so that long chains would pay
     engine.own.chains._cost = engine.planner.budget.cost.scaled(0.01)
     told = watched(engine)
-    read, write = os.pipe()
-    os.write(write, b"!")
-
-    @contextmanager
-    def calling():
-        yield (read,)
-
     engine.open(opening(1, [5, 6, 7], max_tokens=60))
     engine.step()
     engine.step()
     assert len(told[-1][0].within) > 1
-    engine.listen = calling
-    engine.step()
-    assert [len(one.within) for one in told[-1]] == [1]
-    os.close(read)
-    os.close(write)
+    with calling(engine):
+        engine.step()
+        assert [len(one.within) for one in told[-1]] == [1]
 
 
 def test_several_sessions_are_drafted_for_by_the_copy_alone(both):
