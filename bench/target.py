@@ -1,7 +1,7 @@
 """The target alone, on a CPU: steps against the memory that they must read, and hints against plain decoding.
 
 step   whole engine steps of one session with 1, 8 and 16 rows, by number format of the weights. The floor is the time
-       in which the weights and the session's keys and values can be read, at the bandwidth measured beside it
+       in which as many bytes are read as the weights and the session's keys and values are, in turns with the steps
 many   plain decoding of several sessions at once
 first  the first token of a short prompt
 hints  tokens a second from 1 to 64 sessions: plain, with a good drafter's hints, with a useless one's. Both claim to
@@ -28,7 +28,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.app import build_engine
 from services.target.budget import Budget
 from services.target.engine import TargetEngine
-from services.target.kernels.cpu.bandwidth import read_bandwidth
+from services.target.kernels.cpu.bandwidth import Reader
 from services.target.kv_cache import token_bytes
 from services.target.model.native import ProgramRunner
 from services.target.patience import Patience
@@ -36,6 +36,7 @@ from services.target.warmup import step_by_step
 
 GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
+_SWEPT = 8  # steps, of each kind, for one with caches that something else has swept
 _MANY = 8  # sessions that are served together, whatever numbers of them have hints
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
 HINTED = 8  # tokens of a hint
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
                 measure_hints(hints, Racer(rival), Racer(engine), sessions, args.steps)
             del rival
     steps.notes += [
-        "floor: weights, keys and values that a step reads, at the bandwidth of all threads together",
+        "floor: bytes as many as a step's weights, keys and values, read by all threads in turns with steps; medians",
         "step: one by one; session, sessions: as they are served, a few steps of a burst at a time",
         "of floor: floor / step; against plain: a step with so many rows / one with a single row, taken in turns",
     ]
@@ -107,27 +108,43 @@ def measure_steps(report: Report, engine: TargetEngine, name: str, steps: int) -
     """Rows of one session, several sessions, and the first token."""
     runner = engine.model.runner
     assert isinstance(runner, ProgramRunner), "the floor is that of a compiled program"
+    size = runner.weight_bytes + CONTEXT * token_bytes(engine.model.shapes, engine.model.cache_dtype)
+    floor = Floor(runner.threads, size)
     counts = (1, 8, 16)
-    before = read_bandwidth(runner.threads)
-    taken = verified_steps(engine, counts, steps)
-    bandwidth = (before + read_bandwidth(runner.threads)) / 2
-    bytes_read = runner.weight_bytes + CONTEXT * token_bytes(engine.model.shapes, engine.model.cache_dtype)
-    floor = bytes_read / bandwidth
+    taken = verified_steps(engine, counts, steps, between=floor.measure)
     for rows, seconds in zip(counts, taken, strict=True):
         report.add(
-            weights=name, what=f"step of {rows} rows", ms=1e3 * seconds, floor_ms=1e3 * floor,
-            **{"of floor": floor / seconds, "against plain": seconds / taken[0], "tokens/s": ""},
-            **{"GB/s": bandwidth / 1e9},
+            weights=name, what=f"step of {rows} rows", ms=1e3 * seconds, **floor.against(seconds),
+            **{"against plain": seconds / taken[0], "tokens/s": ""},
         )  # fmt: skip
-    seconds = many(engine, 1, steps, CONTEXT)
+    floor = Floor(runner.threads, size)
+    seconds = many(engine, 1, steps, CONTEXT, floor.measure)
     report.add(
-        weights=name, what="1 session, plain", ms=1e3 * seconds, floor_ms=1e3 * floor,
-        **{"of floor": floor / seconds, "tokens/s": 1 / seconds},
-    )  # fmt: skip
+        weights=name, what="1 session, plain", ms=1e3 * seconds, **floor.against(seconds), **{"tokens/s": 1 / seconds}
+    )
     seconds = many(engine, _MANY, steps)
     report.add(weights=name, what=f"{_MANY} sessions, plain", ms=1e3 * seconds, **{"tokens/s": _MANY / seconds})
     seconds = min(first_token(engine, seed) for seed in range(5))
     report.add(weights=name, what="first token of a prompt of 48 tokens", ms=1e3 * seconds)
+
+
+class Floor:
+    """The seconds in which some bytes are read, measured in between steps: memory is not always equally fast."""
+
+    def __init__(self, threads: int, size: int) -> None:
+        self._reader = Reader(threads)
+        self._size = size
+        self._rates: list[float] = []  # bytes a second
+
+    def measure(self) -> None:
+        """Read once."""
+        self._rates.append(self._reader.bandwidth(self._size))
+
+    def against(self, seconds: float) -> dict[str, float]:
+        """A report's columns for steps that take so long."""
+        rate = float(np.median(self._rates))
+        floor = self._size / rate
+        return {"floor_ms": 1e3 * floor, "of floor": floor / seconds, "GB/s": rate / 1e9}
 
 
 class _Everything(Budget):
@@ -135,10 +152,21 @@ class _Everything(Budget):
         return [len(draft) for draft in drafts]
 
 
-def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int, context: int = CONTEXT) -> list[float]:
+def _nothing() -> None:
+    pass
+
+
+def verified_steps(
+    engine: TargetEngine,
+    counts: Sequence[int],
+    steps: int,
+    context: int = CONTEXT,
+    between: Callable[[], None] = _nothing,
+) -> list[float]:
     """Median seconds of steps with some numbers of rows of a session, taken in turns; no draft is ever right.
 
-    context: tokens before the first of the steps; fewer where the steps would not fit behind them
+    context: tokens before the first of the steps; fewer where the steps would not fit behind them. between: called
+    before some of them, rarely enough that caches which it sweeps do not count
     """
     budget, most = engine.planner.budget, engine.planner.max_rows
     engine.planner.budget = _Everything()
@@ -150,6 +178,8 @@ def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int, cont
     times: dict[int, list[float]] = {rows: [] for rows in counts}
     with step_by_step(engine):
         for turn in range(len(counts) * (steps + 4)):
+            if turn % (_SWEPT * len(counts)) == 0:
+                between()
             engine.planner.max_rows = rows = counts[turn % len(counts)]
             engine.hints(1).clear()
             for depth in range(rows - 1):
@@ -162,10 +192,12 @@ def verified_steps(engine: TargetEngine, counts: Sequence[int], steps: int, cont
     return [float(np.median(taken[4:])) for taken in times.values()]
 
 
-def many(engine: TargetEngine, sessions: int, steps: int, context: int = 48) -> float:
+def many(
+    engine: TargetEngine, sessions: int, steps: int, context: int = 48, between: Callable[[], None] = _nothing
+) -> float:
     """Median seconds of a plain step of so many sessions, as they are served: a few, one behind the other, at a time.
 
-    context: tokens of each session before the first of them
+    context: tokens of each session before the first of them. between: as of `verified_steps`
     """
     for i in range(sessions):
         engine.open(opening(i, prompt_of(i, context) % engine.model.vocab_size, steps + 40))
@@ -175,6 +207,8 @@ def many(engine: TargetEngine, sessions: int, steps: int, context: int = 48) -> 
         output = engine.step()
         if len(output.commits) == sessions:
             times.append((time.perf_counter() - start) / output.steps)
+            if len(times) % _SWEPT == 0:
+                between()
     return float(np.median(times[1:-1]))
 
 
