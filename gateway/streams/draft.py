@@ -58,14 +58,17 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         return not limit or length < limit
 
     def open(self, request: common_pb2.OpenSession) -> None:
-        """Open a session. What is said of it before is said first."""
+        """Open a session. What is said of it before is said first; what it was fed before is no part of it any more."""
         self._opens.append(request)
+        self._features.leave_out(request.session_id)
+        self._awaited |= not request.hints_unwanted
         self._wake()
 
     def commit(self, batch: common_pb2.CommitBatch) -> None:
         """Pass commits on; where no hints are wanted, many in one frame."""
         self._commits.append(batch)
-        self._awaited = any(batch.wanted_counts)
+        if not all(batch.finish_reasons):  # the end of a session says nothing about the hints of others
+            self._awaited = any(batch.wanted_counts)
         self._wake()
 
     def _wake(self) -> None:

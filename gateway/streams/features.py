@@ -43,6 +43,17 @@ class Backlog:
         self._bytes += len(batch.rows)
         return True
 
+    def leave_out(self, session_id: int) -> None:
+        """Drop what waits of a session."""
+        for batch in [batch for batch in self._batches if session_id in _sessions(batch)]:
+            place = self._batches.index(batch)
+            owners = [None if owner == session_id else 0 for owner in _sessions(batch)]
+            rest = split_features(batch, owners)
+            self._bytes -= len(batch.rows) - sum(len(part.rows) for part in rest.values())
+            del self._batches[place]
+            for part in rest.values():
+                self._batches.insert(place, part)
+
     def take(self) -> common_pb2.FeatureBatch | None:
         """The next batches, as one."""
         taken: list[common_pb2.FeatureBatch] = []
@@ -52,6 +63,11 @@ class Backlog:
             size += len(taken[-1].rows)
         self._bytes -= size
         return join(taken)
+
+
+def _sessions(batch: common_pb2.FeatureBatch) -> list[int]:
+    """The session of each block."""
+    return [session_id for session_id, *_ in codec.feature_spans(batch)]
 
 
 def split_features(batch: common_pb2.FeatureBatch, owners: Sequence[Key | None]) -> dict[Key, common_pb2.FeatureBatch]:

@@ -1,0 +1,69 @@
+"""What a gateway has to say to a draft: at once or later, and what is no longer true of a session left out."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from gateway.streams.draft import DraftLink
+from outrider.serving.features import FeatureBlock
+from outrider.speculation.proposal import Commit, FinishReason
+from outrider.wire.codec import commits_to_pb, features_from_pb, features_to_pb
+from outrider.wire.v1 import common_pb2
+
+
+@pytest.fixture
+def link():
+    return DraftLink("unix:/nowhere", common_pb2.ModelInfo())
+
+
+def commit(link, *, wanted, finish=FinishReason.RUNNING):
+    link.commit(commits_to_pb([Commit(1, 5, np.array([7], np.uint32), 1, finish_reason=finish, wanted=wanted)]))
+
+
+def urgent(link):
+    """Whether what has gathered leaves at once; takes it."""
+    at_once = link._pending.is_set()
+    link._pending.clear()
+    link._take()
+    return at_once
+
+
+async def test_a_session_s_end_says_nothing_about_the_hints_of_the_next_one(link):
+    commit(link, wanted=15)
+    assert urgent(link)
+    commit(link, wanted=0, finish=FinishReason.STOP)
+    assert urgent(link)
+    link.open(common_pb2.OpenSession(session_id=2))
+    assert urgent(link)
+    link.feed(features_to_pb([FeatureBlock(2, 0, np.zeros((3, 8), np.uint8))]))
+    assert urgent(link), "the prompt is read beside the target"
+
+
+async def test_what_nobody_waits_for_gathers(link):
+    commit(link, wanted=0)
+    assert not urgent(link)
+    link.open(common_pb2.OpenSession(session_id=2, hints_unwanted=True))
+    assert not urgent(link)
+    link.open(common_pb2.OpenSession(session_id=3))
+    assert urgent(link), "its hints may be wanted"
+    await asyncio.sleep(0)
+
+
+async def test_rows_of_a_session_s_last_run_are_left_out(link):
+    """They may lie behind a gap that it was opened again for."""
+
+    def feed(*blocks):
+        rows = [FeatureBlock(name, first, np.full((2, 8), name, np.uint8)) for name, first in blocks]
+        assert link.feed(features_to_pb(rows))
+
+    feed((1, 30), (2, 5))
+    feed((1, 32))
+    feed((2, 7), (1, 34), (3, 0))
+    before = link._features._bytes
+    link.open(common_pb2.OpenSession(session_id=1))
+    assert before - link._features._bytes == 3 * 2 * 8
+    feed((1, 0))
+    told = [(block.session_id, block.first) for block in features_from_pb(link._take().features)]
+    assert told == [(2, 5), (2, 7), (3, 0), (1, 0)]
+    assert (len(link._features), link._features._bytes) == (0, 0)
