@@ -5,7 +5,7 @@
            are gone. Nobody is passed over more than a few times.
 
 Of arrivals with different priorities, the policy chooses among those with the lowest number. A session that was
-preempted goes before all others.
+preempted, or goes on from elsewhere, goes before all that have yet to begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WaitingQueue:
 
     def __init__(self, policy: SchedulePolicy = "fcfs") -> None:
         self._policy = policy
-        self._returned: deque[Session] = deque()  # preempted, the earliest first
+        self._returned: deque[Session] = deque()  # preempted, the earliest first; then those from elsewhere
         self._arrived: dict[int, Session] = {}  # by id
         self._passed: dict[int, int] = {}  # by id: later sessions that were admitted before
         self._ranked = 0  # arrivals that have a priority of their own
@@ -40,7 +40,10 @@ class WaitingQueue:
         yield from self._arrived.values()
 
     def add(self, session: Session) -> None:
-        """Queue a new session."""
+        """Queue a session. One that has begun elsewhere, or here before, has waited already."""
+        if session.new_tokens:
+            self._returned.append(session)
+            return
         self._arrived[session.id] = session
         self._ranked += session.priority != 0
 

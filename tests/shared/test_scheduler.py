@@ -348,6 +348,20 @@ def test_a_full_queue_refuses_new_sessions_and_no_others(policy):
     assert (s.running, s.waiting) == (2, 1)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_a_session_that_goes_on_waits_behind_no_prompt(policy):
+    """One that is opened anew for its draft was in the middle of its answer."""
+    s = scheduler(pages=100, max_running=2, policy=policy)
+    for i in range(6):
+        s.add(session(s, i, 5))
+    advance(s, s.plan())
+    for one in list(s)[:2]:
+        s.remove(one)
+        s.add(session(s, one.id, 5, committed=[9]))
+    assert [c.session.id for c in s.plan()] == [0, 1]
+    s.check()
+
+
 def test_without_a_queue_a_session_runs_at_once_or_not_at_all():
     s = scheduler(pages=100, max_running=1, max_queued=0)
     s.add(session(s, 1, 5))
