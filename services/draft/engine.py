@@ -71,9 +71,9 @@ class DraftEngine(Engine):
         session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers)
         for places in self._places:
             places.enter(session)
-        self._sessions[session.id] = session
+        if any(session in places for places in self._places):  # nobody waits for one that was never drafted for
+            self._sessions[session.id] = session
         self._admit()
-        self._keep(session)
 
     def _frontier(self, drafter: Drafter) -> Frontier:
         if self.limits.shape is not None and drafter is self.drafter:
@@ -162,8 +162,7 @@ class DraftEngine(Engine):
             places.did_commit(session, kept)
         if session.tree.root_hash != commit.root_hash:
             self._fail(session, "its tokens differ from the target's")
-        else:
-            self._keep(session)
+        else:  # one that has outgrown all drafters is answered on: a silent one would be waited for
             self._feed(session)
 
     def _fail(self, session: DraftSession, reason: str) -> None:

@@ -21,6 +21,7 @@ from services.target.contest import HINTED, TURN, Contest, Prompts, Way
 # Steps at the beginning of a turn that are not measured: drafters have yet to be told, or do first what they do once.
 _SETTLING = 2
 _UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
+_MISSED = 3  # waits in vain, one after another, after which a session is no longer waited for
 _MANY = 2  # as of `_contests`: three sessions and more
 LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
 _HELD_STEPS = 2  # ... so many steps take: a draft that is further away hardly pays, and trying it costs more
@@ -60,6 +61,7 @@ class Patience:
         self._has_drafter = False
         self._silent = False  # a step was held for the longest time, and nobody has ever answered
         self._awaited: set[int] = set()
+        self._missed: dict[int, int] = {}  # by session: waits in vain since its last fresh answer
         self._drafted: set[int] = set()
         self._computing = 0.0  # seconds of a step without prompts, waits left out
         self._ended = self._began = self._deadline = clock()
@@ -84,10 +86,19 @@ class Patience:
         """
         self._began = self._clock()
         self._silent = not self._has_drafter and (self._silent or bool(self._awaited and self._began >= self._deadline))
+        if self._began >= self._deadline:
+            self._count_missed()
         self._awaited.clear()
         self._coming = _load(sessions)
         if self._weighs and self._coming > self._load:
             self._meet(self._coming)
+
+    def _count_missed(self) -> None:
+        """The time is over in which answers were waited for: a drafter may be gone, or have left a session out."""
+        for session_id in self._awaited:
+            self._missed[session_id] = self._missed.get(session_id, 0) + 1
+            if self._missed[session_id] >= _MISSED:
+                self._drafted.discard(session_id)
 
     @property
     def _weighs(self) -> bool:
@@ -102,6 +113,7 @@ class Patience:
         self._drafted.add(session_id)
         if fresh:
             self._awaited.discard(session_id)
+            self._missed.pop(session_id, None)
 
     @property
     def unwanted(self) -> bool:
@@ -121,6 +133,7 @@ class Patience:
         """A session has ended."""
         self._drafted.discard(session_id)
         self._awaited.discard(session_id)
+        self._missed.pop(session_id, None)
 
     def end(self, wanted: Collection[int], count: int, tokens: int, *, prompts: int = 0, steps: int = 1) -> None:
         """A step has ended, or several at once, that committed tokens in `count` sessions.
@@ -141,7 +154,9 @@ class Patience:
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
             self._computing += (0.2 if self._computing else 1.0) * (computing / steps - self._computing)
-        awaited = drafted if self._longest is None or self._silent else set(wanted)
+        awaited = drafted
+        if self._longest is not None and not self._silent:
+            awaited = {one for one in wanted if self._missed.get(one, 0) < _MISSED}
         if self.way is Way.WAIT and awaited:
             self._awaited = awaited
             self._deadline = now + (self._longest or min(_HELD_STEPS * (self._computing or computing), LONGEST))

@@ -379,8 +379,12 @@ def test_sessions_beyond_the_context_are_left_alone(model):
     assert engine.idle
     engine.open(request(2, [5] * (limit - 3)))
     settle(engine)
-    engine.receive([], [commit_of([5] * (limit - 3), [6, 7, 8], session_id=2)])
-    assert settle(engine) == []
+    tokens = [5] * (limit - 3)
+    for new in ([6, 7, 8], [9], [10, 11]):
+        engine.receive([], [commit_of(tokens, new, session_id=2)])
+        tokens += new
+        (answer,) = (proposal for output in settle(engine) for proposal in output.proposals)
+        assert (answer.committed_length, len(answer.tokens)) == (len(tokens), 0), "or its target would wait for one"
     assert engine.drafter.prefix.allocator.leased_pages == 0
 
 

@@ -316,6 +316,27 @@ def test_a_drafter_that_never_comes_in_time_does_not_hold_a_way():
     assert ways[-1] is Way.PLAIN or Way.PLAIN in ways[-8 * TURN :]
 
 
+@pytest.mark.parametrize("longest", [None, 2.0])
+def test_a_session_that_its_drafter_has_left_is_not_waited_for_without_end(longest):
+    clock = Clock()
+    patience = Patience(ALWAYS, clock, longest)
+    waits = []
+    for step in range(20):
+        patience.begin(2)
+        clock.now += 0.030
+        patience.end([1, 2], 2, 2)
+        patience.answered(1, fresh=True)
+        if not 4 <= step < 16:
+            patience.answered(2, fresh=True)
+        waits.append(patience.remaining)
+        clock.now += waits[-1]
+    assert [wait > 0 for wait in waits] == [False] * 4 + [True] * 3 + [False] * 13
+    patience.begin(2)
+    patience.end([1, 2], 2, 2)
+    patience.answered(1, fresh=True)
+    assert patience.remaining > 0, "it is drafted for again"
+
+
 def test_a_drafter_that_is_measured_is_waited_for_whatever_it_costs():
     clock = Clock()
     patience = Patience(ALWAYS, clock, longest=2.0)
