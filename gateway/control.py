@@ -60,7 +60,7 @@ class Control:
             self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
             for target in self._targets
         ]
-        return await self._changed(await asyncio.gather(*calls, return_exceptions=True))
+        return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update)
 
     async def update_from_tensors(
         self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate
@@ -84,12 +84,12 @@ class Control:
             async for part in _cut(parts):
                 await _put(queues, tasks, part)
             await _put(queues, tasks, None)
-            return await self._changed(await asyncio.gather(*tasks, return_exceptions=True))
+            return await self._changed(await asyncio.gather(*tasks, return_exceptions=True), update)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _changed(self, results: Sequence[Any]) -> common_pb2.WeightFacts:
+    async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
         """Note what each target has now, here and in other workers. Raises the first error."""
         changed: list[common_pb2.WeightFacts] = [r.weights for r in results if not isinstance(r, BaseException)]
         if changed:
@@ -99,6 +99,8 @@ class Control:
             news = {"version": first.weight_version, "fingerprint": first.fingerprint, "targets": prints, "here": here}
             self.adopt(news)
             await self._facts.peers.ask("weights", news)
+            if not update.keep_cache:
+                await self._forget_states()
         try:
             _check(results)
         except OutriderError as error:
@@ -106,6 +108,12 @@ class Control:
                 error.message += f"; {len(changed)} of {len(results)} targets have the new weights, the others rest"
             raise
         return changed[0]
+
+    async def _forget_states(self) -> None:
+        """Let drafts forget what the old weights told them of prompts that may come again."""
+        for result in await self._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True)):
+            if isinstance(result, OutriderError):  # which costs speed alone
+                log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
     def adopt(self, news: Mapping[str, Any]) -> None:
         """Targets have new weights. news: their `version` and `fingerprint`; of each target, what it must have, and
@@ -124,13 +132,16 @@ class Control:
         timeout_s: how long to wait for requests to end. Raises InvalidRequest when some are under way even then.
         """
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
-        request = draft_pb2.FlushDraftRequest()
+        _check(await self._flush_drafts(draft_pb2.FlushDraftRequest()))
+
+    async def _flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
+        """What came of a request to each draft."""
         drafts = [draft for draft in self._orchestrator.drafts if draft.up]  # the others begin with nothing
         calls = [
             _call(draft, draft_pb2_grpc.DraftServiceStub, lambda stub: stub.FlushDraft(request, timeout=_CALL_TIMEOUT))
             for draft in drafts
         ]
-        _check(await asyncio.gather(*calls, return_exceptions=True))
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _flush_targets(self, deadline: float) -> None:
         """Flush until none of them refuses, ever more seldom: each attempt interrupts their engines."""

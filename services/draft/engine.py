@@ -99,15 +99,11 @@ class DraftEngine(Engine):
             for session in places.admit():
                 self._feed(session)
 
-    def _keep(self, session: DraftSession) -> None:
-        """Forget a session that no drafter will ever draft for."""
-        if not any(session in places for places in self._places):
-            self.close(session.id)
-
-    def flush(self) -> None:
-        """Forget what drafters have kept of texts for later ones."""
+    def flush(self, *, only_fed: bool = False) -> None:
+        """Forget what drafters have kept of texts for later ones. only_fed: what a target's hidden states went into."""
         for drafter in self.drafters:
-            drafter.flush()
+            if drafter.features is not None or not only_fed:
+                drafter.flush()
 
     # --- commits ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -64,11 +65,10 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def FlushDraft(  # noqa: N802
         self, request: draft_pb2.FlushDraftRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.FlushDraftResponse:
-        """Forget what was learned from texts, between two rounds."""
-        del request
+        """Forget what was learned from texts, or from a target's weights alone, between two rounds."""
         async with statuses(context):
             _, engine = self._built()
-            await asyncio.wrap_future(self._loop.call(engine.flush))
+            await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
             return draft_pb2.FlushDraftResponse()
         raise AssertionError("an aborted call does not go on")
 

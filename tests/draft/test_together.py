@@ -171,6 +171,17 @@ def test_random_commits(model, flags):
     settle(engine)
 
 
+def test_what_no_target_has_made_outlives_its_weights(model):
+    engine = together(model)
+    engine.open(request(1, PROMPT))
+    settle(engine)
+    engine.close(1)
+    before = len(engine.drafter.prefix), len(engine.drafters[0].ngrams)
+    assert min(before) > 0
+    engine.flush(only_fed=True)
+    assert (len(engine.drafter.prefix), len(engine.drafters[0].ngrams)) == before
+
+
 def test_a_flush_forgets_texts_and_harms_no_session(model):
     engine = together(model)
     engine.open(request(1, PROMPT))

@@ -102,6 +102,8 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     assert running.texts(temperature=1, seed=3) == expected[0]
     before = running.ask("x")
     assert before["metadata"] == {"weight_version": "default"}
+    flushed = []
+    running.draft.engine.flush = lambda **how: flushed.append(how)
     said = running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "weight_version": "7"})
     assert said["success"]
     assert running.texts(temperature=1, seed=3) == expected[1]
@@ -117,12 +119,15 @@ def test_weights_from_disk_and_from_tensors(system, folders, expected):
     kind = {"content-type": "application/octet-stream"}
     said = running.post("/update_weights_from_tensor?weight_version=8", content=content, headers=kind)
     assert (said["weight_version"], said["num_paused_requests"]) == ("8", 0)
+    assert flushed == 2 * [{"only_fed": True}]
     assert running.texts(temperature=1, seed=3) == expected[0]
     info = running.gateway.client.get("/get_model_info").json()
     assert (info["weight_version"], info["is_generation"]) == ("8", True)
     # The draft has seen this text; a busy machine may need more of it before its hints come in time. It is asked for
     # once at a time: several requests do not try hints at once.
     until(lambda: running.ask(PROMPTS[0]) and running.gateway.metric("outrider_accepted_draft_tokens_total") > 0, 60)
+    running.post("/update_weights_from_disk", json={"model_path": str(folders[1]), "flush_cache": False})
+    assert len(flushed) == 2, "what is cached is to be kept"
 
 
 def test_a_bad_update_is_refused_and_changes_nothing(shared, folders, expected, tmp_path):

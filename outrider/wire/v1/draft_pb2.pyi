@@ -40,8 +40,10 @@ class GetFusionResponse(_message.Message):
     def __init__(self, content: _Optional[bytes] = ...) -> None: ...
 
 class FlushDraftRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("only_fed",)
+    ONLY_FED_FIELD_NUMBER: _ClassVar[int]
+    only_fed: bool
+    def __init__(self, only_fed: _Optional[bool] = ...) -> None: ...
 
 class FlushDraftResponse(_message.Message):
     __slots__ = ()
