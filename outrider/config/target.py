@@ -107,6 +107,12 @@ class TargetConfig(TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
     """Address of the gRPC service: host:port or unix:/path."""
 
     @property
+    def fixed_rows(self) -> int | None:
+        """Rows of a session in a step, the root included, where a flag says so; a chain has as many as it needs."""
+        rows, steps = self.speculative_num_draft_tokens, self.speculative_num_steps
+        return steps + 1 if rows is not None and steps and self.speculative_eagle_topk == 1 else rows
+
+    @property
     def fixed_hints(self) -> bool:
         """True if all hints are verified, whether they pay or not."""
         return self.speculative_num_draft_tokens is not None or self.speculative_always

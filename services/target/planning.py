@@ -35,7 +35,7 @@ class Planner:
     def __init__(self, config: TargetConfig, scheduler: Scheduler, longest: int, entries: Mapping[int, Entry]) -> None:
         """longest: tokens that a session may have; entries: of the sessions that are open, by id."""
         self.budget = Budget()
-        self.max_rows = config.speculative_num_draft_tokens or _ROWS_PER_SESSION
+        self.max_rows = config.fixed_rows or _ROWS_PER_SESSION
         self.fixed_rows = config.fixed_hints
         self._max_depth = config.speculative_num_steps
         self._max_children = config.speculative_eagle_topk

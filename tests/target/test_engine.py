@@ -173,6 +173,21 @@ def test_the_shape_of_trees_does_not_change_the_text(model, flags):
     assert (result.verified == 0) == no_drafts
 
 
+def test_a_chain_has_as_many_rows_as_it_needs(model):
+    """Whatever --speculative-num-draft-tokens says, as in SGLang."""
+    text = prompts(1)[0]
+    plain = run(engine_of(model), requests_of([text])).new[1]
+    right = [*text, *plain]
+
+    def hints(session_id, path):
+        return [chain(session_id, path, right[len(path) : len(path) + 9])]
+
+    flags = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    result = run(engine_of(model, **flags), requests_of([text]), hints)
+    assert result.new[1] == plain
+    assert result.steps == len(plain) // 6
+
+
 def test_a_branch_off_the_best_path_is_compacted(model):
     """The right path lies behind wrong siblings at each depth, so its rows must move, across pages too."""
     text = prompts(1)[0]
