@@ -1,7 +1,8 @@
 """Hidden states from a target's frame to the drafts that feed on them, unopened.
 
 A draft is fed each session's positions in order. When a draft takes a session over, its target is asked for all of them
-again; what was still on its way from before is then no continuation of anything, and is left out.
+again; what was still on its way from before is then no beginning, and is left out. Where rows go missing otherwise, the
+draft sees the gap and asks for the session again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def relay(
     strays = False
     for session_id, first, end in codec.feature_spans(batch):
         session = sessions.get(session_id)
-        stray = session is not None and first > session.features_until
+        stray = session is not None and session.lingers and first > session.features_until == 0
         if session is not None and not stray:
             session.features_until = max(session.features_until, end)
         owners.append(session.draft if session is not None and not stray and session.draft in hungry else None)

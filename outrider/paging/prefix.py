@@ -41,6 +41,10 @@ class PageObserver(Protocol):
         """A page of an owner's table is the cache's from now on; if it knew the tokens, the table has its page now."""
         ...
 
+    def page_offered(self, owner: int, index: int, page: int) -> bool:
+        """False if an owner must compute a page itself that the cache has."""
+        ...
+
     def page_taken(self, owner: int, index: int, page: int) -> None:
         """An owner's table took a page from the cache instead of computing it."""
         ...
@@ -86,18 +90,27 @@ class PrefixCache:
         """True if a node is still in its tree; if so, all before it are."""
         return self._nodes.get(node.page) is node
 
-    def find(self, namespace: str, tip: _Node | None, tokens: NDArray[np.uint32]) -> list[_Node]:
-        """The path that follows a node, or the namespace's root, along tokens that begin behind it."""
+    def find(
+        self, namespace: str, tip: _Node | None, tokens: NDArray[np.uint32], owner: int = 0, index: int = 0
+    ) -> list[_Node]:
+        """The path that follows a node, or the namespace's root, along tokens that begin behind it.
+
+        As far as an owner may have it, whose page of that place is the first one's.
+        """
         node = tip or self._roots.get(namespace)
         path: list[_Node] = []
         if node is None:
             return path
         for key in page_keys(tokens, self.allocator.page_size):
             node = node.children.get(key)
-            if node is None:
+            if node is None or not self.offers(node, owner, index + len(path)):
                 break
             path.append(node)
         return path
+
+    def offers(self, node: _Node, owner: int, index: int) -> bool:
+        """True if an owner's table may have a page as that of a place."""
+        return all(observer.page_offered(owner, index, node.page) for observer in self.observers)
 
     def insert(self, namespace: str, tip: _Node | None, key: bytes, page: int) -> _Node:
         """The node of these tokens behind a node, or the namespace's root; made of `page` if there is none yet."""
@@ -222,8 +235,11 @@ class SharedTable(PageTable):
 
         written: rows that the table holds; nothing is found while some of them are its own. Returns the tokens taken.
         """
-        path = self._find(tokens) if written == self.shared * self._allocator.page_size else []
+        before = self.shared
+        path = self._find(tokens) if written == before * self._allocator.page_size else []
         for node in path:
+            if not self._cache.offers(node, self._owner, self.shared):  # any more
+                break
             self._allocator.share(node.page)
             if self.shared < self._count:
                 self._allocator.release([int(self._pages[self.shared])])
@@ -235,7 +251,7 @@ class SharedTable(PageTable):
             self._tip = node
             self.shared += 1
         self._ahead = []
-        return len(path) * self._allocator.page_size
+        return (self.shared - before) * self._allocator.page_size
 
     def publish(self, tokens: NDArray[np.uint32]) -> None:
         """Give full pages to the cache. tokens: [n], committed, from the first on, whose rows have been written.
@@ -290,8 +306,8 @@ class SharedTable(PageTable):
         del ahead[max(0, len(tokens) // size - self.shared) :]
         while ahead and not self._cache.knows(ahead[-1]):
             ahead.pop()
-        tip = ahead[-1] if ahead else self._tip
-        ahead += self._cache.find(self._namespace, tip, tokens[(self.shared + len(ahead)) * size :])
+        tip, index = ahead[-1] if ahead else self._tip, self.shared + len(ahead)
+        ahead += self._cache.find(self._namespace, tip, tokens[index * size :], self._owner, index)
         return ahead
 
 

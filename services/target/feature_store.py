@@ -42,20 +42,30 @@ class _Tail:
 
 
 class FeatureStore:
-    """A `PageObserver`: rows by page, up to a number of bytes; beyond it, those kept longest are let go."""
+    """A `PageObserver`: rows by page, up to a number of bytes; beyond it, those unused for longest are let go.
+
+    A session that has yet to send a page's rows is not offered it without them: its drafter could not go on behind it.
+    """
 
     def __init__(
-        self, page_size: int, limit: int, taken: Callable[[int, int, _Bytes], None], catch_up: Callable[[], None]
+        self,
+        page_size: int,
+        limit: int,
+        lacks: Callable[[int, int], bool],
+        taken: Callable[[int, int, _Bytes], None],
+        catch_up: Callable[[], None],
     ) -> None:
         """page_size: in tokens. limit: in bytes.
 
-        taken: told session, first position and rows of each page found; catch_up: adds rows that were put off
+        lacks: whether a session has yet to send rows before a position; taken: told session, first position and rows of
+        each page found; catch_up: adds rows that were put off
         """
+        self._lacks = lacks
         self._catch_up = catch_up
         self._page_size = page_size
         self._limit = limit
         self._taken = taken
-        self._pages: dict[int, _Bytes] = {}
+        self._pages: dict[int, _Bytes] = {}  # those used last come last
         self._due: dict[int, tuple[int, int]] = {}  # pages whose rows are yet to come: owner, and place in its table
         self._tails: dict[int, _Tail] = {}
         self.bytes = 0
@@ -90,11 +100,18 @@ class FeatureStore:
             self._due[page] = owner, index
             self._fill(owner)
 
-    def page_taken(self, owner: int, index: int, page: int) -> None:
-        """Hand a found page's rows to the session that found it."""
+    def page_offered(self, owner: int, index: int, page: int) -> bool:
+        """False for a session that has yet to send a page's rows, if they are gone."""
+        if owner not in self._tails or not self._lacks(owner, (index + 1) * self._page_size):
+            return True
         if page in self._due:
             self._catch_up()
-        if owner in self._tails and (rows := self._pages.get(page)) is not None:
+        return page in self._pages
+
+    def page_taken(self, owner: int, index: int, page: int) -> None:
+        """Hand a found page's rows to the session that found it."""
+        if owner in self._tails and (rows := self._pages.pop(page, None)) is not None:
+            self._pages[page] = rows
             self._taken(owner, index * self._page_size, rows)
 
     def page_dropped(self, page: int) -> None:

@@ -13,6 +13,7 @@ A session is sent each position once, also if its rows are computed again after 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 from collections.abc import Collection, Sequence
@@ -96,9 +97,11 @@ class Features:
         self._usual: tuple[set[Fusion], int, Capture] | None = None  # what steps whose rows wait ask for
         self._unfused: list[_Unfused] = []
         self._unfused_rows = 0
+        self._openings = itertools.count()
         self._store: FeatureStore | None = None
         if prefix.enabled and cache_bytes > 0:
-            self._store = FeatureStore(prefix.allocator.page_size, cache_bytes, self._send, self._catch_up)
+            size = prefix.allocator.page_size
+            self._store = FeatureStore(size, cache_bytes, self._lacks, self._send, self._catch_up)
             prefix.observers.append(self._store)
 
     # --- who wants what ---
@@ -135,9 +138,12 @@ class Features:
         first = request.features_from
         # Rows that are not sent are computed, too, where others may find their page.
         self._wanted[request.session_id] = _Wanted(fusion, first, 0 if self._store is not None else first)
+        space = f"{request.cache_salt}\0features {request.feature_spec:x}"
         if self._store is not None:
             self._store.open(request.session_id)
-        return replace(request, cache_salt=f"{request.cache_salt}\0features {request.feature_spec:x}")
+        else:  # a page without rows is of use to nobody else, nor to a drafter that begins anew
+            space += f" {next(self._openings)}"
+        return replace(request, cache_salt=space)
 
     @property
     def asked(self) -> bool:
@@ -297,6 +303,10 @@ class Features:
         if self._store is not None:
             self._store.add(session_id, first, rows)
         self._send(session_id, first, rows)
+
+    def _lacks(self, session_id: int, end: int) -> bool:
+        """True if a session has yet to send rows before a position."""
+        return self._wanted[session_id].next < end
 
     def _send(self, session_id: int, first: int, rows: NDArray[np.uint8]) -> None:
         """Rows of a step, or of a page that the session found in the prefix cache."""

@@ -24,7 +24,8 @@ class Draft:
 
 
 def session(draft, until=0):
-    return SimpleNamespace(draft=draft, features_until=until)
+    """One that was opened twice on its target."""
+    return SimpleNamespace(draft=draft, features_until=until, lingers=True)
 
 
 def relay(sessions, drafts, *blocks):
@@ -50,6 +51,14 @@ def test_strays_take_nothing_with_them_that_came_in_the_same_frame():
     relay(sessions, [draft], (1, 57, 3), (1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4))
     assert draft.fed == [(1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4)]
     assert (sessions[1].features_until, sessions[2].features_until) == (61, 12)
+
+
+def test_a_draft_sees_that_rows_are_missing():
+    draft = Draft()
+    sessions = {1: session(draft), 2: session(draft, 10)}
+    sessions[1].lingers = False  # nothing can be on its way from before
+    relay(sessions, [draft], (1, 8, 3), (2, 12, 1))
+    assert draft.fed == [(1, 8, 3), (2, 12, 1)]
 
 
 def test_each_draft_is_fed_its_own():

@@ -200,6 +200,9 @@ class Mirror:
     def page_cached(self, owner, index, page):
         assert self.pages.setdefault(page, self.of(owner, index)) == self.of(owner, index)
 
+    def page_offered(self, owner, index, page):
+        return page in self.pages
+
     def page_taken(self, owner, index, page):
         assert self.pages[page] == self.of(owner, index)
 
@@ -270,6 +273,46 @@ def test_random_lives_share_the_right_pages_and_keep_the_books(actions, texts, p
     cache.evict(9)
     assert (len(cache), cache.allocator.cached_pages, len(cache._leaves)) == (0, 0, len(cache._leaves))
     assert cache.allocator.free_pages == 9
+
+
+class Refusing:
+    """Offers nobody certain pages."""
+
+    def __init__(self):
+        self.refused = set()
+
+    def page_offered(self, owner, index, page):
+        return page not in self.refused
+
+    def page_cached(self, owner, index, page):
+        self.refused.discard(page)
+
+    def page_taken(self, owner, index, page):
+        assert page not in self.refused
+
+    def page_dropped(self, page):
+        self.refused.discard(page)
+
+
+def test_what_an_observer_does_not_offer_is_computed_and_shared_again():
+    cache = made()
+    cache.observers.append(observer := Refusing())
+    text = array(*range(1, 10))
+    filled(cache, text).release()
+    second = found(cache, *text.tolist())[1]
+    table = SharedTable(cache)
+    assert table.peek(text) == (4, 0)
+    observer.refused.add(second)  # behind a look that found it
+    assert table.attach(text, 0) == 2
+    assert table.peek(text) == (0, 0)
+    table.reserve(len(text))
+    table.publish(text)
+    assert table.shared == 4
+    assert second in table.pages
+    audit(cache, [table])
+    other = SharedTable(cache)
+    assert other.attach(text, 0) == 8
+    audit(cache, [table, other])
 
 
 def test_the_list_of_leaves_does_not_grow_with_use():

@@ -312,17 +312,36 @@ def test_pages_that_were_computed_without_features_are_not_taken(model):
     assert reader.run().first[2] == 0
 
 
-def test_kept_features_are_bounded(model):
+@pytest.mark.parametrize("pages", [0, 5, 100])
+def test_pages_whose_rows_are_gone_are_computed_again(model, truth, pages):
+    """A drafter could not begin behind a gap."""
     page = 4 * WIDTH * 4
-    engine = engine_of(model, page_size=4, feature_cache_bytes=5 * page)
+    engine = engine_of(model, page_size=4, feature_cache_bytes=pages * page)
     wanted = configured(engine, FeatureSpec((2,), format=F32))
-    first = []
-    for i in (1, 2):
-        engine.open(replace(opening(i, list(range(30, 75))), feature_spec=wanted))
+    reader, cached = Reader(engine), {}
+    for i in (1, 2, 3):
+        reader.open(replace(opening(i, [*range(30, 75), i]), feature_spec=wanted))
+        reader.run()
+        rows = reader.states(i)
+        assert (reader.first[i], len(rows)) == (0, len(reader.tokens[i]) - 2)
+        np.testing.assert_allclose(rows, truth(reader.tokens[i])[2][: len(rows)], rtol=2e-3, atol=2e-3)
+        cached[i] = engine.scheduler.prefix.allocator.cached_pages
+        engine.check()
+    if pages:
+        assert engine.features._store.bytes <= pages * page
+        assert cached[3] < 2 * cached[1], "they share what they compute anew"
+
+
+def test_rows_that_were_used_last_are_kept_longest(model):
+    page = 4 * WIDTH * 4
+    engine = engine_of(model, page_size=4, feature_cache_bytes=30 * page)
+    wanted = configured(engine, FeatureSpec((2,), format=F32))
+    took = []
+    for i in range(1, 6):
+        engine.open(replace(opening(i, [*range(30, 70), *[i] * 21], max_tokens=2), feature_spec=wanted))
         while not engine.idle:
-            first += [block.first for block in engine.step().features if block.session_id == 2][:1]
-    assert engine.features._store.bytes <= 5 * page
-    assert first[0] > 0, "most cached rows have lost their features; what comes later is sent all the same"
+            took += [commit.cached_tokens for commit in engine.step().commits if commit.cached_tokens]
+    assert took == [40] * 4, "what all begin with is there as long as anything"
 
 
 # --- while no hints are wanted ---
