@@ -113,5 +113,5 @@ class Drafting:
         """Ask the target for all of a session's features: it opens the session once more, and computes it anew."""
         session.features_until = 0
         if session.target is not None and session.draft is not None and session.draft.feature_spec:
-            session.lingers = True
+            session.linger()
             session.target.open(request_of(session, session.target))

@@ -172,7 +172,8 @@ class Generator:
             )
         stop = StopConditions(max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
-        sampling = replace(request.sampling, seed=seed)
+        # More than there are is all of them; the wire has no room for just any number.
+        sampling = replace(request.sampling, seed=seed, top_k=min(request.sampling.top_k, self.vocab_size))
         self.admission.enter()
         try:
             generation = self._open(request, request_id, sampling, stop, traceparent)

@@ -121,9 +121,13 @@ class Orchestrator:
             self._watches[session.id] = session.watch
         if session.counted:
             self.metrics.prompt_tokens.inc(len(prompt))
-        # First, for its draft says which features the target is asked for.
-        self.places.open_on_draft(session, draft)
-        self._open_on_target(session)
+        try:
+            # First, for its draft says which features the target is asked for.
+            self.places.open_on_draft(session, draft)
+            self._open_on_target(session)
+        except BaseException:  # one that cannot be said must not be said again whenever a service comes back
+            self.close(session)
+            raise
         return session
 
     def close(self, session: Session) -> None:
@@ -199,11 +203,11 @@ class Orchestrator:
         together: dict[int, int] = {}  # tokens of each session in the frame, until the first of its commits is counted
         for session_id, _, tokens, *_ in rows:
             together[session_id] = together.get(session_id, 0) + len(tokens)
-        for place, (session_id, base, tokens, verified, accepted, finish, cached) in enumerate(rows):
+        for place, (session_id, base, tokens, root_hash, verified, accepted, finish, cached) in enumerate(rows):
             if place and place % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             session = self.sessions.get(session_id)
-            if session is None or session.target is not target:
+            if session is None or session.target is not target or not self._agrees(session, base, tokens, root_hash):
                 continue
             session.weight_version = version
             if cached and not session.steps:
@@ -220,6 +224,20 @@ class Orchestrator:
                 together.pop(session_id, 0), logprobs,
             )  # fmt: skip
 
+    def _agrees(self, session: Session, base: int, tokens: Sequence[int], root_hash: int) -> bool:
+        """True if a commit is of the text that the client has been told. A target with another one is told it, once."""
+        lost = base - len(session.tokens)
+        if lost <= 0 and session.continues(base, tokens, root_hash):
+            session.strayed = False
+            return True
+        if not session.strayed:
+            what = f"{lost} tokens were lost on the way" if lost > 0 else "opened anew, the target has another text"
+            log.warning("session %d: %s; opening it again", session.id, what)
+            session.linger()
+            session.strayed = True
+            self.places.open_there(session)
+        return False
+
     def _commit(
         self,
         session: Session,
@@ -233,10 +251,6 @@ class Orchestrator:
         logprobs: Logprobs | None,
     ) -> None:
         known = len(session.tokens) - base
-        if known < 0:
-            log.error("session %d lost %d tokens on the way; opening it again", session.id, -known)
-            self.places.open_there(session)
-            return
         new = tokens[known:] if known else tokens
         if not new and finish is FinishReason.RUNNING:
             return

@@ -14,7 +14,7 @@ from gateway.report import Round
 from gateway.watch import Watch
 from outrider.errors import OutriderError
 from outrider.serving.messages import Grammar, OpenSession
-from outrider.speculation.proposal import FinishReason, Logprobs
+from outrider.speculation.proposal import FinishReason, Logprobs, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ class Session:
         self.features_until = 0  # positions before it have been sent to the draft
         self.weight_version = ""  # of the last commit
         self.lingers = False  # the target may go on with it after its end, for it was opened there twice
+        self.strayed = False  # the target has another text, and was told this one
+        self._root = 0  # path hash of its tokens; kept up while it lingers
         self._fresh: list[int] = []
         self._rounds_given = 0  # steps that the client has been told of
         self._told: list[Logprobs] = []  # of the fresh tokens
@@ -126,11 +128,32 @@ class Session:
             traceparent=self.traceparent,
         )
 
+    def linger(self) -> None:
+        """It is opened once more on the target that has it: commits of both runs may come from now on."""
+        if not self.lingers:
+            self._root = path_hash(np.array(self.tokens, np.uint32))
+        self.lingers = True
+
+    def continues(self, base: int, tokens: Sequence[int], root_hash: int) -> bool:
+        """True if a commit goes on with this text, or repeats a part of it.
+
+        Where what stands beside a row changes its rounding, the runs of a session that was opened twice may differ.
+        """
+        if not self.lingers:
+            return True
+        known = len(self.tokens) - base
+        new = tokens[known:]
+        if list(tokens[:known]) != self.tokens[base : base + min(known, len(tokens))]:
+            return False
+        return not new or path_hash(np.array(new, np.uint32), self._root) == root_hash
+
     def commit(
         self, tokens: list[int], verified: int, accepted: int, finish: FinishReason, logprobs: Logprobs | None = None
     ) -> None:
         """Append what a step committed, or several plain ones, and wake who waits for it."""
         self.tokens += tokens
+        if self.lingers:
+            self._root = path_hash(np.array(tokens, np.uint32), self._root)
         if tokens:
             self.losses = 0
             guess = self.watch.committed(tokens, verified) if self.watch is not None else ()

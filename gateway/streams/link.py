@@ -190,7 +190,10 @@ class Link(ABC, Generic[Info, Frame]):
         if self.up:
             self.up = False
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
-            self.on_down()
+            try:
+                self.on_down()
+            except Exception:  # nor may this one
+                log.exception("not all sessions of the %s at %s could go on", self.service, self.address)
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
         call = await self._call(channel)

@@ -99,9 +99,10 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
     ]
 
 
-def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int, int]]:
-    """Each commit as (session id, base length, tokens, verified, accepted, finish reason, cached tokens): for the
-    gateway, which reads every frame and needs no objects. Raises InvalidRequest.
+def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int, int, int]]:
+    """Each commit as (session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens).
+
+    For the gateway, which reads every frame and needs no objects. Raises InvalidRequest.
     """
     ids = numbers_of(batch.session_ids, U64)
     size = len(ids)
@@ -110,6 +111,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
         ids,
         numbers_of(batch.base_lengths, U32, size),
         [tokens[span] for span in split(numbers_of(batch.token_counts, U32, size), len(tokens))],
+        numbers_of(batch.root_hashes, U64, size),
         numbers_of(batch.verified_counts, U32, size),
         numbers_of(batch.accepted_counts, U32, size),
         numbers_of(batch.finish_reasons, U8, size),

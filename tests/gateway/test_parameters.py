@@ -74,6 +74,16 @@ def test_an_answer_goes_on_from_the_last_message(gateway, target):
     assert gateway.client.post("/v1/chat/completions", json=blank).status_code in (200, 400)
 
 
+@pytest.mark.parametrize("top_k", [VOCAB, 2**31, 2**40, 2**70])
+def test_more_candidates_than_there_are_are_all_of_them(gateway, target, top_k):
+    """And none of the services' burden: the wire has no room for all numbers."""
+    assert gateway.complete("A", max_tokens=2, top_k=top_k)["choices"][0]["text"] == "BC"
+    assert target.engine.seen[-1].sampling.top_k == VOCAB
+    body = {"text": "A", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "top_k": top_k}}
+    response = gateway.client.post("/generate", json=body)
+    assert (response.status_code, response.json().get("text")) == (200, "BC")
+
+
 def test_priority_reaches_the_target(gateway, target):
     gateway.complete("A", max_tokens=2, priority=-3)
     assert target.engine.seen[-1].priority == -3

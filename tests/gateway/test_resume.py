@@ -10,13 +10,14 @@ import pytest
 
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
+from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import Unavailable
-from outrider.speculation.proposal import Commit, FinishReason
+from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.codec import commits_to_pb
 from outrider.wire.opens import open_from_pb
-from outrider.wire.v1 import target_pb2
+from outrider.wire.v1 import common_pb2, target_pb2
 from tests.gateway.engines import expected, tokenizer
 from tests.gateway.services import Draft, Gateway, Service, Target, until
 
@@ -285,6 +286,48 @@ async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
         await poison.next()
     orchestrator.close(other)
     assert not orchestrator.sessions
+
+
+async def test_runs_that_differ_are_never_mixed():
+    """Of a session that was opened twice on a target whose rounding depends on what stands beside a row."""
+    target = TargetLink("unix:/nowhere")
+    target.up = True
+    orchestrator = Orchestrator([target], [], Metrics())
+    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(20))
+
+    async def commit(text, tokens):
+        root = path_hash(np.array([*text, *tokens]))
+        batch = commits_to_pb([Commit(session.id, len(text), np.array(tokens, np.uint32), root)])
+        await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+        return [open_from_pb(request).tokens.tolist() for request in target._take().opens]
+
+    target._clear()
+    assert await commit([1, 2], [3, 4]) == []
+    session.linger()  # opened anew with these tokens, while the old run goes on
+    assert await commit([1, 2, 3, 4], [5, 6]) == []
+    assert await commit([1, 2, 3, 4], [5]) == []
+    assert await commit([1, 2, 3, 4, 5], [9, 8]) == [[1, 2, 3, 4, 5, 6]], "the client has been told of 6"
+    assert await commit([1, 2, 3, 4, 5, 9], [8]) == []
+    assert await commit([1, 2, 3, 4, 5, 9, 8], [7]) == [], "it is told once"
+    assert await commit([1, 2, 3, 4, 5, 6], [7, 8]) == []
+    assert await commit([1, 2, 3, 4, 5, 6, 7, 8], [9]) == []
+    assert session.tokens == list(range(1, 10))
+    assert await commit([1, 2, 3, 4, 5, 6, 7, 0, 9], [9]) == [list(range(1, 10))], "of as many tokens, but of others"
+    assert session.tokens == list(range(1, 10))
+
+
+async def test_a_session_that_cannot_be_said_is_nobody_s_burden():
+    """One whose request does not fit on the wire would be in the way whenever a service came back."""
+    target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
+    target.up = draft.up = True
+    orchestrator = Orchestrator([target], [draft], Metrics())
+    with pytest.raises(ValueError, match="out of range"):
+        orchestrator.open([1, 2], SamplingParams(top_k=2**40), StopConditions(20))
+    assert not orchestrator.sessions
+    assert (target.session_count, draft.session_count) == (0, 0)
+    for link in (target, draft):
+        link.on_down()
+        link.on_up()
 
 
 async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again():

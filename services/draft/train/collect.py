@@ -151,7 +151,7 @@ class Writer:
                 session.done.set_exception(error)
 
     def _hear(self, frame: target_pb2.VerifyResponse) -> None:
-        for number, base, tokens, _, _, finish, _ in codec.commit_rows(frame.commits):
+        for number, base, tokens, _, _, _, finish, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)
             if session is None or session.ended:
                 continue
