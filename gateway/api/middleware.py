@@ -10,6 +10,7 @@ import secrets
 import time
 
 import orjson
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission import Keys
@@ -91,7 +92,10 @@ _SLASHES = re.compile("/{2,}")
 
 
 class _Bounded:
-    """Counts what a body without a length brings, and ends it where it is too large."""
+    """Counts what a body without a length brings. Raises HTTPException where it is too large.
+
+    Whoever reads it stops then, for what is there may be a request by itself. Other messages pass.
+    """
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive = receive
@@ -100,10 +104,12 @@ class _Bounded:
 
     async def __call__(self) -> Message:
         message = await self._receive()
+        if message["type"] != "http.request":
+            return message
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             self.too_large = True
-            return {"type": "http.request", "body": b"", "more_body": False}
+            raise HTTPException(413)  # FastAPI passes it on as it is, and others as a 400
         return message
 
 

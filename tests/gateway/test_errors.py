@@ -4,7 +4,9 @@ import json
 
 import openai
 import pytest
+from starlette.exceptions import HTTPException
 
+from gateway.api.middleware import Edge
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
 
@@ -206,6 +208,47 @@ def test_bodies_that_are_too_large_are_413(gateway):
 
     error_of(gateway.client.post("/v1/completions", content=parts()), 413)
     assert gateway.text("A", max_tokens=2) == "BC"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
+def test_bodies_that_grow_too_large_behind_a_whole_request_are_not_acted_on(gateway, target, route, stream):
+    asked = {"prompt": "A", "messages": HELLO, "input": "A", "text": "A", "stream": stream}
+
+    def parts():
+        yield json.dumps(asked).encode()
+        for _ in range(5):
+            yield b" " * (1 << 20)
+
+    before = target.engine.opened
+    headers = {"Content-Type": "application/json"}
+    error = error_of(gateway.client.post(route, content=parts(), headers=headers), 413)
+    assert error["code"] == "request_too_large"
+    assert gateway.text("A", max_tokens=2) == "BC"
+    assert target.engine.opened == before + 1
+
+
+async def test_behind_a_body_that_is_too_large_a_disconnect_is_still_told():
+    messages = [{"type": "http.request", "body": b"12345678", "more_body": True}, {"type": "http.disconnect"}]
+    heard, sent = [], []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        with pytest.raises(HTTPException):
+            await receive()
+        heard.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    edge = Edge(max_body_bytes=7)
+    edge.app = app
+    await edge({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert heard == [{"type": "http.disconnect"}]
+    assert sent[0]["status"] == 413
 
 
 def test_errors_of_the_target_keep_their_status_in_streams(gateway):
