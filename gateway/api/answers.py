@@ -82,7 +82,7 @@ COMPLETION: Kind = _Completion("cmpl-", "text_completion", "text_completion", {"
 class Telling:
     """What an answer tells besides text. echo: the prompts' texts, by choice; empty if they are not part of it.
 
-    ids: of all tokens, those of the prompt, too; log-probabilities are then of one that ended the answer, too.
+    ids: of all tokens, those of the prompt, too. With either, log-probabilities are of one that ended the answer, too.
     steps: of each choice, what every step drafted; detail: of speculation in its metrics.
     usage: in an event of its own behind the others; usages: so far, in every other event, too.
     """
@@ -254,7 +254,8 @@ class Answer:
                 parts.append(teller.prompt(wanted.prompt, part.prompt_logprobs))
             if telling.prompt_logprobs:
                 extra["prompt_logprobs"] = prompt_entries(telling.pieces, wanted.prompt, part.prompt_logprobs)
-        count = len(part.tokens) if telling.ids else part.spoken
+        # Who scores a text has it repeated with a single new token, and takes the last entry for that one's.
+        count = len(part.tokens) if telling.ids or telling.echo else part.spoken
         if told is not None and count:
             parts.append(teller.part(part.tokens[:count], told))
         return text, joined(parts) if parts else None, extra

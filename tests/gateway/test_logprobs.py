@@ -112,6 +112,20 @@ def test_an_echo_needs_no_logprobs_and_a_prompt_of_one_token_has_none(gateway):
     assert told["token_logprobs"] == [None, -0.25]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[7, 8, 0], [7, 8, 9]])
+def test_with_an_echo_the_new_token_is_told_of_also_if_it_ends_the_answer(gateway, prompt, stream):
+    """Who scores texts asks for one token, and sums up all but the last entry, as lm-eval does."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1, "stream": stream}
+    response = gateway.client.post("/v1/completions", json=body)
+    choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
+    assert choices[-1]["finish_reason"] == ("stop" if prompt[-1] + 1 == EOS else "length")
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert sum(len(choice["logprobs"][name]) for choice in choices if choice["logprobs"]) == 4
+    told = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+    assert sum(told[1:-1]) == sum(values(1, 2))
+
+
 def test_prompt_logprobs_as_vllm_has_them(gateway):
     body = gateway.complete("AKL", max_tokens=1, prompt_logprobs=2)
     k, ell = (TOKENIZER.encode(letter).ids[0] for letter in "KL")
