@@ -146,7 +146,8 @@ class Answer:
         """The answer as one body."""
         telling = self._telling
         tokens: list[list[int]] = [[] for _ in self._wanted]
-        told: list[list[dict[str, Any]]] = [[] for _ in self._wanted]
+        teller = self.kind.teller(telling.pieces)
+        told = [[teller.nothing()] if one.logprobs is not None else [] for one in self._wanted]
         extras: list[dict[str, Any]] = [{} for _ in self._wanted]
         rounds: list[list[Round]] = [[] for _ in self._wanted]
         likely = [0.0] * len(self._wanted)  # log-probabilities of all tokens

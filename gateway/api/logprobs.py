@@ -24,6 +24,10 @@ class Teller(ABC):
         """`logprobs` of tokens, the first ones that are told of."""
 
     @abstractmethod
+    def nothing(self) -> dict[str, Any]:
+        """`logprobs` of no tokens."""
+
+    @abstractmethod
     def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
         """`logprobs` of a prompt that the answer repeats. told: of all tokens but the first; None if there is one."""
 
@@ -39,9 +43,13 @@ class ChatTeller(Teller):
         ]
         return {"content": content, "refusal": None}
 
+    def nothing(self) -> dict[str, Any]:
+        """As in Teller."""
+        return {"content": [], "refusal": None}
+
     def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
         """As in Teller, without the first token."""
-        return {"content": [], "refusal": None} if told is None else self.part(tokens[1:], told)
+        return self.nothing() if told is None else self.part(tokens[1:], told)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -61,6 +69,10 @@ class CompletionTeller(Teller):
     def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
         """As in Teller."""
         return self._lists(rows(tokens, told))
+
+    def nothing(self) -> dict[str, Any]:
+        """As in Teller."""
+        return self._lists([])
 
     def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
         """As in Teller; the first token has no log-probability."""

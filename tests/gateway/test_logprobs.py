@@ -126,6 +126,22 @@ def test_with_an_echo_the_new_token_is_told_of_also_if_it_ends_the_answer(gatewa
     assert sum(told[1:-1]) == sum(values(1, 2))
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_asks_for_logprobs_of_an_answer_without_tokens_gets_empty_lists(client, stream):
+    end = {"model": "default", "temperature": 0, "stream": stream}
+    chat = client.chat.completions.create(
+        **end, messages=[{"role": "user", "content": "x"}], logprobs=True, extra_body={"stop_token_ids": [4]}
+    )
+    text = client.completions.create(**end, prompt=[0], logprobs=1)
+    if stream:
+        assert not any(part.choices[0].logprobs for part in (*chat, *text))
+        return
+    assert (chat.choices[0].message.content, text.choices[0].text) == ("", "")
+    assert chat.choices[0].logprobs.content == []
+    lists = text.choices[0].logprobs
+    assert (lists.tokens, lists.token_logprobs, lists.top_logprobs, lists.text_offset) == ([], [], [], [])
+
+
 def test_prompt_logprobs_as_vllm_has_them(gateway):
     body = gateway.complete("AKL", max_tokens=1, prompt_logprobs=2)
     k, ell = (TOKENIZER.encode(letter).ids[0] for letter in "KL")
