@@ -21,6 +21,7 @@ from gateway.orchestrator import Orchestrator
 from gateway.report import Report, Round
 from gateway.session import Committed, Session
 from gateway.spans import CURRENT, RequestSpan
+from gateway.text import encoding
 from gateway.text.answer import AnswerText
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, ModelNotFound, OutriderError, Overloaded
@@ -29,7 +30,6 @@ from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_STOPS = 16
-_LONG_TEXT = 4096  # characters
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,13 @@ class Generator:
             raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
 
     async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a raw prompt. Long ones are tokenized in a thread, for commits must not wait."""
-        if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text, special=special)
-        return await asyncio.to_thread(partial(self.tokenizer.encode, text, special=special))
+        """Tokens of a raw prompt."""
+        (tokens,) = await self.encode_all([text], special=special)
+        return tokens
+
+    async def encode_all(self, prompts: Sequence[str | list[int]], *, special: bool = True) -> list[list[int]]:
+        """Tokens of raw prompts; of those that are tokens, themselves."""
+        return await encoding.encode_all(self.tokenizer, prompts, special=special)
 
     def decode(self, tokens: Sequence[int], param: str = "prompt", *, verbatim: bool = False) -> str:
         """Text of tokens. Raises InvalidRequest for tokens that there are not. verbatim: with special ones."""
@@ -147,9 +150,7 @@ class Generator:
 
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation. Raises InvalidRequest."""
-        if sum(len(message["content"]) for message in messages) < _LONG_TEXT:
-            return self.tokenizer.encode_chat(messages, **options)
-        return await asyncio.to_thread(partial(self.tokenizer.encode_chat, messages, **options))
+        return await encoding.encode_chat(self.tokenizer, messages, options)
 
     def start(self, request: GenerationRequest, request_id: str = "", span: RequestSpan | None = None) -> Generation:
         """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.

@@ -28,7 +28,6 @@ from gateway.generation import Generator
 from gateway.workers import exposition
 from outrider.errors import InvalidRequest, ModelNotFound
 
-MAX_GENERATIONS = 128
 # Of routes that answer with events, too, for the OpenAPI page.
 _STREAMS: dict[int | str, dict[str, Any]] = {
     200: {
@@ -83,8 +82,8 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         generator.check_model(body.model)
         body.check_supported()
         prompts: list[tuple[list[int], str]] = []
-        for prompt in body.prompts():
-            whole = await generator.encode(prompt) if isinstance(prompt, str) else prompt
+        given = body.prompts()
+        for prompt, whole in zip(given, await generator.encode_all(given), strict=True):
             tokens = body.cut(whole)
             if isinstance(prompt, str) and len(tokens) == len(whole):
                 prompts.append((tokens, prompt))
@@ -116,7 +115,7 @@ def _native_routes(app: FastAPI, generator: Generator) -> None:
     async def generate(body: NativeBody, request: Request) -> Response:
         """SGLang's own form: text or token ids in and out."""
         body.check_supported()
-        prompts = [await generator.encode(p) if isinstance(p, str) else p for p in body.prompts()]
+        prompts = await generator.encode_all(body.prompts())
         answers = native.wanted(body, prompts, request.scope[REQUEST_ID], _timeout(request))
         pieces = generator.tokenizer.pieces
         reply = native.NativeReply(answers, pieces, several=body.several, texts=body.return_text_in_logprobs)
@@ -165,8 +164,6 @@ async def _answer(
     """Start a generation for each try at each prompt, and answer with those to be told. prompts: tokens and text."""
     body.timeout = body.timeout or _timeout(request)
     wanted = [body.request(prompt, index) for prompt, _ in prompts for index in range(body.tries)]
-    if len(wanted) > MAX_GENERATIONS:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {len(wanted)}", param="prompt")
     telling = Telling(
         generator.tokenizer.pieces,
         ids=body.return_token_ids,

@@ -97,14 +97,23 @@ class NativeBody(BaseModel):
         return isinstance(given, list) and (not given or isinstance(given[0], list | str))
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as token ids. Raises InvalidRequest unless they are given once."""
+        """The prompts, each as text or as token ids. Raises InvalidRequest unless they are given, once, and few."""
         if (self.text is None) == (self.input_ids is None):
             raise InvalidRequest("send either `text` or `input_ids`", param="text")
         given: Any = self.text if self.text is not None else self.input_ids
         prompts = list(given) if self.several else [given]
         if not prompts:
             raise InvalidRequest("the prompt is empty", param="text")
+        if (count := self._answers(len(prompts))) > MAX_GENERATIONS:
+            raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {count}", param="n")
         return prompts
+
+    def _answers(self, prompts: int) -> int:
+        """How many answers are asked for of so many prompts; each has one at least."""
+        given = self.sampling_params
+        if isinstance(given, list):
+            return max(prompts, sum(one.n for one in given))
+        return prompts if given is None else prompts * given.n
 
 
 @dataclass
@@ -141,8 +150,6 @@ def wanted(body: NativeBody, prompts: Sequence[list[int]], request_id: str, time
             name = own or (request_id if count == 1 else f"{request_id}-{index}")
             request = _request(body, given, prompt, choice, top, None if first is None else top, timeout)
             answers.append(Told(name if given.n == 1 else f"{name}-{choice}", request, first))
-    if len(answers) > MAX_GENERATIONS:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {len(answers)}", param="n")
     return answers
 
 

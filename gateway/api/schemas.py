@@ -18,6 +18,7 @@ from outrider.serving.messages import MAX_LOGPROBS, Grammar
 from outrider.speculation.sampling import SamplingParams
 
 MAX_CHOICES = 128  # as OpenAI has it
+MAX_GENERATIONS = 128  # of all prompts of a request
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as OpenAI has it
 
 Count = Annotated[int, Field(strict=True)]
@@ -261,11 +262,12 @@ class CompletionBody(GenerationBody):
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids. Raises InvalidRequest if there are none or too many."""
         prompt: Any = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]
-        if not prompt:
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
+        if not prompts:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        return list(prompt)
+        if (count := len(prompts) * self.tries) > MAX_GENERATIONS:
+            raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {count}", param="prompt")
+        return prompts
 
 
 class TextPart(BaseModel):

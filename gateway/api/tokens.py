@@ -53,7 +53,7 @@ def install(app: FastAPI, generator: Generator) -> None:
             raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
         limit = {"max_model_len": generator.max_session_tokens}
         if isinstance(body.prompt, list):
-            lists = [await generator.encode(text, special=body.add_special_tokens) for text in body.prompt]
+            lists = await generator.encode_all(body.prompt, special=body.add_special_tokens)
             return _json({"tokens": lists, "count": [len(tokens) for tokens in lists], **limit})
         if body.messages is not None:
             options = conversation_options(

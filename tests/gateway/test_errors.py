@@ -78,6 +78,9 @@ def error_of(response, status):
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [VOCAB]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": [[5], [6]], "n": 65}, "prompt"),
+        ({"prompt": ["a", "b"], "best_of": 65}, "prompt"),
         ({"prompt": [2**40]}, "prompt"),
         ({"prompt": [REFUSED]}, "prompt"),  # refused by the target
     ],

@@ -2,12 +2,16 @@
 
 import itertools
 import json
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from gateway.api.native import NativeBody
+from gateway.api.schemas import CompletionBody
+from gateway.text import encoding
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ConfigError, InvalidRequest
@@ -211,3 +215,56 @@ def test_a_template_that_cannot_be_read_is_refused_at_start_up():
 
 def test_vocabulary_of_the_tests_is_what_they_think():
     assert len(tokenizer().get_vocab()) == VOCAB
+
+
+# --- prompts ---
+
+
+class Watched:
+    """A tokenizer that notes in which threads it works."""
+
+    def __init__(self):
+        self.threads = []
+
+    def encode(self, text, *, special=True):
+        self.threads.append(threading.get_ident())
+        return MODELS["byte_level"].encode(text, special=special)
+
+    def encode_chat(self, messages, **options):
+        self.threads.append(threading.get_ident())
+        return []
+
+
+async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
+    here = threading.get_ident()
+    for prompts, long in [
+        (["a"], False),
+        (["a", [5, 6], "b" * 4000], False),
+        (["a" * 5000], True),
+        (["a" * 1000] * 5, True),
+        ([*["a"] * 500, [5, 6]], True),
+        ([[5]] * 500, False),
+    ]:
+        watched = Watched()
+        found = await encoding.encode_all(watched, prompts)
+        assert found == [MODELS["byte_level"].encode(one) if isinstance(one, str) else one for one in prompts]
+        assert len(set(watched.threads)) <= 1
+        assert (here not in watched.threads) == long or not watched.threads
+    for messages, long in [(CHAT, False), (CHAT * 100, True), ([{"role": "user", "content": "a" * 5000}], True)]:
+        watched = Watched()
+        await encoding.encode_chat(watched, messages, {})
+        assert (here not in watched.threads) == long
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CompletionBody(prompt=["a"] * 129),
+        CompletionBody(prompt=["a"] * 65, n=2),
+        NativeBody(text=["a"] * 1025),
+        NativeBody(text=["a"] * 600, sampling_params={"n": 2}),
+    ],
+)
+def test_too_many_prompts_are_refused_before_they_are_tokenized(body):
+    with pytest.raises(InvalidRequest, match="at most"):
+        body.prompts()

@@ -1,0 +1,41 @@
+"""Prompts become tokens; in a thread, where that takes long, for commits must not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from gateway.text.tokenizer import ModelTokenizer
+
+Result = TypeVar("Result")
+
+# From here on it takes long: characters of all texts, and how many texts there are.
+_LONG, _MANY = 4096, 64
+
+
+async def encode_all(
+    tokenizer: ModelTokenizer, prompts: Sequence[str | list[int]], *, special: bool = True
+) -> list[list[int]]:
+    """Tokens of raw prompts, in one thread if at all; of those that are tokens, themselves. special: as of encode."""
+
+    def encoded() -> list[list[int]]:
+        return [tokenizer.encode(one, special=special) if isinstance(one, str) else one for one in prompts]
+
+    return await _done([one for one in prompts if isinstance(one, str)], encoded)
+
+
+async def encode_chat(
+    tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> list[int]:
+    """Tokens of a conversation. options: as of encode_chat. Raises InvalidRequest."""
+    texts = [message["content"] for message in messages]
+    return await _done(texts, partial(tokenizer.encode_chat, messages, **options))
+
+
+async def _done(texts: Sequence[str], work: Callable[[], Result]) -> Result:
+    """What work with texts gives."""
+    if len(texts) >= _MANY or sum(map(len, texts)) >= _LONG:
+        return await asyncio.to_thread(work)
+    return work()
