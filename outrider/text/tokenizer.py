@@ -11,6 +11,8 @@ import tokenizers
 from outrider.errors import ConfigError, InvalidRequest
 from outrider.text.template import ChatTemplate
 
+_LONG = 4096  # characters
+
 
 class Tokenizer:
     """Text to tokens and back, and the chat template."""
@@ -44,7 +46,7 @@ class Tokenizer:
         """
         if not special:
             return self.encode_rendered(text)
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_begin is None).ids
+        tokens = self._ids(text, special=self._add_begin is None)
         if self._begin is None:
             return tokens
         if self._add_begin and tokens[:1] != [self._begin]:
@@ -53,8 +55,16 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Tokens of text that a template made, or of a part of it."""
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return tokens
+        return self._ids(text, special=False)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        # Other threads go on while the library tokenizes batches, and stand still while it tokenizes a text by itself.
+        if len(text) >= _LONG:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        else:
+            encoding = self._tokenizer.encode(text, add_special_tokens=special)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation. Raises InvalidRequest."""

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import random
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -254,6 +256,37 @@ async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
         watched = Watched()
         await encoding.encode_chat(watched, messages, {})
         assert (here not in watched.threads) == long
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized():
+    """The longest time between two steps of another thread, against the time that the text takes."""
+    rng = random.Random(0)
+    text = " ".join("".join(rng.choices("abcdefghij ", k=6)) for _ in range(100_000))
+    steps: list[float] = []
+    done = threading.Event()
+
+    def go():
+        while not done.wait(0.001):
+            steps.append(time.perf_counter())
+
+    other = threading.Thread(target=go)
+    other.start()
+    begin = time.perf_counter()
+    tokens = MODELS["byte_level"].encode(text)
+    end = time.perf_counter()
+    done.set()
+    other.join()
+    times = [begin, *(step for step in steps if begin < step < end), end]
+    assert max(b - a for a, b in itertools.pairwise(times)) < (end - begin) / 2
+    assert tokens == TOKENIZERS["byte_level"].encode(text).ids
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_long_texts_are_the_same_tokens_as_short_ones(name, special):
+    text = "<tool>a aé 世</s> b " * 500
+    ids = TOKENIZERS[name].encode(text, add_special_tokens=special).ids
+    assert MODELS[name].encode(text, special=special) == ids
 
 
 @pytest.mark.parametrize(
