@@ -30,8 +30,8 @@ async def encode_chat(
     tokenizer: ModelTokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> list[int]:
     """Tokens of a conversation. options: as of encode_chat. Raises InvalidRequest."""
-    texts = [message["content"] for message in messages]
-    return await _done(texts, partial(tokenizer.encode_chat, messages, **options))
+    # Templates render calls, tools and whatever else they are told, too.
+    return await _done([str(messages), str(options)], partial(tokenizer.encode_chat, messages, **options))
 
 
 async def _done(texts: Sequence[str], work: Callable[[], Result]) -> Result:

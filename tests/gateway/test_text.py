@@ -252,9 +252,16 @@ async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
         assert found == [MODELS["byte_level"].encode(one) if isinstance(one, str) else one for one in prompts]
         assert len(set(watched.threads)) <= 1
         assert (here not in watched.threads) == long or not watched.threads
-    for messages, long in [(CHAT, False), (CHAT * 100, True), ([{"role": "user", "content": "a" * 5000}], True)]:
+    for messages, options, long in [
+        (CHAT, {}, False),
+        (CHAT * 200, {}, True),
+        ([{"role": "user", "content": "a" * 5000}], {}, True),
+        ([*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "a" * 5000}}]}], {}, True),
+        (CHAT, {"tools": [{"function": {"name": "f"}}]}, False),
+        (CHAT, {"tools": [{"function": {"name": "f", "description": "a" * 5000}}]}, True),
+    ]:
         watched = Watched()
-        await encoding.encode_chat(watched, messages, {})
+        await encoding.encode_chat(watched, messages, options)
         assert (here not in watched.threads) == long
 
 
