@@ -300,6 +300,7 @@ class Generation:
             tokens, finish, matched = tokens[:used], FinishReason.STOP, text.matched
             rounds, told_of = _cut(rounds, used), _cut(session.rounds, text.count)
             verified, accepted = (sum(one.verified for one in told_of), sum(one.accepted for one in told_of))
+            self._orchestrator.close(session)  # the services know no stop strings, and others of the answer may go on
         elif finish is FinishReason.STOP and tokens:
             matched = tokens[-1]
         prompt_told, session.prompt_told = session.prompt_told, None

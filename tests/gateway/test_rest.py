@@ -1,5 +1,6 @@
 """The OpenAI routes over real sockets: shapes, texts that can be worked out by hand, and sessions that come home."""
 
+import concurrent.futures
 import json
 import threading
 
@@ -167,6 +168,18 @@ def test_stop_strings(gateway, target, draft, stream, stop, text, tokens):
     assert reason == ("length" if tokens == 12 else "stop")
     assert parts[-1]["usage"]["completion_tokens"] == tokens
     until(lambda: target.sessions == 0 and draft.sessions == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_session_ends_with_its_stop_string_and_not_with_the_last_of_its_answer(gateway, target, monkeypatch, stream):
+    monkeypatch.setattr(target.engine, "delay", 0.03)
+    body = {"prompt": [[40], [140]], "stop": decoded([43]), "temperature": 0, "max_tokens": 120, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(gateway.client.post, "/v1/completions", json=body | {"stream": stream})
+        until(lambda: [one.request.tokens.tolist() for one in list(target.engine.sessions.values())] == [[140]])
+    parts = events(answer.result()) if stream else [answer.result().json()]
+    ends = {c["index"]: c["finish_reason"] for part in parts for c in part["choices"] if c["finish_reason"]}
+    assert ends == {0: "stop", 1: "length"}
 
 
 def test_what_looked_like_a_stop_string_is_given_out_at_the_end(gateway):
