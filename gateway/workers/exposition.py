@@ -23,25 +23,23 @@ async def collect(metrics: Metrics, peers: Peers) -> bytes:
 
 def merge(pages: Mapping[int, str], count: int) -> str:
     """Pages in Prometheus' text format, by worker, as one. count: of the workers, those that are away included."""
-    families: dict[str, list[str]] = {}  # samples, by the comments before them
+    families: dict[str, list[str]] = {}  # samples, by the comments before them: HELP, and TYPE behind it
     for worker, page in sorted(pages.items()):
-        label = f'worker="{worker}"'
-        comments: list[str] = []
+        label, told = f'worker="{worker}"', ""
         for line in page.splitlines():
-            if line.startswith("#"):
-                comments.append(line)
-                continue
-            if comments:
-                samples = families.setdefault("\n".join(comments), [])
-                comments = []
-            samples.append(_labelled(line, label))
+            if line.startswith("# HELP"):
+                told = line
+            elif line.startswith("# TYPE"):
+                samples = families.setdefault(f"{told}\n{line}", [])
+            elif not line.startswith("#"):
+                samples.append(_labelled(line, label))
     lines = [
         "# HELP outrider_worker_up 1 if a worker of the gateway answers.",
         "# TYPE outrider_worker_up gauge",
         *(f'outrider_worker_up{{worker="{worker}"}} {float(worker in pages)}' for worker in range(count)),
     ]
-    for comment, samples in families.items():
-        lines += [comment, *samples]
+    for comments, samples in families.items():
+        lines += [comments, *samples]
     return "\n".join(lines) + "\n"
 
 

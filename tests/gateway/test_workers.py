@@ -13,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.metrics import Metrics
 from gateway.workers.exposition import merge
 from gateway.workers.parent import _reserved, worker_config
 from gateway.workers.peers import Peers
@@ -55,6 +56,12 @@ def pids(gateway):
     return found
 
 
+def declared_twice(page):
+    """Families that a page tells of in more than one place, which its readers need not take."""
+    names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
+    return {name for name in names if names.count(name) > 1}
+
+
 def test_all_workers_serve_and_every_scrape_tells_of_all(gateway):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: complete(gateway), range(24)))
@@ -64,6 +71,7 @@ def test_all_workers_serve_and_every_scrape_tells_of_all(gateway):
     assert sum(by_worker) == 24 * 5
     for _ in range(6):
         page = httpx.get(gateway.url + "/metrics").text
+        assert not declared_twice(page)
         families = {family.name: family for family in text_string_to_metric_families(page)}
         requests = families["outrider_requests"].samples
         assert sum(sample.value for sample in requests if sample.name == "outrider_requests_total") == 24
@@ -191,6 +199,25 @@ def test_pages_are_merged():
         'a_total{worker="2",x="1 2"} 3.0', 'a_total{worker="2",x="{"} 4.0',
         "# HELP b B.", "# TYPE b gauge", 'b{worker="2"} 1.0',
     ]  # fmt: skip
+
+
+def test_a_family_that_has_no_samples_yet_at_one_worker_is_declared_once():
+    fresh = "# HELP a A.\n# TYPE a counter\n# HELP b B.\n# TYPE b gauge\nb 1.0\n"
+    used = fresh.replace("counter\n", "counter\na_total 3.0\n")
+    for pages, worker in (({0: fresh, 1: used}, 1), ({0: used, 1: fresh}, 0)):
+        assert merge(pages, 2).splitlines()[4:] == [
+            "# HELP a A.", "# TYPE a counter", f'a_total{{worker="{worker}"}} 3.0',
+            "# HELP b B.", "# TYPE b gauge", 'b{worker="0"} 1.0', 'b{worker="1"} 1.0',
+        ]  # fmt: skip
+
+
+def test_pages_of_the_gateway_itself_declare_every_family_once():
+    used, fresh = Metrics(), Metrics()
+    used.requests.labels("length").inc()
+    page = merge({0: fresh.render().decode(), 1: used.render().decode()}, 2)
+    assert not declared_twice(page)
+    families = {line.split()[2] for line in fresh.render().decode().splitlines() if line.startswith("# TYPE")}
+    assert families < {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
 
 
 async def test_peers_answer_one_another_and_who_is_away_is_left_out(tmp_path):
