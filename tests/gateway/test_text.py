@@ -193,10 +193,34 @@ def test_what_published_templates_use(template, text):
     assert rendered(template) == text
 
 
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü<", "parameters": {"b": [1, 2], "a": {}}}}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "ensure_ascii=true",
+        "indent=2",
+        "separators=(',', ':')",
+        "sort_keys=true",
+        "true, none, (',', ':'), true",
+        "indent=4, separators=(',', ': '), sort_keys=true",
+    ],
+)
+def test_json_in_templates_is_that_of_transformers(options):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = f"{{{{ tools | tojson({options}) }}}}"
+    (theirs,), _ = render_jinja_template([CHAT], tools=TOOLS, chat_template=template)
+    assert rendered(template, tools=TOOLS) == theirs
+
+
 @pytest.mark.parametrize(
     "template",
     [
         "{{ raise_exception('only text') }}",
+        "{{ messages[0].content | tojson(colour=1) }}",
         "{{ messages[0].nothing.at.all }}",
         "{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}",
         "{{ messages.append(1) }}",
