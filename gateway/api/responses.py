@@ -95,8 +95,8 @@ class ResponsesBody(GenerationBody):
             return [*first, Message(role="user", content=self.input)]
         return [*first, *(item.message() for item in self.input)]
 
-    def limit(self) -> int | None:
-        """Under the name that it has here."""
+    def asked_limit(self) -> int | None:
+        """Under the name that it has here, or the older one."""
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     @property

@@ -156,9 +156,13 @@ class GenerationBody(BaseModel):
         """Likeliest tokens told beside each new one; None if no log-probabilities are told."""
         return None
 
+    def asked_limit(self) -> int | None:
+        """New tokens at most, as the request says under whichever name; None if it says nothing."""
+        return self.max_tokens
+
     def limit(self) -> int | None:
         """New tokens at most; None is the rest of the context."""
-        return self.max_tokens
+        return self.asked_limit()
 
     def request(self, prompt: list[int], index: int) -> GenerationRequest:
         """What choice number `index` of a prompt asks for. Choices have seeds one after the other."""
@@ -177,7 +181,7 @@ class GenerationBody(BaseModel):
             prompt,
             sampling,
             self.limit(),
-            clamp=self.max_tokens is None,
+            clamp=self.asked_limit() is None,
             min_tokens=self.min_tokens or 0,
             seed=None if self.seed is None else self.seed + index,
             stops=stops,
@@ -368,6 +372,6 @@ class ChatBody(GenerationBody):
         """As in GenerationBody."""
         return not self.continue_final_message
 
-    def limit(self) -> int | None:
+    def asked_limit(self) -> int | None:
         """The newer name goes before the older one."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -140,9 +140,34 @@ def test_too_long_for_the_context(gateway, prompt, options, count):
     assert count in error["message"]
 
 
+@pytest.mark.parametrize("limit", [1000, 2**70])
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        ("/v1/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/responses", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+    ],
+)
+def test_answers_that_cannot_fit_are_refused_whatever_their_limit_is_called(gateway, route, name, limit):
+    given = {
+        "/v1/completions": {"prompt": "A"},
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/responses": {"input": "A"},
+    }
+    error = error_of(gateway.client.post(route, json={**given[route], name: limit}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert str(limit) in error["message"]
+
+
 def test_the_default_answer_is_cut_to_what_fits(gateway):
     body = {"prompt": [5] * 390, "ignore_eos": True}
     assert gateway.client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 10
+    body = {"messages": HELLO, "ignore_eos": True, "max_completion_tokens": None, "temperature": 0}
+    usage = gateway.client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == 400
 
 
 def test_unknown_models_are_404_also_for_the_openai_client(gateway):
