@@ -150,6 +150,7 @@ class ResponseReply:
         self._logprobs: list[dict[str, Any]] = []
         self._last: Part | None = None
         self._number = 0
+        user = (body.model_extra or {}).get("user")
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",
             "object": "response",
@@ -169,7 +170,7 @@ class ResponseReply:
             "tools": [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "user": (body.model_extra or {}).get("user"),
+            "user": user if isinstance(user, str) else None,  # not all that JSON allows can be told
         }
 
     def start(self, generator: Generator) -> None:

@@ -1,5 +1,7 @@
 """/v1/responses through the `openai` client: bodies, events in their order, and what is refused."""
 
+import json
+
 import openai
 import pytest
 
@@ -33,6 +35,17 @@ def test_a_response(client, target):
     assert response.metadata == {"a": "b"}
     assert (response.usage.output_tokens, response.usage.total_tokens) == (30, 30 + response.usage.input_tokens)
     assert response.metrics["speculative_decoding"]["num_spec_steps"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("user", "told"), [("me", "me"), (None, None), (2**70, None), ({"a": [2**70]}, None)])
+def test_users_are_told_by_their_names(gateway, user, told, stream):
+    body = {"input": "hello", "max_output_tokens": 2, "user": user, "stream": stream}
+    answer = gateway.client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    response = json.loads(data[-1])["response"] if stream else answer.json()
+    assert (response["user"], response["usage"]["output_tokens"]) == (told, 2)
 
 
 def test_a_conversation_and_an_end_of_its_own(client, target):
