@@ -1,6 +1,7 @@
 """Headers that the CPU kernels of both services share, and what they ask of the processor.
 
-memory.h pool.h            numbers on huge pages; threads and their barrier
+memory.h                   numbers on huge pages
+patience.h pool.h          waiting for another thread; threads and their barrier
 lanes.h                    vectors of 16 numbers, for each kind of processor
 simd.h softmax.h noise.h   functions of them, exp; sums of weights; coupled noise
 weight.h operand.h rows.h  weights and rows of activations as products want them

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -58,6 +60,17 @@ class Sessions:
         ]
         with torch.inference_mode():
             return self.model.runner.forward(build(made, CPU), self.cache).logits
+
+
+def test_more_threads_than_cores_say_the_same(tmp_path):
+    """They wait for one another asleep, and are woken."""
+    folder = written(tmp_path, next(iter(MODELS)))
+    requests = [opening(i, list(range(5, 40 + i)), max_tokens=60) for i in (1, 2)]
+    few = run(engine_of(load_model(folder)), requests)
+    torch.set_num_threads(3 * (os.cpu_count() or 1) + 1)
+    crowd = load_model(folder)
+    assert crowd.runner.threads > 3
+    assert run(engine_of(crowd), requests).new == few.new
 
 
 @pytest.mark.parametrize("name", MODELS)

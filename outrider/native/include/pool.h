@@ -1,19 +1,15 @@
-// Threads that work through a step together: woken once a step, then in step with one another by a spinning barrier.
+// Threads that work through a step together: woken once a step, then in step with one another by a barrier.
 #pragma once
 
-#include <immintrin.h>
-#include <sched.h>
-
-#include <atomic>
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <thread>
 #include <vector>
 
+#include "patience.h"
+
 namespace outrider {
 
-// A barrier that spins, because the wait is a fraction of a microsecond as long as every thread has a core.
+// A barrier that spins at first, because the wait is a fraction of a microsecond as long as every thread has a core.
 class Barrier {
  public:
   explicit Barrier(int threads) : threads_(threads) {}
@@ -26,23 +22,16 @@ class Barrier {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
+      notify(phase_);
       return;
     }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-      if (spins < kSpins) {
-        idle();
-        _mm_pause();
-      } else {
-        sched_yield();  // somebody else may need this core to get here
-      }
-    }
+    wait_while(phase_, phase, idle);
   }
   void wait() {
     wait([] {});
   }
 
  private:
-  static constexpr int kSpins = 4000;
   const int threads_;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<unsigned> phase_{0};
@@ -63,12 +52,8 @@ class Pool {
   }
 
   ~Pool() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-      ++epoch_;
-    }
-    wake_.notify_all();
+    stopping_ = true;
+    begin();
     for (auto& worker : workers_) worker.join();
   }
 
@@ -77,17 +62,11 @@ class Pool {
 
   void run(const std::function<void(int)>& job) {
     if (threads_ == 1) return job(0);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      job_ = &job;
-      pending_.store(threads_ - 1, std::memory_order_relaxed);
-      epoch_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
+    job_ = &job;
+    pending_.store(threads_ - 1, std::memory_order_relaxed);
+    begin();
     job(0);
-    for (int spins = 0; pending_.load(std::memory_order_acquire) > 0; ++spins) {
-      if (spins < 4000) _mm_pause(); else sched_yield();
-    }
+    for (int left; (left = pending_.load(std::memory_order_acquire)) > 0;) wait_while(pending_, left);
   }
 
  private:
@@ -95,26 +74,24 @@ class Pool {
   // follow one another closely, but other processes may need the core meanwhile.
   static constexpr int kLinger = 2000;
 
+  void begin() {
+    epoch_.fetch_add(1, std::memory_order_release);
+    notify(epoch_);
+  }
+
   void work(int index) {
-    unsigned seen = 0;
-    for (;;) {
-      for (int spins = 0; spins < kLinger && epoch_.load(std::memory_order_acquire) == seen; ++spins) _mm_pause();
-      if (epoch_.load(std::memory_order_acquire) == seen) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return epoch_.load(std::memory_order_acquire) != seen; });
-      }
+    for (unsigned seen = 0;;) {
+      if (!spin_while(epoch_, seen, kLinger, [] {})) sleep_while(epoch_, seen);
       seen = epoch_.load(std::memory_order_acquire);
       if (stopping_) return;
       (*job_)(index);
-      pending_.fetch_sub(1, std::memory_order_release);
+      if (pending_.fetch_sub(1, std::memory_order_release) == 1) notify(pending_);
     }
   }
 
   const int threads_;
   Barrier barrier_;
   std::vector<std::thread> workers_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
   const std::function<void(int)>* job_ = nullptr;
   bool stopping_ = false;
   alignas(64) std::atomic<unsigned> epoch_{0};

@@ -1,17 +1,14 @@
 // The threads of all kernels: as many as the process was told, working for one call at a time.
 #pragma once
 
-#include <immintrin.h>
-#include <sched.h>
-
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "patience.h"
 
 namespace outrider {
 
@@ -24,12 +21,8 @@ class Crew {
   }
 
   ~Crew() {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-      epoch_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
+    stopping_ = true;
+    begin();
     for (auto& helper : helpers_) helper.join();
   }
 
@@ -40,33 +33,26 @@ class Crew {
     if (helpers_.empty()) return job();
     job_ = &job;
     inside_.store(0, std::memory_order_release);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      epoch_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
+    begin();
     job();
     inside_.fetch_or(kClosed, std::memory_order_acq_rel);
-    for (int spins = 0; inside_.load(std::memory_order_acquire) != kClosed; ++spins) {
-      if (spins < kPatience) _mm_pause(); else sched_yield();
-    }
+    for (int inside; (inside = inside_.load(std::memory_order_acquire)) != kClosed;) wait_while(inside_, inside);
   }
 
  private:
   static constexpr int kClosed = 1 << 30;
-  static constexpr int kPatience = 4000;
   // After a job a helper looks for the next one for so many turns (some tens of microseconds) before it sleeps: kernels
   // follow one another closely, but other processes may need the core meanwhile.
   static constexpr int kLinger = 2000;
 
+  void begin() {
+    epoch_.fetch_add(1, std::memory_order_release);
+    notify(epoch_);
+  }
+
   void help() {
-    unsigned seen = 0;
-    for (;;) {
-      for (int spins = 0; spins < kLinger && epoch_.load(std::memory_order_acquire) == seen; ++spins) _mm_pause();
-      if (epoch_.load(std::memory_order_acquire) == seen) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        wake_.wait(lock, [&] { return epoch_.load(std::memory_order_acquire) != seen; });
-      }
+    for (unsigned seen = 0;;) {
+      if (!spin_while(epoch_, seen, kLinger, [] {})) sleep_while(epoch_, seen);
       seen = epoch_.load(std::memory_order_acquire);
       if (stopping_) return;
       int inside = inside_.load(std::memory_order_acquire);
@@ -75,12 +61,11 @@ class Crew {
       if (inside & kClosed) continue;
       (*job_)();
       inside_.fetch_sub(1, std::memory_order_release);
+      notify(inside_);
     }
   }
 
   std::vector<std::thread> helpers_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
   const std::function<void()>* job_ = nullptr;
   std::atomic<bool> stopping_{false};
   alignas(64) std::atomic<unsigned> epoch_{0};
