@@ -45,14 +45,11 @@ class Backlog:
 
     def leave_out(self, session_id: int) -> None:
         """Drop what waits of a session."""
-        for batch in [batch for batch in self._batches if session_id in _sessions(batch)]:
-            place = self._batches.index(batch)
+        kept: deque[common_pb2.FeatureBatch] = deque()
+        for batch in self._batches:
             owners = [None if owner == session_id else 0 for owner in _sessions(batch)]
-            rest = split_features(batch, owners)
-            self._bytes -= len(batch.rows) - sum(len(part.rows) for part in rest.values())
-            del self._batches[place]
-            for part in rest.values():
-                self._batches.insert(place, part)
+            kept.extend(split_features(batch, owners).values() if None in owners else [batch])
+        self._batches, self._bytes = kept, sum(len(batch.rows) for batch in kept)
 
     def take(self) -> common_pb2.FeatureBatch | None:
         """The next batches, as one."""
