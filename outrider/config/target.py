@@ -68,10 +68,7 @@ class TargetOptions(KernelOptions):
     mem_fraction_static: float = 0.5
     """Fraction of the device's memory for weights and KV cache."""
     feature_cache_bytes: int = 1 << 30
-    """Host memory for hidden states of cached prefixes, where a drafter feeds on them, in bytes.
-
-    Prefixes whose states are gone, all of them with 0, are computed again for it.
-    """
+    """Host memory for hidden states of cached prefixes, in bytes; without them a head has prefixes computed again."""
     kv_cache_dtype: KVCacheDType = "auto"
     """Number format of the KV cache; auto is that of the model's keys. Narrower ones hold more tokens, less exactly."""
     speculative_accept_threshold_single: float = 1.0
