@@ -225,7 +225,11 @@ def test_the_context_ends_without_an_error(head):
         tokens += new
         feed(engine, first - 1, first + 14)
         assert not failures(settle(engine))
-    assert not engine._sessions
+    assert not engine.running
+    engine.receive([], [commit_of(tokens, [9])])
+    (answer,) = (proposal for output in settle(engine) for proposal in output.proposals)
+    assert (answer.committed_length, len(answer.tokens)) == (len(tokens) + 1, 0), "it is answered to its end"
+    engine.close(1)
     engine.check()
 
 
