@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gateway.text.tokenizer import ModelTokenizer
+from outrider.text.tokenizer import LONG_TEXT
 
 Result = TypeVar("Result")
 
-# From here on it takes long: characters of all texts, and how many texts there are.
-_LONG, _MANY = 4096, 64
+_MANY = 64  # texts that take long whatever their length
 
 
 async def encode_all(
@@ -36,6 +36,6 @@ async def encode_chat(
 
 async def _done(texts: Sequence[str], work: Callable[[], Result]) -> Result:
     """What work with texts gives."""
-    if len(texts) >= _MANY or sum(map(len, texts)) >= _LONG:
+    if len(texts) >= _MANY or sum(map(len, texts)) >= LONG_TEXT:
         return await asyncio.to_thread(work)
     return work()

@@ -11,7 +11,7 @@ import tokenizers
 from outrider.errors import ConfigError, InvalidRequest
 from outrider.text.template import ChatTemplate
 
-_LONG = 4096  # characters
+LONG_TEXT = 4096  # characters from which on tokenizing takes long
 
 
 class Tokenizer:
@@ -59,7 +59,7 @@ class Tokenizer:
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         # Other threads go on while the library tokenizes batches, and stand still while it tokenizes a text by itself.
-        if len(text) >= _LONG:
+        if len(text) >= LONG_TEXT:
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         else:
             encoding = self._tokenizer.encode(text, add_special_tokens=special)

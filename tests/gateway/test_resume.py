@@ -288,6 +288,12 @@ async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
     assert not orchestrator.sessions
 
 
+async def tell(target, session, base, tokens, root_hash=0):
+    """What a target's frame with one commit does."""
+    batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), root_hash)])
+    await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+
+
 async def test_runs_that_differ_are_never_mixed():
     """Of a session that was opened twice on a target whose rounding depends on what stands beside a row."""
     target = TargetLink("unix:/nowhere")
@@ -296,9 +302,7 @@ async def test_runs_that_differ_are_never_mixed():
     session = orchestrator.open([1, 2], SamplingParams(), StopConditions(20))
 
     async def commit(text, tokens):
-        root = path_hash(np.array([*text, *tokens]))
-        batch = commits_to_pb([Commit(session.id, len(text), np.array(tokens, np.uint32), root)])
-        await target.on_frame(target_pb2.VerifyResponse(commits=batch))
+        await tell(target, session, len(text), tokens, path_hash(np.array([*text, *tokens])))
         return [open_from_pb(request).tokens.tolist() for request in target._take().opens]
 
     target._clear()
@@ -336,17 +340,13 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
     orchestrator = Orchestrator([target], [], Metrics())
     session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
 
-    async def commit(base, tokens):
-        batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), 0)])
-        await target.on_frame(target_pb2.VerifyResponse(commits=batch))
-
-    await commit(2, [3, 4])
-    await commit(2, [3, 4])
-    await commit(3, [4, 5])
+    await tell(target, session, 2, [3, 4])
+    await tell(target, session, 2, [3, 4])
+    await tell(target, session, 3, [4, 5])
     assert session.tokens == [1, 2, 3, 4, 5]
     assert (await session.next()).tokens == [3, 4, 5]
     target._clear()
-    await commit(7, [8])
+    await tell(target, session, 7, [8])
     assert session.tokens == [1, 2, 3, 4, 5]
     (request,) = target._take().opens
     assert open_from_pb(request).tokens.tolist() == [1, 2, 3, 4, 5]
