@@ -15,8 +15,15 @@ void do_tasks(const AttendCall& call, const Batch& batch, const AttendTasks& tas
   void* place = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64);
   auto* worker = new (place) AttentionWorker<T, P>(batch, call, ahead);
   const Registers<T> registers;
-  each_portion(tasks.next, thread, tasks.threads, int64_t(tasks.plan.tasks.size()),
-               [&](int64_t i) { worker->run(tasks.plan.tasks[i], tasks.partials); });
+  const std::vector<AttentionTask>& all = tasks.plan.tasks;
+  const auto take = [&] { return size_t(tasks.threads + tasks.next.fetch_add(1, std::memory_order_relaxed)); };
+  for (size_t i = size_t(thread), next; i < all.size(); i = next) {
+    // A short task's thread takes the next one beforehand, to have it brought near. Behind a long one it might wait long.
+    const bool early = all[i].near;
+    if (early) next = take();
+    worker->run(all[i], early && next < all.size() ? &all[next] : nullptr, tasks.partials);
+    if (!early) next = take();
+  }
 }
 
 }  // namespace

@@ -29,9 +29,11 @@ class AttentionWorker {
         words_(words_of(call.shape.key_dim)),
         wide_(value_words<T>(call.shape.value_dim)) {}
 
-  // partials: [..][2 + value_dim] floats, a query vector each.
-  void run(const AttentionTask& task, float* partials) {
-    if (task.near) fetch(task);
+  // partials: [..][2 + value_dim] floats, a query vector each. next: the task that follows, if it is known; null if not.
+  void run(const AttentionTask& task, const AttentionTask* next, float* partials) {
+    if (&task != expected_) expect(&task);
+    coming_.finish<kOnMatrixUnit<T>>();
+    expect(next);
     for (int head = task.head; head < task.head + task.heads; head += task.width) {
       begin(task, head, std::min(task.width, task.head + task.heads - head));
       const int64_t last = *std::max_element(last_, last_ + queries_);
@@ -94,28 +96,24 @@ class AttentionWorker {
 
   int32_t* query_at(int index) { return query_ + index * words_ * kQuery; }
 
-  // Bring the keys and values of a task's split near. They lie scattered, and waiting for one after the other would cost
-  // most of the time.
-  void fetch(const AttentionTask& task) {
+  // From now on the keys and values of a task's split are brought near, if they are few; null for no task.
+  void expect(const AttentionTask* task) {
+    expected_ = task;
+    coming_.clear();
+    if (task == nullptr || !task->near) return;
     const auto& shape = call_.shape;
+    const bool shared = shape.value_stride != 0;
     const int64_t group = shape.heads / shape.kv_heads;
-    const int64_t first = task.head / group, count = (task.head + task.heads - 1) / group + 1 - first;
-    const int64_t from = task.split * kSplit, end = batch_.start[task.span] + batch_.first[task.span + 1] - batch_.first[task.span];
-    const int64_t to = std::min(from + kSplit, end);
-    batch_.slots(task.span, from, to, slot_);
+    const int64_t first = task->head / group, count = (task->head + task->heads - 1) / group + 1 - first;
+    coming_.begin(count * shape.key_dim * sizeof(P), count * (shared ? shape.key_dim : shape.value_dim) * sizeof(P));
+    const int64_t keys = batch_.start[task->span] + batch_.first[task->span + 1] - batch_.first[task->span];
+    const int64_t unseen = shape.window > 0 ? batch_.positions[task->row] + 1 - shape.window : 0;
+    const int64_t from = std::max(task->split * kSplit, unseen), to = std::min((task->split + 1) * kSplit, keys);
+    batch_.slots(task->span, from, to, slot_);
     for (int64_t i = 0; i < to - from; ++i) {
       const int64_t at = slot_[i] * shape.kv_heads + first;
-      touch(keys_pool() + at * shape.key_dim, count * shape.key_dim);
-      touch(values_pool() + at * shape.value_pitch(), count * shape.value_pitch());
-    }
-  }
-
-  // By loads, because some processors drop prefetches when many are under way; not so those with a matrix unit.
-  static void touch(const P* from, int64_t count) {
-    const volatile char* at = reinterpret_cast<const volatile char*>(from);
-    for (int64_t i = 0; i < count * int64_t(sizeof(P)); i += 64) {
-      if constexpr (kOnMatrixUnit<T>) to_second_cache(const_cast<const char*>(at) + i);
-      else (void)at[i];
+      coming_.add(keys_pool() + at * shape.key_dim);
+      if (!shared) coming_.add(values_pool() + at * shape.value_dim);
     }
   }
 
@@ -161,9 +159,9 @@ class AttentionWorker {
   template <int N>
   void direct(int64_t from, int count) {
     const auto& shape = call_.shape;
-    score_directly<T, P, N>(query_, words_, shape.key_dim, count, key_at(), scores_);
+    score_directly<T, P, N>(query_, words_, shape.key_dim, count, key_at(), scores_, coming_);
     for (int i = 0; i < N; ++i) take_weights(i, i, scores_ + i * kMaxColumns, from, count);
-    combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_);
+    combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_, coming_);
   }
 
   // A split in which paths stand that are no chain: keys of the cache and nodes are laid out once, and each row takes them in its own order.
@@ -242,12 +240,12 @@ class AttentionWorker {
   // The keys of slot_[0 .. count).
   void lay_keys_of(int count) {
     stride_ = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
-    lay_keys<T, P>(keys_, stride_, call_.shape.key_dim, count, key_at());
+    lay_keys<T, P>(keys_, stride_, call_.shape.key_dim, count, key_at(), coming_);
     ahead_.bring(Ahead::kPart);
   }
 
   void lay_values_of(const int64_t* slots, int first, int count) {
-    lay_values<T, P>(values_, call_.shape.value_dim, first, count, value_at(slots));
+    lay_values<T, P>(values_, call_.shape.value_dim, first, count, value_at(slots), coming_);
     ahead_.bring(Ahead::kPart);
   }
 
@@ -279,6 +277,8 @@ class AttentionWorker {
   const Batch& batch_;
   const AttendCall& call_;
   Ahead& ahead_;
+  const AttentionTask* expected_ = nullptr;
+  Coming coming_;  // of the task that is expected
   const Scaling scaling_;
   const int64_t words_, wide_;  // of a key; of a value
   int64_t span_ = 0, kv_head_ = 0, own_ = 0, stride_ = 0;

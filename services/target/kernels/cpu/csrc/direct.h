@@ -10,9 +10,10 @@ namespace outrider {
 
 constexpr int kDirectly = 4;  // query vectors, at most
 
-// scores: [N][kMaxColumns], of N query vectors with all columns. at(column): where a key lies, [dim] numbers.
+// scores: [N][kMaxColumns], of N query vectors with all columns. at(column): where a key lies, [dim] numbers. coming: what is
+// asked for meanwhile, as often as its lines would come if it were as much as these columns.
 template <class T, class P, int N, class At>
-void score_directly(const int32_t* queries, int64_t words, int64_t dim, int columns, At&& at, float* scores) {
+void score_directly(const int32_t* queries, int64_t words, int64_t dim, int columns, At&& at, float* scores, Coming& coming) {
   for (int column = 0; column < columns; column += kLanes) {
     const P* from[kLanes];
     for (int i = 0; i < kLanes; ++i) from[i] = at(std::min(column + i, columns - 1));
@@ -28,6 +29,7 @@ void score_directly(const int32_t* queries, int64_t words, int64_t dim, int colu
       auto add = [&](int i) {
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) sum[n] = Dot<T>::add(sum[n], part[i], queries + (n * words + word + i) * Dot<T>::kQuery);
+        coming.ask();
       };
       if (words - word >= kLanes) {
 #pragma GCC unroll 16
@@ -43,7 +45,8 @@ void score_directly(const int32_t* queries, int64_t words, int64_t dim, int colu
 
 // V vectors of words from word d on of what all columns' values, weighted, add up to.
 template <class T, class P, int N, int V, class At>
-void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, int columns, At&& at, float* sums) {
+void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, int columns, At&& at, float* sums,
+                  Coming& coming) {
   Floats sum[N][V];
 #pragma GCC unroll 4
   for (int n = 0; n < N; ++n) {
@@ -69,6 +72,7 @@ void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, 
     for (int v = 0; v < V; ++v) {
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[n][v] = Dot<T>::add(sum[n][v], part[v], weights + n * kSplit + word * Dot<T>::kQuery);
+      coming.ask();
     }
   }
   store_sums<T, N, V>(sum, wide, d, sums);
@@ -76,22 +80,22 @@ void combine_part(const int32_t* weights, int64_t dim, int64_t wide, int64_t d, 
 
 // sums: [N][wide]. weights: [N][kSplit]. at(column): where a value lies, [dim] numbers.
 template <class T, class P, int N, class At>
-void combine_directly(const int32_t* weights, int64_t dim, int columns, At&& at, float* sums) {
+void combine_directly(const int32_t* weights, int64_t dim, int columns, At&& at, float* sums, Coming& coming) {
   const int64_t wide = value_words<T>(dim);
   if constexpr (N * Dot<T>::kStep > kSums) {  // pairs come in two vectors
-    combine_directly<T, P, N / 2>(weights, dim, columns, at, sums);
-    combine_directly<T, P, N - N / 2>(weights + N / 2 * kSplit, dim, columns, at, sums + N / 2 * wide);
+    combine_directly<T, P, N / 2>(weights, dim, columns, at, sums, coming);
+    combine_directly<T, P, N - N / 2>(weights + N / 2 * kSplit, dim, columns, at, sums + N / 2 * wide, coming);
   } else {
     constexpr int kMost = vectors_for<N>(4), kFew = std::min(kMost, 2);
     int64_t d = 0;
     for (; d + kMost * kLanes <= wide; d += kMost * kLanes) {
-      combine_part<T, P, N, kMost>(weights, dim, wide, d, columns, at, sums);
+      combine_part<T, P, N, kMost>(weights, dim, wide, d, columns, at, sums, coming);
     }
     for (; d + kFew * kLanes <= wide; d += kFew * kLanes) {
-      combine_part<T, P, N, kFew>(weights, dim, wide, d, columns, at, sums);
+      combine_part<T, P, N, kFew>(weights, dim, wide, d, columns, at, sums, coming);
     }
     if constexpr (Dot<T>::kStep == 1) {
-      if (d < wide) combine_part<T, P, N, 1>(weights, dim, wide, d, columns, at, sums);
+      if (d < wide) combine_part<T, P, N, 1>(weights, dim, wide, d, columns, at, sums, coming);
     }
   }
 }

@@ -7,12 +7,14 @@
 // keys.h. A query vector's result has the same bits whatever stands beside it.
 #pragma once
 
+#include "coming.h"
 #include "keys.h"
 #include "softmax.h"
 
 namespace outrider {
 
 constexpr int64_t kSplit = 128;                // keys
+static_assert(2 * kSplit <= Coming::kMost, "a key and a value each");
 constexpr int kMaxColumns = int(kSplit) + 64;  // laid out at a time: a split of the cache, and 64 nodes behind it
 template <class T>
 constexpr int kTogether = kOnMatrixUnit<T> ? 16 : std::min(4, kSums / 2);  // query vectors that are multiplied at a time
@@ -23,9 +25,9 @@ int64_t value_words(int64_t dim) {
   return (dim + kLanes * Dot<T>::kStep - 1) / (kLanes * Dot<T>::kStep) * (kLanes * Dot<T>::kStep);
 }
 
-// at(column): where a key lies, [dim] numbers. Columns up to a whole vector repeat the last one.
+// at(column): where a key lies, [dim] numbers. Columns up to a whole vector repeat the last one. coming: is asked for meanwhile.
 template <class T, class P, class At>
-void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at) {
+void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at, Coming& coming) {
   const int64_t words = (dim + Dot<T>::kStep - 1) / Dot<T>::kStep;
   for (int column = 0; column < columns; column += kLanes) {
     const P* from[kLanes];
@@ -39,7 +41,7 @@ void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at) {
       int32_t* out = to + word * stride + column;
       if (kOnMatrixUnit<T> || words - word >= kLanes) {  // which wants zeros behind the last word
 #pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(out + i * stride, part[i]);
+        for (int i = 0; i < kLanes; ++i) store(out + i * stride, part[i]), coming.ask();
       } else {
         for (int i = 0; i < int(words - word); ++i) store(out + i * stride, part[i]);
       }
@@ -49,13 +51,13 @@ void lay_keys(int32_t* to, int64_t stride, int64_t dim, int columns, At&& at) {
 
 // at(column): where a value lies, [dim] numbers. From column `first` on, which begins a word.
 template <class T, class P, class At>
-void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at) {
+void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at, Coming& coming) {
   const int64_t wide = value_words<T>(dim);
   for (int column = first; column < columns; column += Dot<T>::kStep) {
     int32_t* out = to + column / Dot<T>::kStep * wide;
     const P* value = at(column);
     if constexpr (Dot<T>::kStep == 1) {
-      for (int64_t d = 0; d < wide; d += kLanes) store(out + d, Dot<T>::load_words(value + d, dim - d));
+      for (int64_t d = 0; d < wide; d += kLanes) store(out + d, Dot<T>::load_words(value + d, dim - d)), coming.ask();
     } else {
       const P* next = column + 1 < columns ? at(column + 1) : nullptr;
       for (int64_t d = 0; d < wide; d += 2 * kLanes) {
@@ -65,6 +67,7 @@ void lay_values(int32_t* to, int64_t dim, int first, int columns, At&& at) {
         Dot<T>::interleave(a, b, pairs[0], pairs[1]);
         store(out + d, pairs[0]);
         store(out + d + kLanes, pairs[1]);
+        coming.ask(), coming.ask();
       }
     }
   }
