@@ -3,8 +3,9 @@
 Each step commits a token a session in the time of its rows. A node more brings, on average, its probability in tokens,
 and takes the time of a row, which holds up every session of the step. So nodes are taken in order of probability, and
 as many as make the step's tokens per second largest. A step that is held for hints takes that time too, whatever is in
-it, so more nodes pay there. Drafters' scores are estimates of unlike kinds, so they are calibrated: scaled by how many
-nodes were accepted for every one that the scores promised, in this session and in all.
+it, so more nodes pay there. What prompts in it take is no part of the price of tokens: beside them no more nodes pay.
+Drafters' scores are estimates of unlike kinds, so they are calibrated: scaled by how many nodes were accepted for every
+one that the scores promised, in this session and in all.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Budget:
         if not sessions:
             return 1.0
         seconds, cheapest = self.cost.step(rows, keys, most)
-        return sessions / (self.held + seconds) * cheapest
+        return sessions / (self.held + seconds - self.cost.others(rows, sessions)) * cheapest
 
     def choose(self, drafts: Sequence[TreeSlice], ratios: Sequence[float], rows: int, keys: int = 0) -> list[int]:
         """How many nodes of each draft to verify; its first ones, as it has the best first.
@@ -126,7 +127,8 @@ class Budget:
         chances = np.minimum(np.exp(scores) * np.repeat(np.array(ratios, np.float64), counts), 1.0)
         order = np.argsort(-chances, kind="stable")
         tokens = len(drafts) + np.concatenate([[0.0], np.cumsum(chances[order])])
-        rates = tokens / (self.held + self.cost.seconds(rows + np.arange(len(tokens)), keys))
+        seconds = self.cost.seconds(rows + np.arange(len(tokens)), keys) - self.cost.others(rows, len(drafts))
+        rates = tokens / (self.held + seconds)
         # A tie is decided for more nodes, and what is worse by less than rounding is a tie: they cost nothing.
         taken = int(np.flatnonzero(rates >= rates.max() * (1.0 - 1e-9))[-1])
         return np.bincount(owners[order[:taken]], minlength=len(drafts)).tolist()

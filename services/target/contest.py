@@ -139,7 +139,9 @@ class Contest:
         self.gain = fewer.gain / _MUCH**doublings if fewer is not None else 0.0
         self._doubt = _FIRST_REST if many else _DOUBT
         self._rest = self._first_rest(many)
-        self.way = Way.PLAIN if self._rest and first in HINTED else first
+        # Many sessions come with prompts, whose steps are not measured: what does not pay would last till all are read.
+        guessed = many and first is Way.SELF and Way.PLAIN in self._measured
+        self.way = Way.PLAIN if guessed or (self._rest and first in HINTED) else first
 
     def _first_rest(self, many: bool) -> float:
         """Seconds after which hints are tried first."""

@@ -125,10 +125,10 @@ class CopyDraft(SelfDraft):
         if self.head is not None:
             self.head.wrote(session, rounds[-1].known)
 
-    def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
+    def chains(self, works: Sequence[Work], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
         """As of SelfDraft."""
-        steps = self._length(len(works), sum(work.chunk.stop for work in works), self._most(works))
-        if not self._reserve(works, steps):
+        steps = self._length(len(works), sum(work.chunk.stop for work in works), self._most(works), beside)
+        if not steps or not self._reserve(works, steps):
             return {}
         tokens = self._draft(works, steps, listen)
         return {
@@ -140,16 +140,22 @@ class CopyDraft(SelfDraft):
         """As of SelfDraft."""
         return float(self._rates(sessions, keys, LONGEST).max())
 
-    def _length(self, sessions: int, keys: int, most: int) -> int:
-        """Tokens of the chains that bring most for the time of drafting and verifying them."""
-        return int(np.argmax(self._rates(sessions, keys, most))) + 1
+    def _length(self, sessions: int, keys: int, most: int, beside: int = 0) -> int:
+        """Tokens of the chains that bring most for the time of drafting and verifying them.
 
-    def _rates(self, sessions: int, keys: int, most: int) -> NDArray[np.float64]:
-        """Tokens a second of each session, by the length of its chain: 1 to `most`."""
+        Whether any pay is measured, step by step; beside prompts it is not, so there they must promise to.
+        """
+        rates = self._rates(sessions, keys, most, beside)
+        step, _ = self._planner.budget.cost.step(sessions, keys)
+        return 0 if beside and rates.max() < 1.0 / step else int(np.argmax(rates)) + 1
+
+    def _rates(self, sessions: int, keys: int, most: int, beside: int = 0) -> NDArray[np.float64]:
+        """Tokens a second of each session, by the length of its chain: 1 to `most`. beside: rows of others."""
         most = max(1, min(most, self._planner.max_rows - 1))
         lengths = np.arange(1, most + 1)
         tokens = np.cumsum(self.acceptance**lengths) + 1.0
-        verifying = self._planner.budget.cost.seconds(sessions * (lengths + 1), keys)
+        cost = self._planner.budget.cost
+        verifying = cost.seconds(beside + sessions * (lengths + 1), keys) - cost.others(beside + sessions, sessions)
         rates: NDArray[np.float64] = tokens / (lengths * self._each(sessions, keys) + verifying)
         return rates
 

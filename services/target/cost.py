@@ -59,6 +59,10 @@ class StepCost:
         last = bisect_right(self._points, rows + most - 1)
         return seconds + keys * self.seconds_per_key, min(self._slopes[at:last])
 
+    def others(self, rows: int, own: int) -> float:
+        """Seconds of a step that its rows beyond `own` take: of prompts, which are computed in any case."""
+        return self.step(rows, 0)[0] - self.step(own, 0)[0] if rows > own else 0.0
+
     def observe(self, rows: int, keys: int, seconds: float) -> None:
         """Take in what a step took. Those of more rows than were measured, which are prompts, tell nothing."""
         points, last = self._points, len(self._points) - 1

@@ -190,7 +190,7 @@ class HeadDraft(SelfDraft):
             if one.written <= _USUAL_ROWS:
                 self._line(1).observe(one.guesses, one.guessing)
 
-    def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
+    def chains(self, works: Sequence[Work], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
         """As of SelfDraft."""
         self._chains.clear()
         works = self._caught_up([work for work in works if work.chunk.session.length > 1])
@@ -199,7 +199,7 @@ class HeadDraft(SelfDraft):
         most = min(self._most(works), self._planner.max_rows - 1 - SPARE)
         if most < 1 or not self._reserve(works, most + SPARE):
             return {}
-        worth = self._worth(works)
+        worth = self._worth(works, beside)
         drafts = self._draft(works, most, worth, listen)
         chains = {}
         for place, work in enumerate(works):
@@ -244,14 +244,14 @@ class HeadDraft(SelfDraft):
             self._lines[sessions] = Line(*(share * step for share in _PRIOR_SHARES))
         return self._lines[sessions]
 
-    def _worth(self, works: Sequence[Work]) -> Worth:
-        """What guesses cost and bring, as of one of the last steps."""
-        sessions = len(works)
-        return self._priced.get(sessions, lambda: self._price(sessions, sum(work.chunk.stop for work in works)))
+    def _worth(self, works: Sequence[Work], beside: int = 0) -> Worth:
+        """What guesses cost and bring, as of one of the last steps. beside: rows of others"""
+        sessions, keys = len(works), sum(work.chunk.stop for work in works)
+        return self._priced.get((sessions, beside > 0), lambda: self._price(sessions, keys, beside))
 
-    def _price(self, sessions: int, keys: int) -> Worth:
+    def _price(self, sessions: int, keys: int, beside: int = 0) -> Worth:
         cost = self._cost()
-        few, more = float(cost.seconds(2 * sessions, keys)), float(cost.seconds(4 * sessions, keys))
+        few, more = cost.seconds(beside + sessions * np.array([2, 4]), keys).tolist()
         token = 1.0 / (self.rate(sessions, keys) * sessions)
         return Worth(_NEXT * token, token, max(more - few, 0.0) / (2 * sessions), self._line(sessions).each)
 

@@ -96,7 +96,8 @@ class OwnDrafts:
         rest = [work for work in serving if work.chunk.session.id not in chains]
         if rest and self._guessing and self.chains is not None:
             self._rounds = self.chains.rounds(rest[0], seconds) if seconds and len(works) == len(rest) == 1 else None
-            chains |= self.chains.chains(rest, listen) if self._rounds is None else {}
+            beside = sum(len(work.chunk) for work in works) - len(rest)
+            chains |= self.chains.chains(rest, listen, beside) if self._rounds is None else {}
         if not chains:
             return works
         none = works[0].draft  # nobody has any yet
@@ -161,7 +162,8 @@ class OwnDrafts:
         """The best length of so many chains, and the tokens a second of all sessions with it."""
         lengths = np.arange(1, most + 1)
         tokens = sessions + chains * np.cumsum(chance**lengths)
-        rates = tokens / self._planner.budget.cost.seconds(rows + chains * lengths, keys)
+        cost = self._planner.budget.cost
+        rates = tokens / (cost.seconds(rows + chains * lengths, keys) - cost.others(rows, sessions))
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 

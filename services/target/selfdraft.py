@@ -46,10 +46,10 @@ class SelfDraft(ABC):
         """
 
     @abstractmethod
-    def chains(self, works: Sequence[Work], listen: Listen) -> dict[int, TreeSlice]:
+    def chains(self, works: Sequence[Work], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
         """Chains to verify, by session. works: of sessions that only want their next tokens.
 
-        listen: how somebody who calls is heard meanwhile.
+        listen: how somebody who calls is heard meanwhile. beside: rows that the step has of others, such as of prompts
         """
 
     @abstractmethod

@@ -70,6 +70,19 @@ def test_what_is_free_is_taken_and_what_is_not_must_pay():
     assert budget.choose([draft(0.95), *[draft()] * 7], [1.0] * 8, rows=8) == [1] + [0] * 7
 
 
+def test_beside_prompts_a_node_must_bring_what_its_time_would_bring_without_them():
+    cost = StepCost({1: 0.010, 8: 0.010, 16: 0.018, 24: 0.026})  # a row more takes a millisecond, a plain step ten
+    budget = Budget(cost)
+    drafts = [draft(0.9, 0.5, 0.3) for _ in range(8)]
+    assert sum(budget.choose(drafts, [1.0] * 8, rows=8)) == 8  # 0.9 for a millisecond, where a step brings 0.8
+    for rows in (16, 72, 520):
+        assert sum(budget.choose(drafts, [1.0] * 8, rows=rows)) == 8
+        assert budget.least_probability(rows, 8) == pytest.approx(0.8)
+    assert sum(budget.choose([draft(0.7)] * 8, [1.0] * 8, rows=520)) == 0
+    assert cost.others(520, 8) == pytest.approx(0.512)
+    assert cost.others(8, 8) == 0.0
+
+
 def test_what_a_step_waits_for_pays_for_more_nodes():
     """Held for as long as it computes, a step is half as much longer for a row more."""
     budget = Budget(BENT)
@@ -103,7 +116,8 @@ def test_the_choice_is_the_best_of_all(seed):
             ratio * float(np.exp(d.path_scores[:count]).sum())
             for d, ratio, count in zip(drafts, ratios, counts, strict=True)
         )
-        return (len(drafts) + gain) / (held + cost.seconds(np.array([rows + sum(counts)]), keys)[0])
+        seconds = cost.seconds(np.array([rows + sum(counts)]), keys)[0] - cost.others(rows, len(drafts))
+        return (len(drafts) + gain) / (held + seconds)
 
     chosen = budget.choose(drafts, ratios, rows, keys)
     best = max(map(rate, itertools.product(*(range(len(d) + 1) for d in drafts))))

@@ -419,6 +419,24 @@ def test_drafts_of_its_own_are_weighed_without_a_drafter(gain):
     assert ways.count(Way.SELF if gain > 1 else Way.PLAIN) > 0.9 * len(ways)
 
 
+def test_many_that_come_with_prompts_begin_without_drafts_of_their_own():
+    clock = Clock()
+    patience = Patience((Way.SELF, Way.PLAIN), clock)
+
+    def step(sessions, prompts=0):
+        patience.begin(sessions)
+        way = patience.way
+        clock.now += 0.01 * (1 if way is Way.PLAIN else 3)
+        patience.end(range(sessions), sessions, sessions * (1 if way is Way.PLAIN else 2), prompts=prompts)
+        return way
+
+    assert {step(2) for _ in range(4)} == {Way.SELF}
+    assert {step(16, prompts=256) for _ in range(100)} == {Way.PLAIN}
+    ways = [step(16) for _ in range(64 * TURN)]
+    assert Way.SELF in ways[: 2 * TURN], "it is tried as soon as steps can be measured"
+    assert ways.count(Way.PLAIN) > 0.9 * len(ways)
+
+
 @pytest.mark.parametrize(("tokens", "best"), [(1.5, Way.SELF), (6.0, Way.WAIT)])
 def test_a_drafter_that_comes_is_weighed_against_drafts_of_its_own(tokens, best):
     clock = Clock()

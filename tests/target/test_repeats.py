@@ -90,7 +90,7 @@ def test_a_copy_drafts_where_nothing_repeats(folder):
     asked = []
     chains, engine.own.chains.chains = (
         engine.own.chains.chains,
-        lambda works, listen: asked.append(works) or chains(works, listen),
+        lambda works, *args: asked.append(works) or chains(works, *args),
     )
     found = run(engine, requests)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)

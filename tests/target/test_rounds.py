@@ -66,7 +66,7 @@ def calling(engine):
 def unlearning(engine, worth):
     """What guesses are worth stays as it is told, so that two engines choose alike."""
     chains = engine.own.chains
-    chains._worth = lambda _: worth
+    chains._worth = lambda *_: worth
     chains.guesses.observe = chains.others.observe = lambda *_, **__: None
     chains.guesses.table[:] = chains.others.table[:] = type(chains.guesses.table)("f", np.linspace(0.3, 0.98, 32))
     return engine

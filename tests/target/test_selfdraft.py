@@ -245,6 +245,8 @@ def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
         draft._tried = draft._right / right
     assert least <= draft._length(1, 0, 16) <= most
     assert draft._length(1, 0, 2) <= 2, "no longer than there is room for"
+    beside = draft._length(1, 0, 16, beside=500)
+    assert least <= beside <= most if rows == 1.0 else beside == 0, "what a prompt takes is no part of a chain's price"
 
 
 def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
