@@ -69,6 +69,7 @@ class Scheduler:
         self.prefix = prefix
         self.limits = limits
         self.preemptions = 0
+        self.held = False  # nobody begins to run
         self._waiting = WaitingQueue(limits.policy)
         self._running: dict[int, Session] = {}  # in order of admission
 
@@ -98,12 +99,15 @@ class Scheduler:
         """Queue a session. Raises Overloaded if the queue is full; never for one that goes on from elsewhere."""
         self._waiting.add(session)
         most = self.limits.max_queued
+        if most is not None and self.held:  # those for whom there will be places count as if they ran
+            most += self.limits.max_running - len(self._running)
         if most is None or len(self._waiting) <= most or session.new_tokens:
             return
-        self._admit()
+        if not self.held:
+            self._admit()
         if len(self._waiting) > most and session.id not in self._running:
             self._waiting.remove(session)
-            raise Overloaded(f"{most} requests wait already, which is the most that may; retry later")
+            raise Overloaded(f"{len(self._waiting)} requests wait already, which is the most that may; retry later")
 
     def remove(self, session: Session, *, trusted: bool = True) -> None:
         """Forget a session and free its pages. trusted: False if its rows must not be found in the cache."""

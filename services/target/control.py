@@ -112,7 +112,7 @@ class Control:
         """Drop cached prefixes. Raises InvalidRequest while sessions run, or could at any moment."""
         self._engine.finish()
         scheduler = self._engine.scheduler
-        if scheduler.running or (len(scheduler) and not self._engine.paused):
+        if scheduler.running or (len(scheduler) and not scheduler.held):
             raise InvalidRequest(
                 f"the cache cannot be flushed while {len(scheduler)} requests are under way; "
                 "pause with mode abort or retract, or try again later"
@@ -129,11 +129,11 @@ class Control:
         }
         self._engine.finish()
         count = modes[mode]()
-        self._engine.paused = True
+        self._engine.scheduler.held = True
         log.info("paused: %s", mode)
         return count if mode == "abort" else 0
 
     def proceed(self) -> None:
         """Take steps again."""
-        self._engine.paused = False
+        self._engine.scheduler.held = False
         log.info("going on")

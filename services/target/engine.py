@@ -87,7 +87,6 @@ class TargetEngine(Engine):
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
         self._flight: Flight | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
-        self.paused = False
         self.tracing: Tracing | None = None  # where spans of sessions go
         self.weight_version = config.weight_version
         self._step_tokens = 0
@@ -208,7 +207,7 @@ class TargetEngine(Engine):
     @property
     def idle(self) -> bool:
         """True if there is nothing to do, or nothing may be done."""
-        return not (self._unsaid.said or self._flight) and (self.paused or not self._entries)
+        return not (self._unsaid.said or self._flight) and (self.scheduler.held or not self._entries)
 
     @property
     def patience(self) -> float:
@@ -273,6 +272,7 @@ class TargetEngine(Engine):
             except OutriderError as error:
                 failures.append(SessionFailure(session_id, error))
                 self.close(session_id)
+                self.grammars.renew(grammar)
         return failures
 
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
@@ -377,6 +377,8 @@ class TargetEngine(Engine):
                 verdict = settle(draft, sampled, entry.stop_ids, self.planner.room(session))
             except EngineFault as fault:
                 error = entry.grammar_fault or fault
+                if entry.matcher is not None:
+                    self.grammars.renew(entry.matcher.grammar)
                 output.failures.append(SessionFailure(session.id, error))
                 self.close(session.id, trusted=error is not fault)
                 continue

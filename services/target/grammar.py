@@ -40,7 +40,7 @@ class Matcher:
     def __init__(self, start: LLMatcher, grammar: Grammar, tokens: Sequence[int]) -> None:
         """tokens: committed behind the prompt. Raises InvalidRequest if the grammar forbids them."""
         self._state = start.deep_copy()
-        self._name = grammar.kind.param
+        self.grammar = grammar
         self.fault: InvalidRequest | None = None
         self.commit(tokens)
         if self.fault is not None:
@@ -65,7 +65,8 @@ class Matcher:
 
     def fail(self, state: LLMatcher) -> None:
         """Note that the session cannot go on: the automaton has met one of its limits."""
-        self.fault = InvalidRequest(f"the grammar cannot be followed: {_words(state.get_error())}", param=self._name)
+        why = f"the grammar cannot be followed: {_words(state.get_error())}"
+        self.fault = InvalidRequest(why, param=self.grammar.kind.param)
 
 
 class Grammars:
@@ -101,6 +102,10 @@ class Grammars:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         self._waiting[session_id] = grammar, future
+
+    def renew(self, grammar: Grammar) -> None:
+        """Compile it anew for the next session. Copies share a lexer, which learns with every text, up to a limit."""
+        self._compiled.pop(grammar, None)
 
     def forget(self, session_id: int) -> None:
         """A session has ended."""

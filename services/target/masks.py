@@ -1,7 +1,7 @@
 """Which tokens grammars allow after each row of a step, as bits: filled on the host, applied on the device.
 
-A matcher's own chain of draft nodes is walked and rolled back inside llguidance, for all sessions at once and in
-parallel. Where a tree branches, a copy of the automaton walks each branch.
+A draft node's mask is that of a copy of the automaton that walks there. llguidance would walk a chain and roll it
+back, but keeps the last mask by what another path may have in common (1.9), and some grammars it cannot roll back.
 """
 
 from __future__ import annotations
@@ -61,64 +61,35 @@ class Masks:
         if count > len(self._buffer):
             self._buffer = self._allocate(2 * count)
         rows = np.empty(count, np.int64)
-        single: list[tuple[LLMatcher, int]] = []
-        chained: list[tuple[LLMatcher, int, list[int]]] = []
-        walks: list[tuple[Matcher, LLMatcher, slice]] = []
-        place = 0
+        states: list[tuple[LLMatcher, int]] = []
+        matchers: list[Matcher] = []
         for guided in sessions:
-            tokens = guided.draft.tokens.tolist()
-            for chain, path in _chains(guided.draft):
-                state = guided.matcher.after(path)
-                walks.append((guided.matcher, state, slice(place, place + len(chain))))
-                rows[place : place + len(chain)] = np.array(chain) + guided.first + 1
-                if len(chain) > 1:
-                    chained.append((state, place, [tokens[node] for node in chain[1:]]))
-                else:
-                    single.append((state, place))
-                place += len(chain)
+            rows[len(states) : len(states) + len(guided.draft) + 1] = guided.first + np.arange(len(guided.draft) + 1)
+            for path in ([], *_paths(guided.draft)):
+                states.append((guided.matcher.after(path), len(states)))
+                matchers.append(guided.matcher)
         bits = self._buffer[:count].numpy()
-        self._compute(bits, single, chained)
-        for matcher, state, part in walks:
+        if states:
+            self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, 4 * self._words, count)
+        for matcher, (state, place) in zip(matchers, states, strict=True):
             if state.is_error():
                 matcher.fail(state)
-                bits[part] = 0  # nothing can be drawn: the session ends if its text gets there
+                bits[place] = 0  # nothing can be drawn: the session ends if its text gets there
         for guided in sessions:
             _ban(bits, rows, guided)
         words = self._buffer[:count].to(self._device, non_blocking=True)
         return Mask(*upload([rows], self._device), words)
 
-    def _compute(
-        self,
-        bits: NDArray[np.int32],
-        single: list[tuple[LLMatcher, int]],
-        chained: list[tuple[LLMatcher, int, list[int]]],
-    ) -> None:
-        place, size = bits.ctypes.data, 4 * self._words
-        if single:
-            self._executor.unsafe_compute_mask_ptr(single, place, size, len(bits))
-        if chained:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(chained, place, size, len(bits))
-
     def _allocate(self, rows: int) -> Tensor:
         return torch.empty(rows, self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
-def _chains(draft: TreeSlice) -> list[tuple[list[int], list[int]]]:
-    """Cut a tree, root included, into chains of nodes. Returns (nodes, tokens that lead to the first and itself)."""
-    chains: list[tuple[list[int], list[int]]] = [([ROOT], [])]
-    chain_of = {ROOT: 0}
-    tokens = draft.tokens.tolist()
+def _paths(draft: TreeSlice) -> list[list[int]]:
+    """The tokens that lead from the root to each node, its own included."""
     paths: list[list[int]] = []
-    for node, (token, parent) in enumerate(zip(tokens, draft.parents.tolist(), strict=True)):
+    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
         paths.append([token] if parent == ROOT else [*paths[parent], token])
-        chain = chains[chain_of[parent]][0]
-        if chain[-1] == parent:
-            chain.append(node)
-            chain_of[node] = chain_of[parent]
-        else:
-            chain_of[node] = len(chains)
-            chains.append(([node], paths[node]))
-    return chains
+    return paths
 
 
 def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: Guided) -> None:

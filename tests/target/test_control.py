@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save, save_file
 
 from outrider import checkpoint
 from outrider.config import TargetConfig
-from outrider.errors import ConfigError, EngineFault, InvalidRequest
+from outrider.errors import ConfigError, EngineFault, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
 from outrider.serving.loop import EngineLoop
 from outrider.speculation.proposal import FinishReason
@@ -364,3 +364,21 @@ def test_the_cache_is_flushed_only_while_nothing_runs(folders):
     control.flush_cache()
     assert len(engine.scheduler.prefix) == 0
     engine.check()
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_nobody_begins_to_run_while_others_pause_however_short_the_queue(folders, mode):
+    engine, control = started(folders[0], page_size=4, max_queued_requests=1, max_running_requests=4)
+    control.pause(mode)
+    wanted = [replace(requests(0.0)[0], session_id=i) for i in range(1, 7)]
+    for request in wanted[:5]:  # four places, and one who waits
+        engine.open(request)
+    with pytest.raises(Overloaded, match="5 requests wait already"):
+        engine.open(wanted[5])
+    assert engine.scheduler.running == 0
+    control.flush_cache()
+    control.proceed()
+    ended = 0
+    while not engine.idle:
+        ended += sum(commit.finish_reason is not FinishReason.RUNNING for commit in engine.step().commits)
+    assert ended == 5

@@ -231,6 +231,41 @@ def test_hints_never_change_the_text(model, automaton, params, batch):
         assert sum(map(len, speculative.commits.values())) < sum(map(len, plain.commits.values()))
 
 
+BRACKETS = 'start: e\ne: "(" e ")" | "[" e "]" | "<" e ">" | /[0-9]{1,3}/ | e "+" e'
+BOUNDED = 'start: think "!" answer\nthink[max_tokens=6]: /[a-z]+/\nanswer: /[0-9]{3}/'
+
+
+def test_wrong_hints_leave_nothing_behind_in_nested_grammars(model, tokenizer):
+    """What closes a bracket depends on the path; a drafted one of another kind must not be remembered."""
+    ids = {char: tokenizer.encode(char).ids[0] for char in "([<0123456789"}
+    grammar, bias = Grammar(GrammarKind.EBNF, BRACKETS), tuple((ids[char], 4.0) for char in "([<")
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        request = opening(1, [5, 6, 7], SamplingParams(1.0, seed=seed, logit_bias=bias), max_tokens=40, grammar=grammar)
+        plain = run(engine_of(model), [request])
+
+        def hints(session_id, path, rng=rng, right=plain.new[1]):
+            wrong = [ids[rng.choice(list("([<"))], ids[rng.choice(list("0123456789"))]]
+            few = right[len(path) - 3 :][: rng.integers(0, 3)]
+            return [chain(session_id, path, nodes, score) for nodes, score in ((wrong, -0.01), (few, -0.5)) if nodes]
+
+        found = run(engine_of(model), [request], hints)
+        assert (found.new, found.reasons) == (plain.new, plain.reasons)
+
+
+def test_grammars_that_cannot_be_rolled_back_take_hints(model):
+    request = opening(1, [5, 6, 7], SAMPLED, max_tokens=40, grammar=Grammar(GrammarKind.EBNF, BOUNDED))
+    plain = run(engine_of(model), [request])
+    assert plain.new[1]
+
+    def hints(session_id, path):
+        return [chain(session_id, path, plain.new[1][len(path) - 3 :][:4])]
+
+    found = run(engine_of(model), [request], hints)
+    assert (found.new, found.reasons) == (plain.new, plain.reasons)
+    assert found.accepted > 0
+
+
 def test_forbidden_nodes_are_not_verified(model, tokenizer):
     a, b = tokenizer.encode("ab").ids
     requests = [opening(1, [5], max_tokens=40, grammar=Grammar(GrammarKind.REGEX, "a{20}"))]
@@ -399,6 +434,22 @@ def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monke
     assert 2 < lengths[1] < 100
     assert lengths[2] == 20
     engine.check()
+
+
+def test_a_grammar_that_met_a_limit_serves_the_next_session(model, monkeypatch):
+    """Copies of an automaton share a lexer, whose states add up over all texts."""
+    grammar = Grammar(GrammarKind.REGEX, r"(.*[a-m].{0,40}){1,8}")
+    monkeypatch.setattr(grammar_module, "LLMatcher", partial(LLMatcher, limits=LLParserLimits(max_lexer_states=400)))
+    engine, failed, served = engine_of(model), 0, 0
+    for seed in range(1, 20):
+        engine.open(opening(seed, [5], SamplingParams(1.0, seed=seed), max_tokens=20, min_tokens=19, grammar=grammar))
+        broken = [failure for _ in range(40) if not engine.idle for failure in engine.step().failures]
+        assert engine.idle
+        if failed and not broken:
+            served += 1
+        failed += len(broken)
+    assert failed, "no text met the limit"
+    assert served
 
 
 def matcher_of(folder, schema):
