@@ -95,7 +95,9 @@ class Thresholds:
         extra = (min(1.0, total / max(self.accumulated, _LEAST_ACCUMULATED)) - total) / (1.0 - total)
         if coin >= extra:
             return None
-        return int(np.searchsorted(np.cumsum(p) / total, coin / extra, side="right"))
+        shares = np.cumsum(p)  # the last one may be a rounding below the total
+        last = int(np.searchsorted(shares, shares[-1]))
+        return min(int(np.searchsorted(shares / total, coin / extra, side="right")), last)
 
 
 def draw(

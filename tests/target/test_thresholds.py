@@ -195,3 +195,15 @@ def test_values_that_are_no_probabilities_are_refused(model, name):
     for value in (-0.1, 1.1, float("nan")):
         with pytest.raises(ConfigError, match=name.replace("_", "-")):
             engine_of(model, **{name: value})
+
+
+def test_a_coin_at_the_edge_takes_a_child_that_can_be_drawn():
+    """Shares of float32 are added up in another order than their sum, which may be a rounding more."""
+    rng, thresholds = np.random.default_rng(0), Thresholds(1.0, 0.5)
+    for _ in range(2000):
+        p = np.append(rng.dirichlet(np.ones(12)) * 0.3, 0.0).astype(np.float32)
+        total = float(p.sum())
+        extra = (total / 0.5 - total) / (1.0 - total)
+        chosen = thresholds._choose(p, extra * (1.0 - 1e-9))
+        assert chosen is not None
+        assert p[chosen] > 0.0
