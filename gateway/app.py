@@ -171,6 +171,7 @@ async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> 
         return task.result() if task.done() else None
     finally:
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # what it still raises is nobody's concern
 
 
 async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetLink:

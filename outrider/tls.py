@@ -225,8 +225,6 @@ async def _trouble(host: str, port: int, tls: ClientTls) -> str | None:
         if "ALERT" not in (error.reason or ""):
             return "speaks no TLS; leave --service-ssl-ca-certs out, or start it with --ssl-certfile and --ssl-keyfile"
         welcome = False
-    except ConnectionError:
-        welcome = False
     if welcome:
         return None
     if tls.pair is None:
@@ -249,5 +247,7 @@ async def _greet(host: str, port: int, context: ssl.SSLContext, name: str) -> bo
         # In TLS 1.3 a client believes itself connected before the server has seen its certificate. One that agrees
         # speaks first, of its settings; gRPC's says nothing when it does not.
         return await asyncio.wait_for(reader.read(1), _PROBE_SECONDS) != b""
+    except ConnectionError:
+        return False
     finally:
         writer.transport.abort()

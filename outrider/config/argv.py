@@ -54,5 +54,6 @@ def to_argv(config: ProcessConfig) -> list[str]:
         elif isinstance(value, Sequence) and not isinstance(value, str):
             argv += [flag, *map(str, value)]
         else:
-            argv += [flag, str(value)]
+            text = str(value)
+            argv += [f"{flag}={text}"] if text.startswith("-") else [flag, text]  # else it would read as a flag
     return argv

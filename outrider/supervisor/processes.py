@@ -139,7 +139,8 @@ class Child:
             line = raw.decode(errors="replace").rstrip()
             if line:
                 self.last_line = line
-                self.on_line(line)
+                with contextlib.suppress(OSError):  # a full disk: the line is lost, the child need not wait for ever
+                    self.on_line(line)
 
 
 def stop_and_hurry(tell: Callable[[], None] = lambda: None) -> tuple[asyncio.Event, asyncio.Event]:

@@ -1,5 +1,6 @@
 """TLS between the processes and with clients: who is right is served, who is not is told why."""
 
+import asyncio
 import contextlib
 import datetime as dt
 import ssl
@@ -192,6 +193,16 @@ async def test_what_is_not_tls_is_not_blamed_on_it():
     assert await tls_trouble("unix:/nowhere", None) is None
     with running(Target, None) as target:
         assert await tls_trouble(target.address, None) is None
+
+
+async def test_a_proxy_with_nobody_behind_it_is_not_blamed_on_it(ours):
+    async def end(_, writer):
+        writer.close()
+
+    async with await asyncio.start_server(end, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await tls_trouble(address, client_tls(ours.ca_certs)) is None
+        assert await tls_trouble(address, None) is None
 
 
 async def test_training_says_why_too(closed_target, ours):

@@ -189,6 +189,9 @@ def test_urls_are_reachable_from_here():
 def test_flags_that_are_off_by_choice_are_written_so():
     assert to_argv(DraftConfig(speculative_ngram_insert_prompts=False)) == ["--no-speculative-ngram-insert-prompts"]
     assert to_argv(TargetConfig(trust_remote_code=True)) == ["--trust-remote-code"]
+    key = GatewayConfig(admin_api_key="-xyz")  # as a random key may begin
+    assert to_argv(key)[-1] == "--admin-api-key=-xyz"
+    assert tyro.cli(GatewayConfig, args=to_argv(key)) == key
 
 
 def test_what_is_shown_without_a_terminal(capsys):

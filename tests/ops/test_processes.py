@@ -155,6 +155,20 @@ async def test_lines_are_passed_on_whole():
     assert lines == ["x" * long, "ü", "last"]
 
 
+async def test_a_line_that_cannot_be_written_is_the_only_one_lost():
+    """A full disk, say. The child would wait for ever once its pipe is full."""
+    lines = []
+
+    def full_at_first(line):
+        lines.append(line)
+        if len(lines) == 1:
+            raise OSError("no space left on device")
+
+    script = "import sys; print('\\n'.join(['first'] + ['x' * 1000] * 1000)); sys.exit(2)"
+    await asyncio.wait_for(run([child(script, on_line=full_at_first)]), 60)
+    assert lines == ["first"] + ["x" * 1000] * 1000
+
+
 @pytest.fixture
 def harness():
     running = []
