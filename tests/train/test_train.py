@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
+import torch
 
 from outrider.config import DraftConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError
@@ -401,10 +404,13 @@ def test_shapes_of_a_head(tmp_path):
 
 
 def test_a_published_head_is_gone_on_from(trained, models, tmp_path):
-    """It begins as good as it was, and keeps its vocabulary and its names."""
+    """It begins as good as it was, and keeps its vocabulary and its names. Many are published as PyTorch's files."""
+    published = Path(shutil.copytree(trained, tmp_path / "published"))
+    torch.save(safetensors.torch.load_file(published / "model.safetensors"), published / "pytorch_model.bin")
+    (published / "model.safetensors").unlink()
     config = TrainConfig(
         model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
-        initial=str(trained), **FLAGS | {"steps": 1, "learning_rate": 1e-6},
+        initial=str(published), **FLAGS | {"steps": 1, "learning_rate": 1e-6},
     )  # fmt: skip
     assert app.train(config) == 0
 

@@ -64,7 +64,7 @@ class Learning:
     def _algorithm(self) -> Algorithm:
         config = self.config
         if config.initial is not None:
-            return initial_head(config.algorithm, checkpoint.resolve(config.initial), self.target)
+            return initial_head(config.algorithm, checkpoint.resolve(config.initial, torch_files=True), self.target)
         shape = Shape(
             config.num_layers, config.hidden_size, config.intermediate_size, config.draft_vocab_size, config.aux_layers
         )
@@ -73,7 +73,7 @@ class Learning:
     def _origin(self) -> str | None:
         """Fingerprint of the draft that it began with."""
         initial = self.config.initial
-        return None if initial is None else checkpoint.fingerprint(checkpoint.resolve(initial))
+        return None if initial is None else checkpoint.fingerprint(checkpoint.resolve(initial, torch_files=True))
 
     # --- learning ---
 
