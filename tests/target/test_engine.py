@@ -223,8 +223,8 @@ def test_many_sessions_share_the_rows_of_a_step(model):
 
     result = run(engine, requests_of(texts), hints)
     assert result.new == plain.new
-    assert result.steps == 8  # 3 rows a session and step
-    assert 60 < widest <= sum(len(text) for text in texts) + 60  # beside the prompts of all
+    assert result.steps == 9  # 3 rows a session and step; but one beside the prompts of all, where rows are dear
+    assert 60 < widest <= sum(len(text) for text in texts)
 
 
 # --- pages ---
