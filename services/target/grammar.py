@@ -22,6 +22,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
+from outrider.speculation.tree import TreeSlice
 from services.target.closing import closed
 
 log = logging.getLogger(__name__)
@@ -55,13 +56,14 @@ class Matcher:
         if not self._state.consume_tokens(list(tokens)):
             self.fail(self._state)
 
-    def after(self, path: Sequence[int]) -> LLMatcher:
-        """The automaton after tokens that may follow; without any, the session's own, which must be left as it is."""
-        if not path:
-            return self._state
-        state = self._state.deep_copy()
-        state.consume_tokens(list(path))
-        return state
+    def along(self, draft: TreeSlice) -> list[LLMatcher]:
+        """The automaton at the root, which is the session's own and must be left as it is, and after each node."""
+        states = [self._state]
+        for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
+            state = states[parent + 1].deep_copy()
+            state.consume_tokens([token])
+            states.append(state)
+        return states
 
     def fail(self, state: LLMatcher) -> None:
         """Note that the session cannot go on: the automaton has met one of its limits."""

@@ -15,7 +15,7 @@ from llguidance import LLExecutor, LLMatcher
 from numpy.typing import NDArray
 from torch import Tensor
 
-from outrider.speculation.tree import ROOT, TreeSlice
+from outrider.speculation.tree import TreeSlice
 from services.target.grammar import Matcher
 from services.target.upload import upload
 
@@ -65,9 +65,8 @@ class Masks:
         matchers: list[Matcher] = []
         for guided in sessions:
             rows[len(states) : len(states) + len(guided.draft) + 1] = guided.first + np.arange(len(guided.draft) + 1)
-            for path in ([], *_paths(guided.draft)):
-                states.append((guided.matcher.after(path), len(states)))
-                matchers.append(guided.matcher)
+            states += [(state, len(states) + i) for i, state in enumerate(guided.matcher.along(guided.draft))]
+            matchers += [guided.matcher] * (len(guided.draft) + 1)
         bits = self._buffer[:count].numpy()
         if states:
             self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, 4 * self._words, count)
@@ -82,14 +81,6 @@ class Masks:
 
     def _allocate(self, rows: int) -> Tensor:
         return torch.empty(rows, self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-
-
-def _paths(draft: TreeSlice) -> list[list[int]]:
-    """The tokens that lead from the root to each node, its own included."""
-    paths: list[list[int]] = []
-    for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
-        paths.append([token] if parent == ROOT else [*paths[parent], token])
-    return paths
 
 
 def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: Guided) -> None:
