@@ -40,6 +40,7 @@ from services.target.rounds import Round, Rounds
 from services.target.selfdraft import LONGEST, SelfDraft, drawable
 
 SPARE = 2  # guesses beside which another may stand
+_NODES_A_SPARE = 4  # that a session must allow for each of them: of few, those of the chain itself bring more
 _NEW = 0.05  # weight of the last chain in what chains are like
 _NEXT = 0.6  # chance that a guess is right of which nothing is known yet
 _ROUNDS = 8  # in one go, at most
@@ -154,15 +155,25 @@ class HeadDraft(SelfDraft):
 
     def _depth(self, work: Work) -> int:
         """Guesses of a round, at most, for a session that is alone."""
-        if work.chunk.session.length < 2:
+        session = work.chunk.session
+        if session.length < 2:
             return 0
-        return min(self._most([work]), self._planner.max_rows - 1 - SPARE)
+        return min(self._most([work]), self._nodes(session) - self._others(session))
+
+    def _nodes(self, session: Session) -> int:
+        """That a step may verify of a session."""
+        return min(session.max_draft_tokens, self._planner.max_rows - 1)
+
+    def _others(self, session: Session) -> int:
+        """Guesses beside which another may stand."""
+        return min(SPARE, self._nodes(session) // _NODES_A_SPARE)
 
     def _guessing(self, work: Work, depth: int, rounds: Rounds) -> Burst:
         session = work.chunk.session
         burst = burst_of([self._entries[session.id]], _ROUNDS, (), room=rounds.room)
         known = self.rows.lacking(session).chunk.start
-        guessing = replace(rounds, known=known, depth=depth, others=SPARE, second_odds=self.others.table)
+        others = self._others(session)
+        guessing = replace(rounds, known=known, depth=depth, others=others, second_odds=self.others.table)
         return replace(burst, worth=self._worth([work]), odds=self.guesses.table, rounds=guessing)
 
     def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
@@ -196,7 +207,7 @@ class HeadDraft(SelfDraft):
         works = self._caught_up([work for work in works if work.chunk.session.length > 1])
         if not works:
             return {}
-        most = min(self._most(works), self._planner.max_rows - 1 - SPARE)
+        most = min(self._most(works), max(self._depth(work) for work in works))
         if most < 1 or not self._reserve(works, most + SPARE):
             return {}
         worth = self._worth(works, beside)
@@ -308,15 +319,17 @@ class HeadDraft(SelfDraft):
         entry = self._entries[session_id]
         greedy = entry.session.sampling.greedy
         tokens, odds = drafts.tokens[:, place].tolist(), drafts.odds[:, place].tolist()
+        spare = self._others(entry.session)
+        most = self._nodes(entry.session) - spare
         least, reach = worth.row / worth.token, 1.0
         scores: list[float] = []
         others: dict[int, float] = {}
         beside: list[float] = []
-        for i in range(drawable(entry, tokens)):
+        for i in range(drawable(entry, tokens[:most])):
             chance = self.guesses.chance(odds[i][0], greedy=greedy)
             if i and reach * chance < least:  # the first one is verified in any case: a step of a row costs as much
                 break
-            if i < SPARE and drafts.seconds[i, place] >= 0:
+            if i < spare and drafts.seconds[i, place] >= 0:
                 score = reach * (1.0 - chance) * self.others.chance(odds[i][1], greedy=greedy)
                 if score >= least:
                     others[i] = odds[i][1]

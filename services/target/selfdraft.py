@@ -84,9 +84,10 @@ class SelfDraft(ABC):
         del session_id
 
     def _most(self, works: Sequence[Work]) -> int:
-        """Tokens that a chain of each may have."""
+        """Tokens that a chain for all of them may have; those that allow fewer get the first of them."""
         sessions = [work.chunk.session for work in works]
-        return min(LONGEST, *(min(self._planner.depth(session), session.max_draft_tokens) for session in sessions))
+        depth = min(self._planner.depth(session) for session in sessions)
+        return min(LONGEST, depth, max(session.max_draft_tokens for session in sessions))
 
     def _reserve(self, works: Sequence[Work], tokens: int) -> bool:
         """Lease pages for so many tokens of each. False if they are short; the next commit gives back some."""
@@ -105,9 +106,9 @@ def chain_of(entry: Entry, tokens: list[int], chance: float) -> TreeSlice:
 
 
 def drawable(entry: Entry, tokens: Sequence[int]) -> int:
-    """How many of a chain's tokens can be verified: up to one that ends the session or could not be drawn."""
+    """How many of a chain's tokens to verify: up to one that ends the session or could not be drawn, and its limit."""
     count = 0
-    for token in tokens:
+    for token in tokens[: entry.session.max_draft_tokens]:
         count += token >= 0
         if token < 0 or token in entry.stop_ids:
             break
