@@ -96,12 +96,12 @@ class Scheduler:
         return len(self._waiting)
 
     def add(self, session: Session) -> None:
-        """Queue a session. Raises Overloaded if the queue is full; never for one that goes on from elsewhere."""
+        """Queue a session. Raises Overloaded if the queue is full; never for one that has begun, here or elsewhere."""
         self._waiting.add(session)
         most = self.limits.max_queued
         if most is not None and self.held:  # those for whom there will be places count as if they ran
             most += self.limits.max_running - len(self._running)
-        if most is None or len(self._waiting) <= most or session.new_tokens:
+        if most is None or len(self._waiting) <= most or session.begun:
             return
         if not self.held:
             self._admit()

@@ -76,6 +76,11 @@ class Session:
         return self.length - self.prompt_length
 
     @property
+    def begun(self) -> bool:
+        """It has run before, here or elsewhere, so it has waited already."""
+        return self._began or self.new_tokens > 0
+
+    @property
     def lacking(self) -> int:
         """New tokens that must be committed before one may end the session; 0 or less if none."""
         return self.stop.min_tokens - self.new_tokens

@@ -41,7 +41,7 @@ class WaitingQueue:
 
     def add(self, session: Session) -> None:
         """Queue a session. One that has begun elsewhere, or here before, has waited already."""
-        if session.new_tokens:
+        if session.begun:
             self._returned.append(session)
             return
         self._arrived[session.id] = session

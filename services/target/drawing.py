@@ -88,11 +88,6 @@ class Entry:
         session = self.session
         return replace(self, matcher=Matcher(start, grammar, session.tokens[session.prompt_length :].tolist()))
 
-    @property
-    def grammar_fault(self) -> InvalidRequest | None:
-        """Why the session's grammar cannot be followed any further, if so."""
-        return None if self.matcher is None else self.matcher.fault
-
     def admits(self, node: int) -> bool:
         """True for a node that the grammar allows and that does not end the session, so that more may follow."""
         return self.tree.token[node] not in self.stop_ids and (

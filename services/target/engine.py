@@ -270,9 +270,10 @@ class TargetEngine(Engine):
                 self._entries[session_id] = entry.guided(start, grammar)
                 self.scheduler.add(entry.session)
             except OutriderError as error:
-                failures.append(SessionFailure(session_id, error))
-                self.close(session_id)
-                self.grammars.renew(grammar)
+                met_a_limit = isinstance(error, InvalidRequest) and error is not start
+                if not (met_a_limit and self.grammars.renew(session_id, grammar)):
+                    failures.append(SessionFailure(session_id, error))
+                    self.close(session_id)
         return failures
 
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
@@ -376,11 +377,7 @@ class TargetEngine(Engine):
             try:
                 verdict = settle(draft, sampled, entry.stop_ids, self.planner.room(session))
             except EngineFault as fault:
-                error = entry.grammar_fault or fault
-                if entry.matcher is not None:
-                    self.grammars.renew(entry.matcher.grammar)
-                output.failures.append(SessionFailure(session.id, error))
-                self.close(session.id, trusted=error is not fault)
+                output.failures += self._stuck(work, entry, fault)
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
             said: list[Commit] = []
@@ -408,6 +405,17 @@ class TargetEngine(Engine):
         output.commits += hushed
         output.features = self.features.flush(late=self._unwanted)
         output.urgent = urgent or bool(output.failures or (output.features and not self._unwanted))
+
+    def _stuck(self, work: Work, entry: Entry, fault: EngineFault) -> list[SessionFailure]:
+        """Nothing could be drawn for a session: it ends, unless another automaton of its grammar may lead further."""
+        session, matcher = entry.session, entry.matcher
+        limit = None if matcher is None else matcher.fault
+        if matcher is not None and limit is not None and self.grammars.renew(session.id, matcher.grammar):
+            self.features.settle(work, (), goes_on=True)
+            self.scheduler.remove(session)
+            return []
+        self.close(session.id, trusted=limit is not None)
+        return [SessionFailure(session.id, limit or fault)]
 
     def _is_urgent(self, commit: Commit, session: Session) -> bool:
         """True for the first commit of a session and the last, and for one that a drafter waits for."""

@@ -81,6 +81,7 @@ class Grammars:
         self._eos = list(eos_token_ids)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._waiting: dict[int, tuple[Grammar, Future[LLMatcher]]] = {}  # by session id
+        self._alone: set[int] = set()  # sessions whose automaton is no copy
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     def check(self) -> None:
@@ -105,13 +106,22 @@ class Grammars:
         self._compiled.move_to_end(grammar)
         self._waiting[session_id] = grammar, future
 
-    def renew(self, grammar: Grammar) -> None:
-        """Compile it anew for the next session. Copies share a lexer, which learns with every text, up to a limit."""
+    def renew(self, session_id: int, grammar: Grammar) -> bool:
+        """Compile a grammar anew for a session that met a limit, and for the next ones. False if that is in vain.
+
+        Copies share a lexer, which learns with every text, up to a limit: it may have been met by what others wrote.
+        """
         self._compiled.pop(grammar, None)
+        if session_id in self._alone:
+            return False
+        self._alone.add(session_id)
+        self._waiting[session_id] = grammar, self._thread.submit(self._compile, grammar)
+        return True
 
     def forget(self, session_id: int) -> None:
         """A session has ended."""
         self._waiting.pop(session_id, None)
+        self._alone.discard(session_id)
 
     def wait(self, seconds: float) -> None:
         """Wait until a grammar is ready, if one is to come, but not longer."""

@@ -436,20 +436,25 @@ def test_a_grammar_that_meets_a_limit_midway_ends_its_session_alone(model, monke
     engine.check()
 
 
-def test_a_grammar_that_met_a_limit_serves_the_next_session(model, monkeypatch):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_no_session_meets_a_limit_by_what_others_write(model, monkeypatch, at_once):
     """Copies of an automaton share a lexer, whose states add up over all texts."""
     grammar = Grammar(GrammarKind.REGEX, r"(.*[a-m].{0,40}){1,8}")
     monkeypatch.setattr(grammar_module, "LLMatcher", partial(LLMatcher, limits=LLParserLimits(max_lexer_states=400)))
-    engine, failed, served = engine_of(model), 0, 0
-    for seed in range(1, 20):
-        engine.open(opening(seed, [5], SamplingParams(1.0, seed=seed), max_tokens=20, min_tokens=19, grammar=grammar))
-        broken = [failure for _ in range(40) if not engine.idle for failure in engine.step().failures]
-        assert engine.idle
-        if failed and not broken:
-            served += 1
-        failed += len(broken)
-    assert failed, "no text met the limit"
-    assert served
+    renewed, renew = [], Grammars.renew
+    monkeypatch.setattr(Grammars, "renew", lambda self, *what: renewed.append(what) or renew(self, *what))
+    requests = [
+        opening(seed, [5, seed], SamplingParams(1.0, seed=seed), max_tokens=20, min_tokens=19, grammar=grammar)
+        for seed in range(1, 20)
+    ]
+    alone = {request.session_id: run(engine_of(model), [request]).new[request.session_id] for request in requests}
+    assert not renewed, "each text leads to few states"
+    engine, found = engine_of(model, max_queued_requests=0, max_running_requests=len(requests)), {}
+    for some in [requests] if at_once else [[request] for request in requests]:
+        found |= run(engine, some).new
+    assert found == alone
+    assert renewed, "all of them lead to many"
+    assert not engine.grammars._alone
 
 
 def matcher_of(folder, schema):
