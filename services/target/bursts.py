@@ -16,7 +16,7 @@ from dataclasses import replace
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
 from services.target.batch import Burst, Texts, Work
-from services.target.drawing import Entry
+from services.target.entry import Entry
 from services.target.planning import Planner
 
 _MOST = 16  # steps

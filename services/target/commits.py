@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.proposal import Commit, FinishReason
-from services.target.drawing import Entry
+from services.target.entry import Entry
 from services.target.rounds import Round
 
 

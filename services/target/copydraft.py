@@ -24,7 +24,8 @@ from outrider.speculation.tree import TreeSlice
 from services.target.batch import Burst, Work, build
 from services.target.bursts import burst_of
 from services.target.cost import StepCost
-from services.target.drawing import Entry, draw_plan
+from services.target.drawing import draw_plan
+from services.target.entry import Entry
 from services.target.headdraft import SPARE, HeadDraft
 from services.target.kv_cache import KVCache
 from services.target.model.base import Model

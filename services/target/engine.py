@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from outrider.config import TargetConfig
-from outrider.errors import EngineFault, InvalidRequest, OutriderError
+from outrider.errors import EngineFault
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.loop import Engine
-from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
+from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
 from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Commit, FinishReason, Proposal
@@ -37,9 +37,9 @@ from services.target.budget import Calibration, promised
 from services.target.bursts import Bursts
 from services.target.compaction import Moves
 from services.target.contest import HINTED, Way
-from services.target.drawing import Drawing, Draws, Entry
+from services.target.drawing import Drawing, Draws
+from services.target.entry import Entry
 from services.target.features import Features
-from services.target.grammar import Grammars
 from services.target.hints import HintRecord
 from services.target.kv_cache import pages_that_fit
 from services.target.limits import check_limits, scheduling, thresholds
@@ -48,6 +48,7 @@ from services.target.overlap import Flight, expecting, undemanding
 from services.target.own import OwnDrafts, self_draft
 from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, Patience
 from services.target.planning import Planner
+from services.target.sessions import Sessions
 from services.target.verifier import Verdict, settle
 
 log = logging.getLogger(__name__)
@@ -73,11 +74,10 @@ class TargetEngine(Engine):
         prefix = PrefixCache(PageAllocator(pages, config.page_size), enabled=not config.disable_radix_cache)
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
-        self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
         self._drawing = Drawing(model, self.cache, self.features, thresholds(config))
-        self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
-        self._entries: dict[int, Entry] = {}
+        self.sessions = Sessions(model, self.scheduler, self.features, self.max_session_tokens, self._ended)
+        self._entries = self.sessions.entries
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
         at_once = config.gather_seconds if self._drawing.alongside else 0.0
         self.bursts = Bursts(self.planner, self.scheduler, self._entries, at_once)
@@ -112,42 +112,18 @@ class TargetEngine(Engine):
 
     def open(self, request: OpenSession) -> None:
         """Take a session on. Raises InvalidRequest; also for one that has its max_tokens already."""
-        request.validate(self.model.vocab_size, self.max_session_tokens)
-        stop_ids = request.stop.stop_ids(self._eos)
-        if request.grammar is not None:
-            self.grammars.check()
-            stop_ids |= frozenset(self._eos)
-        if stop_ids and not 0 <= min(stop_ids) <= max(stop_ids) < self.model.vocab_size:
-            raise InvalidRequest(
-                f"stop token ids must lie in the vocabulary of {self.model.vocab_size} tokens", param="stop_token_ids"
-            )
-        if len(request.tokens) - request.prompt_length >= request.stop.max_tokens:
-            raise InvalidRequest("the session has all of its max_tokens already", param="max_tokens")
-        self.close(request.session_id)
-        session = Session(self.features.open(request), self.scheduler.prefix)
-        try:
-            entry = self._drawing.entry(request, session, stop_ids, self._calibration.heir(session.id))
-            if request.grammar is None:
-                self.scheduler.add(session)
-            else:
-                self.grammars.request(session.id, request.grammar)
-        except Exception:
-            self.features.close(session.id)
-            raise
-        self._entries[session.id] = entry
+        self.sessions.open(request, self._calibration.heir)
 
-    def close(self, session_id: int, *, trusted: bool = True) -> None:
-        """Forget a session and free its pages. trusted: False if its rows must not serve others."""
-        entry = self._entries.pop(session_id, None)
-        self.grammars.forget(session_id)
-        self._patience.forget(session_id)
-        if entry is not None:
-            self._record.ended(session_id, entry.tree)
-            if self.tracing is not None and entry.session.traceparent:
-                spans.tell(self.tracing, entry.session)
-            self.scheduler.remove(entry.session, trusted=trusted)
-            self.features.close(session_id)
-            self.own.close(session_id)
+    def close(self, session_id: int) -> None:
+        """Forget a session and free its pages."""
+        self.sessions.close(session_id)
+
+    def _ended(self, entry: Entry) -> None:
+        self._patience.forget(entry.session.id)
+        self._record.ended(entry.session.id, entry.tree)
+        if self.tracing is not None and entry.session.traceparent:
+            spans.tell(self.tracing, entry.session)
+        self.own.close(entry.session.id)
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         """Merge hints. Those with tokens that the model does not know are dropped."""
@@ -225,13 +201,13 @@ class TargetEngine(Engine):
             unsaid, self._unsaid = self._unsaid, StepOutput()
             return replace(unsaid, load=replace(self.load(), weight_version=unsaid.load.weight_version), urgent=True)
         self._patience.begin(min(self.scheduler.running + self.scheduler.waiting, self.scheduler.limits.max_running))
-        output = StepOutput(failures=self._take_grammars())
+        output = StepOutput(failures=self.sessions.begin())
         flight, self._flight = self._flight, None
         if flight is not None:
             self._flight = self._launch_behind(flight)
             self._collect(flight, output)
         elif (flight := self._launch(self._plan())) is None:
-            self.grammars.wait(_GRAMMAR_WAIT)
+            self.sessions.grammars.wait(_GRAMMAR_WAIT)
         elif self.overlap:  # what arrives while the device computes is taken in before this is collected
             self._flight = flight
         else:
@@ -260,21 +236,6 @@ class TargetEngine(Engine):
         self.scheduler.check()
 
     # --- 1. plan ---
-
-    def _take_grammars(self) -> list[SessionFailure]:
-        """Let sessions begin whose grammars are ready. Returns those whose grammars are wrong."""
-        failures: list[SessionFailure] = []
-        for session_id, grammar, start in self.grammars.ready():
-            entry = self._entries[session_id]
-            try:
-                self._entries[session_id] = entry.guided(start, grammar)
-                self.scheduler.add(entry.session)
-            except OutriderError as error:
-                met_a_limit = isinstance(error, InvalidRequest) and error is not start
-                if not (met_a_limit and self.grammars.renew(session_id, grammar)):
-                    failures.append(SessionFailure(session_id, error))
-                    self.close(session_id)
-        return failures
 
     def _plan(self, *, hints: bool = True) -> Sequence[Work]:
         works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
@@ -377,7 +338,7 @@ class TargetEngine(Engine):
             try:
                 verdict = settle(draft, sampled, entry.stop_ids, self.planner.room(session))
             except EngineFault as fault:
-                output.failures += self._stuck(work, entry, fault)
+                output.failures += self.sessions.stuck(work, fault)
                 continue
             goes_on = verdict.reason == FinishReason.RUNNING
             said: list[Commit] = []
@@ -405,17 +366,6 @@ class TargetEngine(Engine):
         output.commits += hushed
         output.features = self.features.flush(late=self._unwanted)
         output.urgent = urgent or bool(output.failures or (output.features and not self._unwanted))
-
-    def _stuck(self, work: Work, entry: Entry, fault: EngineFault) -> list[SessionFailure]:
-        """Nothing could be drawn for a session: it ends, unless another automaton of its grammar may lead further."""
-        session, matcher = entry.session, entry.matcher
-        limit = None if matcher is None else matcher.fault
-        if matcher is not None and limit is not None and self.grammars.renew(session.id, matcher.grammar):
-            self.features.settle(work, (), goes_on=True)
-            self.scheduler.remove(session)
-            return []
-        self.close(session.id, trusted=limit is not None)
-        return [SessionFailure(session.id, limit or fault)]
 
     def _is_urgent(self, commit: Commit, session: Session) -> bool:
         """True for the first commit of a session and the last, and for one that a drafter waits for."""

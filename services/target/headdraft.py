@@ -27,7 +27,7 @@ from outrider.speculation.tree import TreeSlice
 from services.target.batch import Burst, DrawPlan, Work, Worth, build
 from services.target.bursts import burst_of
 from services.target.cost import StepCost
-from services.target.drawing import Entry
+from services.target.entry import Entry
 from services.target.headrows import HeadRows
 from services.target.kept import Kept
 from services.target.kv_cache import KVCache

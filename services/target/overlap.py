@@ -23,7 +23,8 @@ import torch
 
 from outrider.serving.session import Session
 from services.target.batch import Batch, Roots, Work
-from services.target.drawing import Draws, Entry, Launched
+from services.target.drawing import Draws, Launched
+from services.target.entry import Entry
 
 
 @dataclass

@@ -18,7 +18,7 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Burst, Work
 from services.target.copydraft import CopyDraft
-from services.target.drawing import Entry
+from services.target.entry import Entry
 from services.target.headdraft import HeadDraft
 from services.target.kept import Kept
 from services.target.kv_cache import KVCache

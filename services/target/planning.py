@@ -15,7 +15,7 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.batch import Work
 from services.target.budget import Budget, least_score
-from services.target.drawing import Entry
+from services.target.entry import Entry
 from services.target.hints import HintRecord
 
 # Most rows of a session in a step, root included, where no flag says it; which of them pay is for the budget to say.

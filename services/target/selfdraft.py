@@ -17,7 +17,7 @@ from outrider.serving.scheduler import Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.batch import Burst, Work
-from services.target.drawing import Entry
+from services.target.entry import Entry
 from services.target.planning import Planner
 from services.target.rounds import Round
 

@@ -29,7 +29,7 @@ _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
 def warm_up(engine: TargetEngine) -> None:
     """Run an idle engine, so that the first request does not pay for what is done lazily."""
-    engine.grammars.load()
+    engine.sessions.grammars.load()
     with step_by_step(engine):
         _run(engine)
     engine.forget_measurements()

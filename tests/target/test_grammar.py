@@ -454,7 +454,7 @@ def test_no_session_meets_a_limit_by_what_others_write(model, monkeypatch, at_on
         found |= run(engine, some).new
     assert found == alone
     assert renewed, "all of them lead to many"
-    assert not engine.grammars._alone
+    assert not engine.sessions.grammars._alone
 
 
 def matcher_of(folder, schema):

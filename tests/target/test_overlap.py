@@ -205,9 +205,9 @@ def test_sessions_with_wishes_of_their_own_go_step_by_step(model):
     requests = [opening(i, [7 + i] * 9, **({"params": SamplingParams(1.0, seed=i)} | w)) for i, w in enumerate(wishes)]
     engines = engine_of(model), overlapping(model)
     for engine in engines:
-        engine.grammars.request(99, grammar)
-        engine.grammars.wait(10)
-        engine.grammars.forget(99)
+        engine.sessions.grammars.request(99, grammar)
+        engine.sessions.grammars.wait(10)
+        engine.sessions.grammars.forget(99)
     expected, found = (run(engine, requests) for engine in engines)
     assert found.new == expected.new
     for i in (3, 4):

@@ -22,6 +22,7 @@ from services.target.batch import Roots, Work, build
 from services.target.budget import Calibration
 from services.target.download import Download
 from services.target.drawing import Drawing
+from services.target.entry import Entry
 from services.target.kv_cache import KVCache, LayerShape
 from services.target.model.base import Model, Outputs
 from services.target.upload import Slab
@@ -81,7 +82,7 @@ def step(params, nodes, **options):
     for i in range(3):
         request = opening(i, rng.integers(0, 50, 9).tolist(), params, **options)
         session = Session(request, prefix)
-        entries[i] = drawing.entry(request, session, frozenset({7}), Calibration())
+        entries[i] = Entry.of(request, session, frozenset({7}), Calibration(), model.vocab_size)
         tree = SpeculationTree(request.tokens)
         tree.merge(random_tree(rng, i, request.tokens.tolist(), 5, 12))
         draft = tree.select(nodes) if nodes else EMPTY_SLICE
