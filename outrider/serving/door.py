@@ -14,6 +14,7 @@ import grpc
 
 from outrider.errors import Unavailable
 from outrider.serving.pipe import METADATA, PATIENCE, TOKEN_BYTES, Pipe, socket_beside
+from outrider.serving.ports import refuse_used_socket
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,14 @@ class PipeDoor:
         self._path = ""
 
     async def open(self, address: str) -> None:
-        """Listen beside a gRPC address, if that is a Unix domain socket. Without it, frames go through gRPC."""
+        """Listen beside a gRPC address, if that is a Unix domain socket. Without it, frames go through gRPC.
+
+        Raises ConfigError if another process listens there: it would take the connections, and lose the frames.
+        """
         path = socket_beside(address)
         if path is None:
             return
+        refuse_used_socket(path)
         try:
             listening = _listen(path)
         except OSError as error:  # such as a path that is too long

@@ -25,6 +25,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from outrider.errors import InvalidRequest
+from outrider.serving.ports import socket_path
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Longest frame."""
@@ -44,10 +45,8 @@ _READ_BYTES = 1 << 18  # at once
 
 def socket_beside(address: str) -> str | None:
     """Path of the socket for frames beside a gRPC address; None unless that is "unix:path"."""
-    if not address.startswith("unix:"):
-        return None
-    path = address.removeprefix("unix:")
-    return (path[2:] if path.startswith("//") else path) + ".frames"
+    path = socket_path(address)
+    return None if path is None else path + ".frames"
 
 
 def message_of(kind: Any, frame: bytes) -> Any:

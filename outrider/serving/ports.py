@@ -1,7 +1,8 @@
-"""Ports of this machine: taken early, so that one in use is named before anything is loaded."""
+"""Ports and Unix domain sockets of this machine: one in use is named before anything is loaded."""
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from outrider.errors import ConfigError
@@ -32,3 +33,28 @@ def take_port(host: str, port: int, flag: str, *, shared: bool = False) -> socke
         reason = "is in use" if "in use" in str(error) else f"cannot be bound ({error.strerror})"
         raise ConfigError(f"port {port} of {host} {reason}; choose another with {flag}") from None
     return taken
+
+
+def socket_path(address: str) -> str | None:
+    """Path of the Unix domain socket of a gRPC address; None unless that is "unix:path"."""
+    if not address.startswith("unix:"):
+        return None
+    path = address.removeprefix("unix:")
+    return path[2:] if path.startswith("//") else path
+
+
+def refuse_used_socket(path: str) -> None:
+    """Raises ConfigError if a process listens at a Unix domain socket.
+
+    Whoever binds there replaces the file, as one may be left behind by a process that has gone; nothing but this keeps
+    it from taking the place of one that is alive.
+    """
+    with socket.socket(socket.AF_UNIX) as visitor:
+        visitor.setblocking(False)
+        try:
+            visitor.connect(path)
+        except OSError as error:
+            # Too many wait to be let in; or it is of another kind, which is said only of one that is alive.
+            if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE):
+                return
+    raise ConfigError(f"another process listens at {path}; end it, or choose another address")

@@ -26,6 +26,7 @@ from outrider.serving.loop import Engine, EngineLoop
 from outrider.serving.pipe import MAX_MESSAGE_BYTES
 from outrider.serving.piped import Decode, Encode
 from outrider.serving.place import compute_on, speak_from
+from outrider.serving.ports import refuse_used_socket, socket_path
 from outrider.serving.stream import StreamHub
 from outrider.tls import ServerTls
 
@@ -87,6 +88,8 @@ class GrpcServer:
         if tls is not None and address.startswith("unix:"):
             raise ConfigError(f"{address} is a Unix domain socket, which is never encrypted; leave --ssl-certfile out, "
                               "or listen on host:port")  # fmt: skip
+        if (path := socket_path(address)) is not None:
+            refuse_used_socket(path)
         self._names = ("", *service_names)
         reflection.enable_server_reflection(
             (*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self.server
@@ -189,8 +192,8 @@ async def serve_engine(
     hub: StreamHub[Any, Any] = StreamHub(loop, decode, encode)
     server = GrpcServer()
     await server.start(address, register(server, hub, loop), tls)
-    await hub.pipes.open(address)
     try:
+        await hub.pipes.open(address)
         engine = await asyncio.to_thread(build_there)
     except BaseException:
         await hub.pipes.close()

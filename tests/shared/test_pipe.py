@@ -9,16 +9,18 @@ import grpc
 import numpy as np
 import pytest
 
-from outrider.errors import InvalidRequest, Unavailable
+from outrider.errors import ConfigError, InvalidRequest, Unavailable
 from outrider.serving import door as doors
 from outrider.serving import pipe as pipes
 from outrider.serving.door import PipeDoor
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
 from outrider.serving.pipe import Pipe, PipedCall, connect_beside, socket_beside
+from outrider.serving.ports import refuse_used_socket
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason
+from outrider.supervisor.health import is_healthy
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from tests.shared.counting import CountingEngine
@@ -204,6 +206,50 @@ async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_
     await far.open(f"unix:{tmp_path}/{'x' * 200}")
     assert await connect_beside(f"unix:{tmp_path}/{'x' * 200}") is None
     await far.close()
+
+
+async def test_a_socket_at_which_somebody_listens_is_nobody_else_s(address):
+    server, door = GrpcServer(), PipeDoor()
+    await server.start(address, ())
+    await server.set_serving(True)
+    await door.open(address)
+    try:
+        for listen in (GrpcServer().start(address, ()), PipeDoor().open(address)):
+            with pytest.raises(ConfigError, match=r"another process listens at .*service\.sock"):
+                await listen
+        assert await is_healthy(address)
+        here, there = await both_ends(door, address)
+        here.close()
+        there.close()
+    finally:
+        await door.close()
+        await server.stop(0)
+    assert not exists(socket_beside(address))
+
+
+async def test_a_server_replaces_a_socket_that_was_left_behind(address):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(address.removeprefix("unix:"))
+    server = GrpcServer()
+    await server.start(address, ())
+    await server.set_serving(True)
+    assert await is_healthy(address)
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM])
+def test_a_socket_is_in_use_whatever_its_kind_and_however_many_wait(tmp_path, kind):
+    path = str(tmp_path / "socket")
+    refuse_used_socket(path)
+    refuse_used_socket(f"{tmp_path}/{'x' * 200}")  # whoever binds says what is wrong with it
+    with socket.socket(socket.AF_UNIX, kind) as other, socket.socket(socket.AF_UNIX) as waiting:
+        other.bind(path)
+        if kind == socket.SOCK_STREAM:
+            other.listen(0)
+            waiting.connect(path)
+        with pytest.raises(ConfigError):
+            refuse_used_socket(path)
+    refuse_used_socket(path)
 
 
 # --- with a service ---
