@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from outrider.config import DEFAULT_MODEL
 from outrider.errors import ConfigError
 from outrider.interpreter import python
+from outrider.leash import leashed
 
 log = logging.getLogger(__name__)
 
@@ -231,7 +232,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     try:
-        result = subprocess.run(python("-m", _CONVERTER, str(gguf), str(partial)), check=False)
+        result = subprocess.run(leashed(python("-m", _CONVERTER, str(gguf), str(partial))), check=False)
         if result.returncode != 0:
             raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
         partial.rename(folder)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import uvloop
 
@@ -16,6 +17,10 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.telemetry import setup_logging
 
 Config = TypeVar("Config", bound=ProcessConfig)
+
+
+class Abandoned(Exception):
+    """The process was told to stop while a thread of it was at work that cannot be interrupted."""
 
 
 def _all_said(config: Config) -> Config:
@@ -29,6 +34,8 @@ def run(
     share: Callable[[Config], Config] = _all_said,
 ) -> int:
     """Run a process to its end. Returns its exit code: 2 for flags, files or ports that do not fit, 1 for other errors.
+
+    Where `serve` raises Abandoned, the process ends here, with code 0.
 
     share: puts the process's own share of the machine into its flags, where they leave that open. Numeric libraries
     must not have been imported yet: they read the number of their threads when they are.
@@ -50,6 +57,15 @@ def run_plainly(
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         return 130
+    except Abandoned:
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """End the process at once, as a stop does: the interpreter's own end would break into what its threads compute."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def take_cores(cores: str | None, niceness: int = 0) -> None:

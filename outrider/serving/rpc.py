@@ -12,7 +12,9 @@ import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -27,6 +29,7 @@ from outrider.serving.pipe import MAX_MESSAGE_BYTES
 from outrider.serving.piped import Decode, Encode
 from outrider.serving.place import compute_on, speak_from
 from outrider.serving.ports import refuse_used_socket, socket_path
+from outrider.serving.process import Abandoned
 from outrider.serving.stream import StreamHub
 from outrider.tls import ServerTls
 
@@ -160,6 +163,31 @@ def stop_on_signals() -> asyncio.Event:
     return stop
 
 
+async def _built(build: Callable[[], Engine], stop: asyncio.Event) -> Engine:
+    """The engine, built in a thread of its own. Raises Abandoned if the process is told to stop before it is there."""
+    future: Future[Engine] = Future()
+    future.set_running_or_notify_cancel()  # from here on nothing can be cancelled but the wait
+
+    def run() -> None:
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="builder", daemon=True).start()
+    engine, stopping = asyncio.wrap_future(future), asyncio.create_task(stop.wait())
+    try:
+        waits: set[asyncio.Future[Any]] = {engine, stopping}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not engine.done():
+            log.info("stopping; what was being loaded is left")
+            raise Abandoned
+        return engine.result()
+    finally:
+        stopping.cancel()
+        engine.cancel()
+
+
 async def serve_engine(
     build: Callable[[], Engine],
     address: str,
@@ -171,6 +199,8 @@ async def serve_engine(
     tls: ServerTls | None = None,
 ) -> int:
     """Serve an engine until a signal or a fault. Returns the process's exit code.
+
+    Raises Abandoned if the signal comes before the engine is there: nothing can interrupt the thread that builds it.
 
     build: makes the engine, warmed up; called in a thread of its own once the port is bound. register: adds the service
     to the server and returns the full names of what it added. network_cores: of the threads that speak with others; the
@@ -194,7 +224,7 @@ async def serve_engine(
     await server.start(address, register(server, hub, loop), tls)
     try:
         await hub.pipes.open(address)
-        engine = await asyncio.to_thread(build_there)
+        engine = await _built(build_there, stop)
     except BaseException:
         await hub.pipes.close()
         await server.stop(grace=0.0)

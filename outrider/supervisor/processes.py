@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.supervisor import leash
+from outrider.leash import leashed
 from outrider.supervisor.health import is_healthy
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Child:
         """One life, from start to end. Returns the exit code, negative for a signal."""
         # A session of its own, so that Ctrl-C reaches the supervisor alone, which ends the processes in order.
         self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), *self.command,
+            *leashed(self.command),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             start_new_session=True, limit=_LONGEST_LINE,
         )  # fmt: skip

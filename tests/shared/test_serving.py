@@ -2,6 +2,9 @@
 
 import asyncio
 import gc
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -393,3 +396,34 @@ def test_what_exists_at_the_start_is_not_collected_again():
     with uncollected():
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0
+
+
+LOADING = """
+import sys, time
+from outrider.config import TargetConfig
+from outrider.serving import process
+from outrider.serving.rpc import serve_engine
+
+def build():
+    print("loading", flush=True)
+    time.sleep(3600)
+
+async def serve(config):
+    return await serve_engine(build, config.listen, None, None, lambda *_: [])
+
+sys.exit(process.run("target", TargetConfig(listen=sys.argv[1]), serve))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_process_that_still_loads(tmp_path, number):
+    path = tmp_path / "service.sock"
+    command = [sys.executable, "-c", LOADING, f"unix:{path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert list(tmp_path.iterdir()) == []
