@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -42,7 +43,6 @@ _PROCESSES = {
     "train": ("services.draft.train.__main__", "train"),
     "bench": ("bench.__main__", "bench"),
 }
-_OWN_PACKAGES = ("outrider", "services", "gateway", "bench")
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ def _run_process(verb: str, flags: list[str]) -> int:
     try:
         with uncollected_imports():
             module = importlib.import_module(name)
+        return int(module.main(flags) or 0)  # which imports what is large
     except ModuleNotFoundError as error:
-        missing, _, ours = (error.name or "").partition(".")
-        if ours and missing in _OWN_PACKAGES:
+        missing = (error.name or "").partition(".")[0]
+        if not missing or importlib.util.find_spec(missing) is not None:  # a part of it is missing, or broken
             raise
         raise ConfigError(
             f"the {verb} needs {missing}, which is not installed; run `make install`, "
             f'or `pip install "outrider[{extra}]"`'
         ) from error
-    return int(module.main(flags) or 0)
 
 
 def _serve(flags: list[str]) -> int:

@@ -65,22 +65,42 @@ def test_wrong_configuration_is_one_line_and_code_2():
     assert outrider("serve", "--no-such-flag").returncode == 2
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
-    def fail(name):
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
 
-    monkeypatch.setattr(cli.importlib, "import_module", fail)
-    assert cli.main(["target"]) == 2
-    assert 'needs torch, which is not installed; run `make install`, or `pip install "outrider[target]"`' in (
-        capsys.readouterr().err
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "{missing}" else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from outrider import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("missing", "verb"), [("fastapi", "gateway"), ("torch", "target")])
+def test_a_missing_extra_is_named(tmp_path, missing, verb):
+    """Also one that is imported late, as PyTorch and JAX are."""
+    path = tmp_path / "socket"
+    flags = ["--target", "unix:nowhere"] if verb == "gateway" else ["--listen", f"unix:{path}"]
+    command = [sys.executable, "-c", WITHOUT.format(missing=missing), verb, *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        f"outrider: error: the {verb} needs {missing}, which is not installed; run `make install`, "
+        f'or `pip install "outrider[{verb}]"`'
     )
+    assert "Traceback" not in result.stderr
 
 
-def test_a_broken_module_of_our_own_is_no_missing_extra(monkeypatch):
-    def fail(name):
-        raise ModuleNotFoundError("No module named 'services.target.x'", name="services.target.x")
+@pytest.mark.parametrize("name", ["services.target.x", "json.x"])
+def test_a_part_of_what_is_installed_is_no_missing_extra(monkeypatch, name):
+    def main(flags):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
-    monkeypatch.setattr(cli.importlib, "import_module", fail)
+    monkeypatch.setattr(cli.importlib, "import_module", lambda _: types.SimpleNamespace(main=main))
     with pytest.raises(ModuleNotFoundError):
         cli.main(["target"])
 
