@@ -29,6 +29,7 @@ from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Chil
 
 log = logging.getLogger(__name__)
 
+_GLANCE = 1.0  # seconds between two looks at whether workers that serve still do
 _START_UP = 60.0  # seconds in which services that do not fit end all; later, only the worker that finds them
 
 
@@ -42,7 +43,8 @@ async def oversee(config: GatewayConfig) -> int:
         if health is not None:
             await health.start(config.health_listen or "", ())
         try:
-            loser = await supervise(children, _watch(children, Path(name), health), stop, hurry, together=True)
+            watching = _watch(children, Path(name)) if health is None else _watch_both(children, Path(name), health)
+            loser = await supervise(children, watching, stop, hurry, together=True)
         finally:
             if health is not None:
                 await health.stop()
@@ -75,7 +77,23 @@ def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     return children
 
 
-async def _watch(children: Sequence[Child], folder: Path, health: GrpcServer | None) -> None:
+async def _watch_both(children: Sequence[Child], folder: Path, health: GrpcServer) -> None:
+    await asyncio.gather(_watch(children, folder), _answer_health(children, health))
+
+
+async def _answer_health(children: Sequence[Child], health: GrpcServer) -> None:
+    """Say SERVING while some worker does, for as long as they are to."""
+    try:
+        while True:
+            asked = [is_healthy(child.address) for child in children if child.pid is not None]
+            serving = any(await asyncio.gather(*asked))
+            await health.set_serving(serving)
+            await asyncio.sleep(_GLANCE if serving else POLL_SECONDS)
+    finally:
+        await health.set_serving(False)
+
+
+async def _watch(children: Sequence[Child], folder: Path) -> None:
     """Say when the first worker serves, and when all do; some time later, what still dies is only started again."""
     loop, waiting = asyncio.get_running_loop(), list(children)
     until: float | None = None
@@ -83,10 +101,7 @@ async def _watch(children: Sequence[Child], folder: Path, health: GrpcServer | N
         for child in list(waiting):
             if child.pid is not None and await is_healthy(child.address):
                 waiting.remove(child)
-                if not open_mark(folder).exists():
-                    open_mark(folder).touch()
-                    if health is not None:
-                        await health.set_serving(True)
+                open_mark(folder).touch()
                 if not waiting:
                     log.info("%d workers serve", len(children))
                     until = loop.time() + _START_UP

@@ -1,5 +1,6 @@
 """Several gateway processes on one port, from their parent's ports to their common page of metrics."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import os
@@ -8,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,12 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import Metrics
 from gateway.workers.exposition import merge
-from gateway.workers.parent import _reserved, worker_config
+from gateway.workers.parent import _answer_health, _reserved, worker_config
 from gateway.workers.peers import Peers
 from outrider.client import Client
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError
+from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.cores import plan_cores
+from outrider.supervisor.health import is_healthy
 from tests.gateway.engines import expected
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
 from tests.gateway.test_resume import PROMPT
@@ -149,6 +153,43 @@ def test_all_drain_at_once(folder, draft):
     assert time.monotonic() - began < 25
     assert gateway.stop() == 0
     slow.stop()
+
+
+def test_the_parent_is_healthy_while_some_worker_serves(folder):
+    only = Service(Target, f"unix:{folder}/only").start()
+    address = f"unix:{folder}/parent-health"
+    gateway = Gateway(folder, [only.address], [], gateway_workers=WORKERS, health_listen=address)
+
+    def healthy():
+        return asyncio.run(is_healthy(address))
+
+    until(healthy, 120)
+    until(lambda: f"{WORKERS} workers serve" in gateway.log.read_text(), 60)
+    only.stop()  # without it no new worker serves
+    for pid in pids(gateway).values():
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: not healthy(), 60)
+    only.start()
+    until(healthy, 120)
+    assert gateway.stop() == 0
+    only.stop()
+
+
+async def test_the_parent_is_not_healthy_while_its_workers_drain(tmp_path):
+    server, worker = GrpcServer(), GrpcServer()
+    await server.start(f"unix:{tmp_path}/parent", ())
+    await worker.start(f"unix:{tmp_path}/worker", ())
+    await worker.set_serving(True)
+    child = SimpleNamespace(pid=1, address=f"unix:{tmp_path}/worker")
+    answering = asyncio.create_task(_answer_health([child], server))
+    async with asyncio.timeout(30):
+        while not await is_healthy(f"unix:{tmp_path}/parent"):
+            await asyncio.sleep(0.01)
+    answering.cancel()  # as `supervise` does as soon as it is told to stop
+    await asyncio.wait([answering])
+    assert not await is_healthy(f"unix:{tmp_path}/parent")
+    await server.stop(0)
+    await worker.stop(0)
 
 
 def test_services_that_do_not_fit_end_all(folder, target):
