@@ -31,6 +31,7 @@ class Doors:
         self._health = GrpcServer() if config.health_listen is not None else None
         self._rest: tuple[_Server, asyncio.Task[None]] | None = None
         self._open = False
+        self._leaving: asyncio.Task[None] | None = None
 
     async def start_health(self) -> None:
         """Listen where health alone is asked. Raises ConfigError if that cannot be."""
@@ -53,11 +54,15 @@ class Doors:
             if server is not None:
                 await server.set_serving(serving)
         if self._shared and not serving and self._rest is not None:
-            for listening in self._rest[0].servers:
-                listening.close()
+            self._rest[0].leave()
+            # gRPC tells its connections, too, that they shall come no more; `close` ends the wait for their calls.
+            self._leaving = asyncio.create_task(self.grpc.stop(self._config.drain_timeout + _GRACE))
 
     async def close(self) -> None:
         """Stop; what is under way gets a moment."""
+        if self._leaving is not None:
+            self._leaving.cancel()
+            await asyncio.wait([self._leaving])
         servers = [server for server in (self.grpc if self._open else None, self._health) if server is not None]
         rest = [stop_rest(self._rest)] if self._rest is not None else []
         await asyncio.gather(*rest, *(server.stop() for server in servers))
@@ -70,6 +75,13 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
+
+    def leave(self) -> None:
+        """Take no more connections, and end each that there is after what is under way on it."""
+        for listening in self.servers:
+            listening.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
 
 
 def start_rest(app: Edge, listener: socket.socket, tls: ServerTls | None = None) -> tuple[_Server, asyncio.Task[None]]:

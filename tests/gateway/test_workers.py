@@ -21,7 +21,7 @@ from gateway.workers.parent import _answer_health, _reserved, worker_config
 from gateway.workers.peers import Peers
 from outrider.client import Client
 from outrider.config import GatewayConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, Unavailable
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.cores import plan_cores
 from outrider.supervisor.health import is_healthy
@@ -136,6 +136,53 @@ def gateway_up(gateway):
         page = httpx.get(gateway.url + "/metrics").text
         rows = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("outrider_worker_up{"))
         return [float(rows[f'outrider_worker_up{{worker="{worker}"}}']) for worker in range(WORKERS)]
+
+
+def listeners(port):
+    """Sockets of this machine that take connections at a port."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in map(str.split, lines))
+
+
+def test_clients_of_a_worker_that_drains_go_on_with_the_others(folder):
+    slow = Service(Target, f"unix:{folder}/drained", delay=0.05).start()
+    gateway = Gateway(folder, [slow.address], [], gateway_workers=WORKERS, drain_timeout=120).wait()
+    until(lambda: gateway.metric("outrider_worker_up") == WORKERS, 60)
+    old = [Client(f"127.0.0.1:{gateway.grpc_port}") for _ in range(6)]
+    kept = [httpx.Client(base_url=gateway.url, timeout=30) for _ in range(6)]
+
+    def grpc(client):
+        return client.complete("A", max_tokens=1, temperature=0.0).text == "B"
+
+    def rest(client):
+        return client.post("/v1/completions", json={"prompt": "A", "max_tokens": 1}).is_success
+
+    assert all(map(grpc, old))
+    assert all(map(rest, kept))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(complete, gateway, 300)
+        until(lambda: gateway.metric("outrider_running_requests"))
+        slow.engine.delay = 1.0  # it is not done before this test has seen all
+        busy = next(w for w in range(WORKERS) if gateway.metric("outrider_running_requests", worker=w))
+        os.kill(pids(gateway)[busy], signal.SIGTERM)
+        for port in (gateway.port, gateway.grpc_port):
+            until(lambda port=port: listeners(port) == WORKERS - 1)
+        slow.engine.delay = 0.1
+        for _ in range(10):
+            with Client(f"127.0.0.1:{gateway.grpc_port}") as new:
+                assert grpc(new)
+        assert all(map(rest, kept))
+        for client in old:  # they hear of it in a moment
+            with contextlib.suppress(Unavailable):
+                grpc(client)
+        assert all(map(grpc, old))
+        assert not answer.done()
+        slow.engine.delay = 0.0
+        assert answer.result() == expected(PROMPT, 300)
+    for client in (*old, *kept):
+        client.close()
+    assert gateway.stop() == 0
+    slow.stop()
 
 
 def test_all_drain_at_once(folder, draft):
