@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.leash import leashed
@@ -46,6 +46,23 @@ class Backoff:
         while True:
             yield wait
             wait = min(2 * wait, self.longest)
+
+
+@contextlib.asynccontextmanager
+async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
+    """A pipe for what a process writes: where to read it, and the descriptor to write to, which the caller closes.
+
+    With a pipe that asyncio makes, a process has not ended for it before all have who hold that pipe.
+    """
+    end, entrance = os.pipe()
+    output = asyncio.StreamReader(_LONGEST_LINE)
+    reading, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(end, "rb", 0)
+    )
+    try:
+        yield output, entrance
+    finally:
+        reading.close()
 
 
 @dataclass(eq=False)
@@ -112,21 +129,23 @@ class Child:
 
     async def _live(self) -> int:
         """One life, from start to end. Returns the exit code, negative for a signal."""
-        # A session of its own, so that Ctrl-C reaches the supervisor alone, which ends the processes in order.
-        self._process = process = await asyncio.create_subprocess_exec(
-            *leashed(self.command),
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True, limit=_LONGEST_LINE,
-        )  # fmt: skip
-        if self._ending.is_set():  # while it was being started
-            self.end()
-        assert process.stdout is not None
-        relay = asyncio.create_task(self._relay(process.stdout))
-        code = await process.wait()
-        # What it started may hold the pipe open, so the pipe's end is waited for a moment only.
-        await asyncio.wait([relay], timeout=1.0)
-        relay.cancel()
-        return code
+        async with _pipe() as (output, entrance):
+            try:
+                # A session of its own, so that Ctrl-C reaches the supervisor alone, which ends the processes in order.
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *leashed(self.command), stdin=asyncio.subprocess.DEVNULL, stdout=entrance,
+                    stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+            finally:
+                os.close(entrance)
+            if self._ending.is_set():  # while it was being started
+                self.end()
+            relay = asyncio.create_task(self._relay(output))
+            code = await process.wait()
+            # What it started may hold the pipe open, so the pipe's end is waited for a moment only.
+            await asyncio.wait([relay], timeout=1.0)
+            relay.cancel()
+            return code
 
     async def _relay(self, output: asyncio.StreamReader) -> None:
         while True:

@@ -169,6 +169,21 @@ async def test_a_line_that_cannot_be_written_is_the_only_one_lost():
     assert lines == ["first"] + ["x" * 1000] * 1000
 
 
+async def test_a_death_is_noticed_though_what_the_process_started_holds_its_output(monkeypatch):
+    monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
+    lines = []
+    # The second one lives until it is killed.
+    script = "import os, subprocess; print(subprocess.Popen(['sleep', '3600']).pid, flush=True); os._exit(1)"
+    broken = child(script, on_line=lines.append)
+    try:
+        assert await asyncio.wait_for(run([broken]), 60) is broken
+        assert len(lines) == 2
+        assert not any(map(gone, map(int, lines)))
+    finally:
+        for pid in map(int, lines):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.fixture
 def harness():
     running = []
