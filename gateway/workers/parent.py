@@ -50,8 +50,9 @@ async def oversee(config: GatewayConfig) -> int:
                 await health.stop()
     if loser is None:
         return 0
-    message = loser.last_line.removeprefix("error: ")
-    raise ConfigError(message) if loser.gave_up == EXIT_MISCONFIGURED else EngineFault(f"{loser.name}: {message}")
+    if loser.gave_up == EXIT_MISCONFIGURED:
+        raise ConfigError(loser.reason)
+    raise EngineFault(f"{loser.name}: {loser.reason}")
 
 
 def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayConfig:

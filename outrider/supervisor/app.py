@@ -176,7 +176,7 @@ async def _run(processes: Processes, display: Display) -> int:
     loser = await supervise(children, _announce(processes, children, display), stop, hurry)
     if loser is None:
         return 0
-    message = f"the {loser.name} process does not start: {loser.last_line}"
+    message = f"the {loser.name} process does not start: {loser.reason}"
     raise ConfigError(message) if loser.gave_up == EXIT_MISCONFIGURED else EngineFault(message)
 
 

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ MAX_FAILED_STARTS = 5
 GRACE_SECONDS = 10.0  # for a process to end by itself
 POLL_SECONDS = 0.1
 _LONGEST_LINE = 1 << 20  # bytes; longer ones are dropped
+_ERROR = re.compile(r"(outrider: )?error: ")  # how processes of ours begin the line that says why they end
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ class Child:
     """One process by name, started again whenever it dies.
 
     address: where its health is asked. on_line: called with every line that it writes, without the line's end.
-    extra_grace: seconds that it gets to end by itself beyond those of all
+    extra_grace: seconds that it gets to end by itself beyond those of all. reason: why its last life ended, in its own
+    words: the error that it named, or else its last line
     """
 
     name: str
@@ -82,7 +85,7 @@ class Child:
     ready: bool = field(default=False, init=False)
     progress: str = field(default="", init=False)
     gave_up: int | None = field(default=None, init=False)
-    last_line: str = field(default="", init=False)
+    reason: str = field(default="", init=False)
     _ending: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _process: asyncio.subprocess.Process | None = field(default=None, init=False)
 
@@ -148,6 +151,7 @@ class Child:
             return code
 
     async def _relay(self, output: asyncio.StreamReader) -> None:
+        named = False
         while True:
             try:
                 raw = await output.readline()
@@ -157,7 +161,10 @@ class Child:
                 return
             line = raw.decode(errors="replace").rstrip()
             if line:
-                self.last_line = line
+                # Behind its error, libraries may still complain of the end that it brings.
+                error = _ERROR.match(line)
+                if error is not None or not named:
+                    self.reason, named = line[error.end() :] if error else line, error is not None
                 with contextlib.suppress(OSError):  # a full disk: the line is lost, the child need not wait for ever
                     self.on_line(line)
 

@@ -78,7 +78,7 @@ async def test_a_refused_configuration_ends_all():
     refuser = child("import sys; print('no such model'); sys.exit(2)", on_line=lines.append)
     other = child(HEALTHY)
     assert await asyncio.wait_for(run([other, refuser]), 60) is refuser
-    assert (refuser.gave_up, refuser.last_line, lines) == (2, "no such model", ["no such model"])
+    assert (refuser.gave_up, refuser.reason, lines) == (2, "no such model", ["no such model"])
     assert other.pid is None
 
 
@@ -135,6 +135,24 @@ async def test_the_last_child_is_ended_first():
     async with supervised(first, last):
         pass
     assert ends == ["last", "first"]
+
+
+@pytest.mark.parametrize("words", ["error: no such model", "outrider: error: no such model"])
+async def test_the_reason_is_the_error_that_was_named_whatever_a_library_says_behind_it(monkeypatch, words):
+    monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
+    noise = "E0000 00:00:00.000000 1 server.cc:1] shutdown"
+    broken = child(f"print('loading\\n{words}\\n{noise}'); raise SystemExit(1)")
+    assert await asyncio.wait_for(run([broken]), 60) is broken
+    assert broken.reason == "no such model"
+
+
+async def test_the_reason_is_that_of_the_last_life(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "MAX_FAILED_STARTS", 2)
+    mark = str(tmp_path / "mark")
+    second = f"sys.exit('killed') if os.path.exists({mark!r}) else os.mkdir({mark!r})"
+    broken = child(f"import os, sys; {second}; sys.exit('error: one')")
+    assert await asyncio.wait_for(run([broken]), 60) is broken
+    assert broken.reason == "killed"
 
 
 async def test_a_failing_start_display_is_not_swallowed():

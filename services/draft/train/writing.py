@@ -120,5 +120,5 @@ async def _ready(child: Child) -> None:
         await asyncio.wait([ready], timeout=_GLANCE)
     if not ready.done():
         ready.cancel()
-        message = f"the target does not start: {child.last_line}"
+        message = f"the target does not start: {child.reason}"
         raise ConfigError(message) if child.gave_up == EXIT_MISCONFIGURED else EngineFault(message)
