@@ -72,11 +72,24 @@ class ClientTls:
 
     def context(self) -> ssl.SSLContext:
         """For HTTP, and for a look at a service."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context = _NamingContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.server_name = self.server_name
         context.load_verify_locations(self.ca_certs)
         if self.pair is not None:
             context.load_cert_chain(self.pair.certfile, self.pair.keyfile)
         return context
+
+
+class _NamingContext(ssl.SSLContext):
+    """Expects a server of the name that it has, where it has one: HTTP libraries know the host of the address alone."""
+
+    server_name: str | None = None
+
+    def wrap_socket(self, *args: Any, **named: Any) -> ssl.SSLSocket:
+        """As of SSLContext."""
+        if self.server_name is not None:
+            named["server_hostname"] = self.server_name
+        return super().wrap_socket(*args, **named)
 
 
 # --- files ---

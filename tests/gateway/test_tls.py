@@ -130,6 +130,10 @@ def test_tls_alone_asks_clients_for_nothing(folder, ours, server, target):
         health = ["healthcheck", gateway.url, "--timeout", "10"]
         assert main([*health, "--service-ssl-ca-certs", ours.ca_certs]) == 0
         assert main(health) == 1, "the authority is not known to this machine"
+        # The name that is asked for counts, and not that of the address.
+        named = ["--service-ssl-ca-certs", ours.ca_certs, "--service-ssl-server-name"]
+        assert main([*health, *named, "localhost"]) == 0
+        assert main([*health, *named, "gateway.example"]) == 1
         port = f"localhost:{gateway.grpc_port}"
         assert main(["healthcheck", port, "-t", "10", "--service-ssl-ca-certs", ours.ca_certs]) == 0
     finally:
