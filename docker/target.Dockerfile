@@ -26,6 +26,15 @@ FROM ${BASE_IMAGE}
 RUN useradd --create-home --uid 10001 outrider \
     && install --directory --owner=outrider --group=outrider /home/outrider/.cache /run/outrider
 COPY --from=build /opt/outrider /opt/outrider
+# Triton, which comes with builds of PyTorch for GPUs, compiles C when its kernels are launched for the first time.
+RUN if /opt/outrider/bin/python -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("triton"))' \
+    && ! command -v gcc > /dev/null; then \
+        include=$(/opt/outrider/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+        && apt-get update \
+        && apt-get install --yes --no-install-recommends \
+            gcc libc6-dev $(test -e "$include/Python.h" || echo python3-dev) \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 ENV PATH=/opt/outrider/bin:$PATH HOME=/home/outrider PYTHONUNBUFFERED=1
 USER outrider
 WORKDIR /home/outrider

@@ -1,6 +1,7 @@
 """The files that users deploy with agree with one another."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,34 @@ def test_every_build_argument_can_be_chosen(name):
     dockerfile = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
     for argument in re.findall(r"^ARG (\w+)", dockerfile, re.MULTILINE):
         assert f"{argument}: ${{{argument}:-" in COMPOSE
+
+
+def executable(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("triton", [True, False])
+@pytest.mark.parametrize("headers", [True, False])
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_target_s_image_has_a_compiler_of_c_where_triton_needs_it(tmp_path, triton, headers, compiler):
+    last = (ROOT / "docker" / "target.Dockerfile").read_text().split("\nFROM ")[-1]
+    (script,) = (run for run in re.findall(r"^RUN ((?:.*\\\n)*.*)$", last, re.MULTILINE) if "triton" in run)
+    programs, told, include = tmp_path / "bin", tmp_path / "told", tmp_path / "include"
+    programs.mkdir()
+    include.mkdir()
+    if headers:
+        (include / "Python.h").touch()
+    executable(programs / "python", f'case "$2" in *triton*) exit {int(not triton)};; esac; echo {include}')
+    executable(programs / "apt-get", f'echo "$@" >> {told}')
+    executable(programs / "rm", "exit 0")
+    if compiler:
+        executable(programs / "gcc", "exit 0")
+    script = script.replace("/opt/outrider/bin/python", str(programs / "python"))
+    subprocess.run(["/bin/sh", "-c", script], env={"PATH": str(programs)}, check=True)
+    installed = told.read_text().splitlines()[-1] if told.exists() else ""
+    assert ("gcc libc6-dev" in installed) == (triton and not compiler)
+    assert ("python3-dev" in installed) == (triton and not compiler and not headers)
 
 
 @pytest.mark.parametrize("name", ["target", "draft", "gateway"])
