@@ -26,11 +26,19 @@ def test_a_variable_has_one_default():
     assert len(dict(found)) == len(set(found))
 
 
-@pytest.mark.parametrize(("gateway", "target"), [("gateway", "target"), ("gateway-gpu", "target-gpu")])
-def test_the_gateway_finds_services_where_they_listen_and_are_asked_for_their_health(gateway, target):
+GATEWAYS = [
+    ("gateway", "target", "draft"),
+    ("gateway-gpu", "target-gpu", "draft"),
+    ("gateway-gpus", "target-gpu", "draft-gpu"),
+]
+
+
+@pytest.mark.parametrize(("gateway", "target", "draft"), GATEWAYS)
+def test_the_gateway_finds_services_where_they_listen_and_are_asked_for_their_health(gateway, target, draft):
     services = yaml.safe_load(COMPOSE)["services"]
     found = dict(re.findall(r"--(target|draft) (\S+)", services[gateway]["command"]))
-    for kind, name in (("target", target), ("draft", "draft")):
+    for kind, name in (("target", target), ("draft", draft)):
+        assert services[gateway]["depends_on"][name] == {"condition": "service_healthy"}
         address = found[kind]
         assert services[name]["entrypoint"].split() == ["outrider", kind, "--listen", address]
         assert services[name]["healthcheck"]["test"].split() == ["outrider", "healthcheck", address]
@@ -39,6 +47,19 @@ def test_the_gateway_finds_services_where_they_listen_and_are_asked_for_their_he
         assert f"sockets:{folder}" in services[gateway]["volumes"]
         for image in (kind, "gateway"):  # a volume has the owner that the folder has in the image
             assert folder in (ROOT / "docker" / f"{image}.Dockerfile").read_text()
+
+
+@pytest.mark.parametrize(("name", "specification"), [("target", "TORCH_SPEC"), ("draft", "JAX_SPEC")])
+def test_a_container_has_a_gpu_where_its_image_is_built_for_one(name, specification):
+    services = yaml.safe_load(COMPOSE)["services"]
+    plain, gpu = services[name], services[f"{name}-gpu"]
+    assert "deploy" not in plain
+    assert "gpu" in gpu["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"]
+    assert gpu["profiles"] == ["gpu"]
+    assert plain["build"]["args"][specification].startswith(f"${{{specification}:-")
+    assert gpu["build"]["args"][specification].startswith(f"${{{specification}_GPU:-")
+    assert plain["image"] != gpu["image"]
+    assert (plain["command"], plain["volumes"]) == (gpu["command"], gpu["volumes"])
 
 
 @pytest.mark.parametrize("name", ["target", "draft", "gateway"])
