@@ -42,7 +42,10 @@ def format_cores(cores: Sequence[int]) -> str:
 
 
 def to_argv(config: ProcessConfig) -> list[str]:
-    """Flags that make this configuration: the fields that differ from their defaults."""
+    """Flags that make this configuration: the fields that differ from their defaults.
+
+    Of several values of a field the first alone may begin with a dash, as where people write them.
+    """
     argv: list[str] = []
     for field in fields(config):
         value: Any = getattr(config, field.name)
@@ -51,9 +54,12 @@ def to_argv(config: ProcessConfig) -> list[str]:
         flag = "--" + field.name.replace("_", "-")
         if isinstance(value, bool):
             argv.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            argv += [flag, *map(str, value)]
         else:
-            text = str(value)
-            argv += [f"{flag}={text}"] if text.startswith("-") else [flag, text]  # else it would read as a flag
+            several = isinstance(value, Sequence) and not isinstance(value, str)
+            words = [str(one) for one in value] if several else [str(value)]
+            if words and words[0].startswith("-"):  # by itself it would read as a flag
+                argv.append(f"{flag}={words.pop(0)}")
+            else:
+                argv.append(flag)
+            argv += words
     return argv

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import tyro
 
-from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, plain_argv, to_argv
+from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, plain_argv, to_argv
 from outrider.errors import ConfigError
 from outrider.supervisor.app import _facts, base_url, check_flags, configure, make_children
 from outrider.supervisor.cores import CorePlan
@@ -192,6 +192,18 @@ def test_flags_that_are_off_by_choice_are_written_so():
     key = GatewayConfig(admin_api_key="-xyz")  # as a random key may begin
     assert to_argv(key)[-1] == "--admin-api-key=-xyz"
     assert tyro.cli(GatewayConfig, args=to_argv(key)) == key
+
+
+@pytest.mark.parametrize("keys", [("-abc",), ("-abc", "def"), ("a", "b"), ("-a=b",)])
+def test_keys_are_passed_on_however_they_begin(keys):
+    read = tyro.cli(GatewayConfig, args=[f"--api-key={keys[0]}", *keys[1:]])
+    assert read.api_key == keys
+    assert tyro.cli(GatewayConfig, args=to_argv(read)) == read
+
+
+def test_numbers_are_passed_on_whatever_their_sign():
+    config = TrainConfig(model_path="x", output="y", temperature=(-1.0, -0.5, 1.0))
+    assert tyro.cli(TrainConfig, args=to_argv(config)) == config
 
 
 def test_what_is_shown_without_a_terminal(capsys):
