@@ -148,6 +148,12 @@ class Generator:
         self._check_tokens(tokens, param)
         return self.tokenizer.decode(tokens, verbatim=verbatim)
 
+    async def decode_all(
+        self, lists: Sequence[Sequence[int]], param: str = "prompt", *, verbatim: bool = False
+    ) -> list[str]:
+        """Texts of lists of tokens, as of decode."""
+        return await encoding.worked(lists, lambda: [self.decode(one, param, verbatim=verbatim) for one in lists])
+
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Tokens of a conversation. Raises InvalidRequest."""
         return await encoding.encode_chat(self.tokenizer, messages, options)

@@ -81,15 +81,11 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         """What follows prompts, which are texts or token ids."""
         generator.check_model(body.model)
         body.check_supported()
-        prompts: list[tuple[list[int], str]] = []
         given = body.prompts()
-        for prompt, whole in zip(given, await generator.encode_all(given), strict=True):
-            tokens = body.cut(whole)
-            if isinstance(prompt, str) and len(tokens) == len(whole):
-                prompts.append((tokens, prompt))
-            else:
-                prompts.append((tokens, generator.decode(tokens) if body.echoes else ""))
-        return await _answer(generator, facts, COMPLETION, body, prompts, request)
+        whole = await generator.encode_all(given)
+        prompts = [body.cut(tokens) for tokens in whole]
+        texts = await _texts(generator, given, whole, prompts) if body.echoes else [""] * len(prompts)
+        return await _answer(generator, facts, COMPLETION, body, list(zip(prompts, texts, strict=True)), request)
 
     @app.post("/v1/responses", tags=["generation"], responses=_STREAMS, dependencies=[WHOLE])
     async def responses(body: ResponsesBody, request: Request) -> Response:
@@ -150,6 +146,20 @@ def _facts_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
     @app.get("/version")
     async def version() -> Response:
         return _json({"version": facts.version})
+
+
+async def _texts(
+    generator: Generator, given: Sequence[str | list[int]], whole: Sequence[list[int]], prompts: Sequence[list[int]]
+) -> list[str]:
+    """Texts of prompts: as they came, but for those that came as tokens, or were cut.
+
+    given: as they came. whole, prompts: their tokens, before and after they were cut. Raises InvalidRequest
+    """
+    texts = {i: one for i, one in enumerate(given) if isinstance(one, str) and len(prompts[i]) == len(whole[i])}
+    others = [i for i in range(len(given)) if i not in texts]
+    decoded = await generator.decode_all([prompts[i] for i in others])
+    texts |= dict(zip(others, decoded, strict=True))
+    return [texts[i] for i in range(len(given))]
 
 
 async def _answer(

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.schemas import Count, Flag, Message, conversation_options
 from gateway.api.unicode import WHOLE
 from gateway.generation import Generator
+from gateway.text.encoding import worked
 from outrider.errors import InvalidRequest
 
 
@@ -62,8 +63,10 @@ def install(app: FastAPI, generator: Generator) -> None:
             tokens = await generator.encode_chat([message.rendered() for message in body.messages], **options)
         else:
             tokens = await generator.encode(body.prompt or "", special=body.add_special_tokens)
-        pieces = generator.tokenizer.pieces
-        strings = {"token_strs": [pieces.text(token) for token in tokens]} if body.return_token_strs else {}
+        strings: dict[str, Any] = {}
+        if body.return_token_strs:
+            pieces = generator.tokenizer.pieces
+            strings["token_strs"] = await worked([tokens], lambda: [pieces.text(token) for token in tokens])
         return _json({"tokens": tokens, "count": len(tokens), **limit, **strings})
 
     @app.post("/detokenize", tags=["tokens"])
@@ -73,8 +76,8 @@ def install(app: FastAPI, generator: Generator) -> None:
         generator.check_model(body.model)
         several = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists: list[Any] = list(body.tokens) if several else [body.tokens]
-        whole = [generator.decode(tokens, "tokens", verbatim=True) for tokens in lists]
-        plain = [generator.decode(tokens, "tokens") for tokens in lists] if body.skip_special_tokens else whole
+        whole = await generator.decode_all(lists, "tokens", verbatim=True)
+        plain = await generator.decode_all(lists, "tokens") if body.skip_special_tokens else whole
         return _json({"prompt": whole, "text": plain} if several else {"prompt": whole[0], "text": plain[0]})
 
     @app.get("/tokenizer_info", tags=["tokens"])

@@ -1,9 +1,9 @@
-"""Prompts become tokens; in a thread, where that takes long, for commits must not wait."""
+"""Prompts become tokens, and tokens texts; in a thread, where that takes long, for commits must not wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from outrider.text.tokenizer import LONG_TEXT
 
 Result = TypeVar("Result")
 
-_MANY = 64  # texts that take long whatever their length
+_MANY = 64  # pieces of work that take long whatever their length
 
 
 async def encode_all(
@@ -23,7 +23,7 @@ async def encode_all(
     def encoded() -> list[list[int]]:
         return [tokenizer.encode(one, special=special) if isinstance(one, str) else one for one in prompts]
 
-    return await _done([one for one in prompts if isinstance(one, str)], encoded)
+    return await worked([one for one in prompts if isinstance(one, str)], encoded)
 
 
 async def encode_chat(
@@ -31,11 +31,11 @@ async def encode_chat(
 ) -> list[int]:
     """Tokens of a conversation. options: as of encode_chat. Raises InvalidRequest."""
     # Templates render calls, tools and whatever else they are told, too.
-    return await _done([str(messages), str(options)], partial(tokenizer.encode_chat, messages, **options))
+    return await worked([str(messages), str(options)], partial(tokenizer.encode_chat, messages, **options))
 
 
-async def _done(texts: Sequence[str], work: Callable[[], Result]) -> Result:
-    """What work with texts gives."""
-    if len(texts) >= _MANY or sum(map(len, texts)) >= LONG_TEXT:
+async def worked(material: Sequence[Sized], work: Callable[[], Result]) -> Result:
+    """What work with some material gives; in a thread, if that is long. material: texts, or lists of tokens."""
+    if len(material) >= _MANY or sum(map(len, material)) >= LONG_TEXT:
         return await asyncio.to_thread(work)
     return work()

@@ -11,7 +11,7 @@ import tokenizers
 from outrider.errors import ConfigError, InvalidRequest
 from outrider.text.template import ChatTemplate
 
-LONG_TEXT = 4096  # characters from which on tokenizing takes long
+LONG_TEXT = 4096  # characters, or tokens, from which on the way from one to the other takes long
 
 
 class Tokenizer:
@@ -75,7 +75,11 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int], *, verbatim: bool = False) -> str:
         """The text of tokens, without special ones. verbatim: with them."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not verbatim))
+        ids = list(tokens)
+        if len(ids) >= LONG_TEXT:  # as in _ids
+            (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=not verbatim)
+            return str(text)
+        return str(self._tokenizer.decode(ids, skip_special_tokens=not verbatim))
 
 
 def load_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -6,18 +6,24 @@ import random
 import threading
 import time
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from gateway.api.app import _texts
 from gateway.api.native import NativeBody
 from gateway.api.schemas import CompletionBody
+from gateway.api.tokens import install as install_tokens
+from gateway.generation import Generator
 from gateway.text import encoding
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ConfigError, InvalidRequest
-from tests.gateway.engines import SPECIAL, VOCAB, tokenizer, tokenizer_files
+from outrider.text.tokenizer import LONG_TEXT
+from tests.gateway.engines import CONTEXT, SPECIAL, VOCAB, tokenizer, tokenizer_files
 
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -287,6 +293,67 @@ async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
         watched = Watched()
         await encoding.encode_chat(watched, messages, options)
         assert (here not in watched.threads) == long
+
+
+class WatchedModel(ModelTokenizer):
+    """Notices in which threads it decodes."""
+
+    def __init__(self):
+        super().__init__(tokenizer_files())
+        self.threads = set()
+
+    def decode(self, tokens, *, verbatim=False):
+        self.threads.add(threading.get_ident())
+        return super().decode(tokens, verbatim=verbatim)
+
+
+@pytest.fixture
+def watched():
+    """A generator that has no services, and the tokenizer that it has."""
+    model = WatchedModel()
+    return Generator(None, model, None, name="model", vocab_size=VOCAB, max_session_tokens=CONTEXT), model
+
+
+@pytest.mark.parametrize(
+    ("lists", "long"), [([[65]], False), ([[65] * 4000], False), ([[65] * 5000], True), ([[65]] * 500, True)]
+)
+@pytest.mark.parametrize("several", [False, True])
+async def test_tokens_that_take_long_to_decode_are_decoded_in_a_thread(watched, lists, long, several):
+    generator, model = watched
+    app = FastAPI()
+    install_tokens(app, generator)
+    if not several and len(lists) > 1:
+        lists = [[token for one in lists for token in one] * 10]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        answer = await client.post("/detokenize", json={"tokens": lists if several else lists[0]})
+    texts = [TOKENIZERS["byte_level"].decode(one) for one in lists]
+    assert answer.json() == dict.fromkeys(("prompt", "text"), texts if several else texts[0])
+    assert (threading.get_ident() not in model.threads) == long
+
+
+async def test_an_echo_is_the_prompt_as_it_came_or_decoded(watched):
+    generator, model = watched
+    prompts = ["ab", "abc", [65, 66]]
+    whole = await generator.encode_all(prompts)
+    cut = [whole[0], whole[1][1:], whole[2]]
+    decode = TOKENIZERS["byte_level"].decode
+    assert await _texts(generator, prompts, whole, cut) == ["ab", decode(cut[1]), decode([65, 66])]
+    assert model.threads == {threading.get_ident()}
+    model.threads.clear()
+    long = [[65] * 5000]
+    assert await _texts(generator, [prompts[0], *long], [whole[0], *long], [cut[0], *long]) == ["ab", decode(long[0])]
+    assert threading.get_ident() not in model.threads
+    with pytest.raises(InvalidRequest, match="not in the vocabulary"):
+        await _texts(generator, [[VOCAB]], [[VOCAB]], [[VOCAB]])
+
+
+@pytest.mark.parametrize("verbatim", [False, True])
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_many_tokens_are_the_same_text_as_few(name, verbatim):
+    ids = TOKENIZERS[name].encode("<tool>a aé 世</s> b " * 2000).ids
+    assert len(ids) > LONG_TEXT
+    text = TOKENIZERS[name].decode(ids, skip_special_tokens=not verbatim)
+    assert MODELS[name].decode(ids, verbatim=verbatim) == text
 
 
 def test_other_threads_go_on_while_a_long_text_is_tokenized():
