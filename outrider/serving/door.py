@@ -19,6 +19,7 @@ from outrider.serving.ports import refuse_used_socket
 log = logging.getLogger(__name__)
 
 _BACKLOG = 100  # connections that wait to be taken
+_PAUSE = 1.0  # seconds after a failure to take one
 
 
 class PipeDoor:
@@ -75,7 +76,12 @@ class PipeDoor:
         loop = asyncio.get_running_loop()
         with listening:
             while True:
-                connection, _ = await loop.sock_accept(listening)
+                try:
+                    connection, _ = await loop.sock_accept(listening)
+                except OSError as error:  # such as too many open files, which may pass
+                    log.warning("a connection for frames cannot be taken: %s", error.strerror or error)
+                    await asyncio.sleep(_PAUSE)
+                    continue
                 visitor = loop.create_task(self._take(connection))
                 self._visitors.add(visitor)
                 visitor.add_done_callback(self._visitors.discard)

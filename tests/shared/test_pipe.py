@@ -1,6 +1,7 @@
 """Frames past gRPC: they belong to their call, whichever of the two comes or ends first."""
 
 import asyncio
+import errno
 import os
 import socket
 from types import SimpleNamespace
@@ -206,6 +207,26 @@ async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_
     await far.open(f"unix:{tmp_path}/{'x' * 200}")
     assert await connect_beside(f"unix:{tmp_path}/{'x' * 200}") is None
     await far.close()
+
+
+async def test_connections_are_taken_again_after_too_many_files_were_open(address, monkeypatch):
+    monkeypatch.setattr(doors, "_PAUSE", 0.01)
+    loop, failures = asyncio.get_running_loop(), []
+
+    async def accept(listening, taken=loop.sock_accept):
+        if not failures:
+            failures.append(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+            raise failures[0]
+        return await taken(listening)
+
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    door = PipeDoor()
+    await door.open(address)
+    here, there = await both_ends(door, address)
+    assert failures
+    here.close()
+    there.close()
+    await door.close()
 
 
 async def test_a_socket_at_which_somebody_listens_is_nobody_else_s(address):
