@@ -56,7 +56,7 @@ class Healthcheck(ServiceTlsOptions):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb. Returns the exit code: 0 done, 1 failed, 2 wrong flags or configuration."""
+    """Run a verb. Returns the exit code: 0 done, 1 failed, 2 wrong flags or configuration, 130 for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(argv)
@@ -68,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a help page had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:  # before a process listens to signals, as while it imports what is large
+        return 130
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -4,6 +4,8 @@ import asyncio
 import compileall
 import contextlib
 import importlib.util
+import signal
+import socket
 import subprocess
 import sys
 import types
@@ -93,6 +95,22 @@ def test_a_missing_extra_is_named(tmp_path, missing, verb):
         f'or `pip install "outrider[{verb}]"`'
     )
     assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
+    """Here while it waits for an answer; while it imports, as any other."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "outrider", "healthcheck", f"http://127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen([*command, "-t", "3600"], stderr=subprocess.PIPE, text=True) as process:
+            try:
+                silent.settimeout(60)
+                connection, _ = silent.accept()
+                process.send_signal(signal.SIGINT)
+                connection.close()
+                assert process.wait(60) == 130
+                assert process.stderr.read() == ""
+            finally:
+                process.kill()
 
 
 @pytest.mark.parametrize("name", ["services.target.x", "json.x"])
