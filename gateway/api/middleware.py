@@ -5,6 +5,7 @@ Plain ASGI, for streams pass through here.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import time
@@ -47,11 +48,12 @@ class Edge:
         scope["path"] = _SLASHES.sub("/", scope["path"])
         limit = _WEIGHTS_BYTES if scope["path"] == _WEIGHTS else self._limit
         body = _Bounded(receive, limit)
-        refused = False
+        refused = started = False
 
         async def sending(message: Message) -> None:
-            nonlocal refused
+            nonlocal refused, started
             if message["type"] == "http.response.start":
+                started = True
                 if body.too_large:  # whatever the app made of it
                     refused = True
                     await _refuse(send, request_id, limit)
@@ -63,7 +65,12 @@ class Edge:
         if length.isdigit() and int(length) > limit:
             await _refuse(send, request_id, limit)
             return
-        await self.app(scope, body, sending)
+        try:
+            await self.app(scope, body, sending)
+        except asyncio.CancelledError:  # by the server, which ends: the client has not sent all, or does not read
+            if not started:
+                told = error_body("the gateway is shutting down; retry elsewhere", "server_error", "unavailable")
+                await _send(send, 503, told, [(_HEADER, request_id), (b"retry-after", b"1"), (b"connection", b"close")])
 
 
 class Gate:

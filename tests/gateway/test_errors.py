@@ -1,5 +1,6 @@
 """Every kind of bad input has its status, its code and the name of the field, in OpenAI's form."""
 
+import asyncio
 import json
 
 import openai
@@ -277,6 +278,33 @@ async def test_behind_a_body_that_is_too_large_a_disconnect_is_still_told():
     await edge({"type": "http", "path": "/", "headers": []}, receive, send)
     assert heard == [{"type": "http.disconnect"}]
     assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(started):
+    """One whose body does not come, or whose client does not read."""
+    edge, begun, sent = Edge(max_body_bytes=7), asyncio.Event(), []
+
+    async def app(scope, receive, send):
+        if started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    edge.app = app
+    scope = {"type": "http", "path": "/v1/completions", "headers": []}
+    task = asyncio.create_task(edge(scope, None, send))
+    await begun.wait()
+    task.cancel()  # as uvicorn does; what comes out, it logs with its traceback
+    await task
+    assert sent[0]["status"] == (200 if started else 503)
+    assert len(sent) == (1 if started else 2)
+    if not started:
+        assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
+        assert b"shutting down" in sent[1]["body"]
 
 
 def test_errors_of_the_target_keep_their_status_in_streams(gateway):
