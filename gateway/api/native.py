@@ -82,7 +82,7 @@ class NativeBody(BaseModel):
     top_logprobs_num: Count | list[Count] | None = None
     return_text_in_logprobs: Flag = False
     stream: Flag = False
-    priority: Count | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Count | None = Field(None, gt=-(2**31), lt=2**31)  # whose negative is told to the target, in 32 bits
 
     def check_supported(self) -> None:
         """Raise InvalidRequest for a field that is not supported and not neutral."""

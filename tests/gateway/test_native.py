@@ -111,6 +111,7 @@ def test_events_tell_everything_so_far(gateway):
         ({"text": ["A"] * 9, "sampling_params": [{"n": 128}] * 9}, "n"),
         ({"text": ["A"] * 1025, "sampling_params": [{"n": 1}]}, "n"),
         ({"text": "A", "lora_path": "x"}, "lora_path"),
+        ({"text": "A", "priority": -(2**31)}, "priority"),
         ({"text": "A", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
         ({"text": "A", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "A", "return_logprob": True, "logprob_start_len": 7}, "logprob_start_len"),
