@@ -1,4 +1,4 @@
-"""Texts that are no Unicode are refused: JSON can name half of a character, `"\ud83d"`, which nothing can encode.
+"""Texts that are no Unicode are refused: JSON can name half of a character, `"\\ud83d"`, which nothing can encode.
 
 A client sends that where it has cut a text within a character of two such halves, as JavaScript counts them.
 """
@@ -6,6 +6,7 @@ A client sends that where it has cut a text within a character of two such halve
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Depends, Request
@@ -17,13 +18,17 @@ _ESCAPES = b"\\ud", b"\\uD"  # with which halves begin, those of whole character
 
 async def _check(request: Request) -> None:
     body = await request.body()
-    if not any(escape in body for escape in _ESCAPES):
+    # Other encodings of JSON than UTF-8 are read, too, and write escapes in other bytes.
+    if json.detect_encoding(body).startswith("utf-8") and not any(escape in body for escape in _ESCAPES):
         return
     try:
         content = json.loads(body)
+        whole = _is_whole(json.dumps(content, ensure_ascii=False))
     except ValueError:
         return  # it is said elsewhere what is wrong with it
-    if not _is_whole(content):
+    except RecursionError:
+        raise InvalidRequest("the body has too many values within one another") from None
+    if not whole:
         place = _place_of_half(content)
         raise InvalidRequest(
             f"{place or 'a key'} has half of a character, which is no Unicode; send all of it", param=place
@@ -34,19 +39,42 @@ WHOLE = Depends(_check)
 """For routes whose bodies are JSON. Raises InvalidRequest."""
 
 
-def _is_whole(content: Any) -> bool:
+def _is_whole(text: str) -> bool:
     try:
-        json.dumps(content, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
 def _place_of_half(content: Any) -> str | None:
-    """The innermost field that is not whole, such as messages.0.content; None if that is a text or a key itself."""
-    inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    for key, value in inner:
-        if _is_whole(key) and not _is_whole(value):
-            place = _place_of_half(value)
-            return str(key) if place is None else f"{key}.{place}"
+    """The first field whose text is not whole, such as messages.0.content, or in which such a key stands; None if none.
+
+    In one pass, whatever stands within what: bodies are large, and this is the event loop's thread.
+    """
+    if isinstance(content, str):
+        return None
+    open_ones = [("", _entries(content))]  # containers that stand within one another, by their keys
+
+    def place(*key: str) -> str | None:
+        return ".".join([*(outer for outer, _ in open_ones[1:]), *key]) or None
+
+    while open_ones:
+        for key, value in open_ones[-1][1]:
+            if not _is_whole(key):
+                return place()
+            if isinstance(value, str):
+                if not _is_whole(value):
+                    return place(key)
+            elif isinstance(value, dict | list):
+                open_ones.append((key, _entries(value)))
+                break
+        else:
+            open_ones.pop()
     return None
+
+
+def _entries(content: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(content, dict):
+        return iter(content.items())
+    return ((str(i), value) for i, value in enumerate(content))

@@ -7,6 +7,7 @@ import openai
 import pytest
 from starlette.exceptions import HTTPException
 
+from gateway.api import unicode
 from gateway.api.middleware import Edge
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
@@ -204,6 +205,7 @@ def test_bodies_that_are_no_json_object_are_400(gateway, content):
         ("/v1/responses", {"input": "\ud83d"}, "input"),
         ("/generate", {"text": "\ud83d"}, "text"),
         ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
+        ("/generate", {"text": "A", "x": [{"a": [], "b": [1, "a", ["\ud83d"]]}, "\ude00"]}, "x.0.b.2.0"),
     ],
 )
 def test_half_of_a_character_is_refused_by_name(gateway, path, body, param):
@@ -211,6 +213,23 @@ def test_half_of_a_character_is_refused_by_name(gateway, path, body, param):
     headers = {"Content-Type": "application/json"}
     answer = gateway.client.post(path, content=json.dumps(body).encode(), headers=headers)
     assert error_of(answer, 400)["param"] == param
+
+
+def test_half_of_a_character_is_refused_in_other_encodings_too(gateway):
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps({"prompt": "\ud83d"}).encode("utf-16")
+    assert error_of(gateway.client.post("/v1/completions", content=content, headers=headers), 400)["param"] == "prompt"
+
+
+def test_half_of_a_character_is_found_in_one_pass(monkeypatch):
+    """However deep it stands: what the whole body takes once must not be taken at every level."""
+    seen = []
+    monkeypatch.setattr(unicode, "_is_whole", lambda text: seen.append(text) or text.isascii())
+    content = ["a", "\ud83d"]
+    for _ in range(500):
+        content = ["a", content]
+    assert unicode._place_of_half(content) == ".".join(["1"] * 501)
+    assert len([text for text in seen if not text.isdigit()]) == 502
 
 
 def test_whole_characters_may_be_written_as_two_halves(gateway):
