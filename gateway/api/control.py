@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from gateway.api.unicode import WHOLE
 from gateway.control import Control, PauseMode
 from gateway.facts import Facts
 from gateway.generation import Generator
@@ -72,7 +73,7 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
     check_key = _key_check(facts.config.admin_api_key)
     admin = [Depends(check_key)]
 
-    @app.post("/update_weights_from_disk", dependencies=admin, tags=["control"])
+    @app.post("/update_weights_from_disk", dependencies=[*admin, WHOLE], tags=["control"])
     async def update_weights_from_disk(body: DiskBody) -> Response:
         return _updated(await control.update_from_disk(body.model_path, body.update()))
 
@@ -102,7 +103,7 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
         await control.proceed()
         return _json({"status": "ok", "message": "Generation goes on."})
 
-    @app.post("/abort_request", tags=["control"])
+    @app.post("/abort_request", tags=["control"], dependencies=[WHOLE])
     async def abort_request(body: AbortBody, request: Request) -> Response:
         """End one request, or all, which asks for the key of --admin-api-key. Clients keep what they have got."""
         if body.abort_all:

@@ -47,8 +47,10 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    """The JSON body of an error."""
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    """The JSON body of an error. What it quotes of the request may be no Unicode."""
+    return orjson.dumps(
+        {"error": {"message": _told(message), "type": kind, "param": param and _told(param), "code": code}}
+    )
 
 
 def body_of(error: OutriderError) -> bytes:
@@ -107,6 +109,10 @@ def install(app: FastAPI) -> None:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         body = error_body("the gateway failed; see its log", "server_error", "internal_error")
         return _json(500, body, {"x-should-retry": "false"})
+
+
+def _told(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:

@@ -205,6 +205,8 @@ def test_bodies_that_are_no_json_object_are_400(gateway, content):
         ("/v1/responses", {"input": "\ud83d"}, "input"),
         ("/generate", {"text": "\ud83d"}, "text"),
         ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
+        ("/abort_request", {"rid": "\ud83d"}, "rid"),
+        ("/update_weights_from_disk", {"model_path": "m", "weight_version": "\ud83d"}, "weight_version"),
         ("/generate", {"text": "A", "x": [{"a": [], "b": [1, "a", ["\ud83d"]]}, "\ude00"]}, "x.0.b.2.0"),
     ],
 )
@@ -219,6 +221,13 @@ def test_half_of_a_character_is_refused_in_other_encodings_too(gateway):
     headers = {"Content-Type": "application/json"}
     content = json.dumps({"prompt": "\ud83d"}).encode("utf-16")
     assert error_of(gateway.client.post("/v1/completions", content=content, headers=headers), 400)["param"] == "prompt"
+
+
+def test_an_error_may_quote_half_of_a_character(gateway):
+    content = json.dumps({"tokens": [5], "model": "\ud83d"}).encode()
+    headers = {"Content-Type": "application/json"}
+    error = error_of(gateway.client.post("/detokenize", content=content, headers=headers), 404)
+    assert (error["code"], "\\ud83d" in error["message"]) == ("model_not_found", True)
 
 
 def test_half_of_a_character_is_found_in_one_pass(monkeypatch):
