@@ -108,7 +108,8 @@ def install(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         body = error_body("the gateway failed; see its log", "server_error", "internal_error")
-        return _json(500, body, {"x-should-retry": "false"})
+        # The server closes the connection behind it, and who did not know would send the next request there.
+        return _json(500, body, {"x-should-retry": "false", "connection": "close"})
 
 
 def _told(text: str) -> str:

@@ -3,11 +3,13 @@
 import asyncio
 import json
 
+import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from gateway.api import unicode
+from gateway.api import errors, unicode
 from gateway.api.middleware import Edge
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
@@ -356,6 +358,22 @@ def test_bad_requests_leave_no_session_behind(gateway, target, draft):
     gateway.client.post("/v1/completions", json={"prompt": ["A", "B", [1]], "max_tokens": 300})
     gateway.client.post("/v1/completions", json={"prompt": [[5], [REFUSED], [6]], "max_tokens": 300, "temperature": 0})
     until(lambda: target.sessions == 0 and draft.sessions == 0)
+
+
+async def test_what_nobody_expected_is_told_without_details_and_ends_the_connection():
+    app = FastAPI()
+    errors.install(app)
+
+    @app.get("/")
+    async def fails():
+        raise ValueError("a path of this machine")
+
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        response = await client.get("/")
+    assert error_of(response, 500)["code"] == "internal_error"
+    assert "path" not in response.text
+    assert (response.headers["connection"], response.headers["x-should-retry"]) == ("close", "false")
 
 
 def test_a_model_without_chat_template(folder):
