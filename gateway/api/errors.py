@@ -16,7 +16,10 @@ from outrider.errors import OutriderError
 
 log = logging.getLogger(__name__)
 
-_KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 415: "unsupported_media_type"}
+_KINDS = {
+    400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large",
+    415: "unsupported_media_type",
+}  # fmt: skip
 
 
 class ErrorDetails(BaseModel):
@@ -40,6 +43,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorBody, "description": "The key is missing or wrong."},
     404: {"model": ErrorBody, "description": "There is no such route or model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
+    415: {"model": ErrorBody, "description": "The body is not said to be JSON."},
     429: {"model": ErrorBody, "description": "Too many requests of this key are under way; see `Retry-After`."},
     503: {"model": ErrorBody, "description": "No room or no target at present; `Retry-After` says when to come back."},
     504: {"model": ErrorBody, "description": "The time that the request gave is over."},
@@ -95,12 +99,17 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _json(400, _validation_body(error))
+        status, body = _of_validation(error)
+        return _json(status, body)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 400:  # that of a body which could not be parsed, and does not say why
+            message = (
+                "the body cannot be read as JSON; is it UTF-8, with numbers of a sensible length, and not too deep?"
+            )
         body = error_body(message, "invalid_request_error", _KINDS.get(error.status_code))
         return _json(error.status_code, body, dict(error.headers or {}))
 
@@ -120,15 +129,28 @@ def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Re
     return Response(body, status_code=status, media_type="application/json", headers=headers)
 
 
-def _validation_body(error: RequestValidationError) -> bytes:
+def _of_validation(error: RequestValidationError) -> tuple[int, bytes]:
+    """Status and body for what is wrong with a request's form."""
     first: dict[str, Any] = dict(error.errors()[0])
-    place = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        return error_body(f"the body is no valid JSON: {first.get('ctx', {}).get('error', '')}",
-                          "invalid_request_error", "invalid_json")  # fmt: skip
-    param = _param(place)
+        message = f"the body is no valid JSON: {first.get('ctx', {}).get('error', '')}"
+        return 400, error_body(message, "invalid_request_error", _KINDS[400])
+    if first["loc"] == ("body",):
+        return _of_body(first)
+    param = _param([str(part) for part in first["loc"][1:]])  # behind body or query
     message = str(first["msg"])
-    return error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)
+    return 400, error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)
+
+
+def _of_body(error: dict[str, Any]) -> tuple[int, bytes]:
+    """For a body that is no object. One that is not said to be JSON has come as it is."""
+    if isinstance(error.get("input"), bytes):
+        message = "send the body as JSON, with the header `Content-Type: application/json`"
+        return 415, error_body(message, "invalid_request_error", _KINDS[415])
+    message = (
+        "the body is missing; send a JSON object" if error["type"] == "missing" else "the body must be a JSON object"
+    )
+    return 400, error_body(message, "invalid_request_error", "invalid_value")
 
 
 def _param(place: list[str]) -> str | None:

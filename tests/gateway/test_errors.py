@@ -184,11 +184,38 @@ def test_unknown_models_are_404_also_for_the_openai_client(gateway):
         client.chat.completions.create(model="gpt-7", messages=HELLO)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"null", b'"text"', b"\xff\xfe"])
-def test_bodies_that_are_no_json_object_are_400(gateway, content):
+@pytest.mark.parametrize(
+    ("content", "words", "code"),
+    [
+        (b"", "missing", "invalid_value"),
+        (b"{", "no valid JSON", "invalid_json"),
+        (b"[1, 2]", "object", "invalid_value"),
+        (b"null", "JSON object", "invalid_value"),
+        (b'"text"', "object", "invalid_value"),
+        (b"\xff\xfe", "no valid JSON", "invalid_json"),
+        (b'{"prompt": "\xff"}', "UTF-8", "invalid_json"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "numbers", "invalid_json"),
+        (b'{"x": ' + b"[" * 99999 + b"]" * 99999 + b"}", "deep", "invalid_json"),
+    ],
+)
+def test_bodies_that_are_no_json_object_are_400(gateway, content, words, code):
     headers = {"Content-Type": "application/json"}
     for path in ("/v1/completions", "/v1/chat/completions"):
-        error_of(gateway.client.post(path, content=content, headers=headers), 400)
+        error = error_of(gateway.client.post(path, content=content, headers=headers), 400)
+        assert (words in error["message"], error["code"], error["param"]) == (True, code, None)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
+def test_bodies_that_are_not_said_to_be_json_are_415(gateway, headers):
+    """As curl sends them with -d alone. A page elsewhere may send them without asking first."""
+    error = error_of(gateway.client.post("/v1/completions", content=b'{"prompt": "A"}', headers=headers), 415)
+    assert error["code"] == "unsupported_media_type"
+    assert "Content-Type: application/json" in error["message"]
+
+
+def test_parameters_of_a_query_have_their_own_names(gateway):
+    error = error_of(gateway.client.post("/flush_cache?timeout=long"), 400)
+    assert error["param"] == "timeout"
 
 
 @pytest.mark.parametrize(
