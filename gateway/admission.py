@@ -72,8 +72,7 @@ class Keys:
 
     def check(self, authorization: bytes) -> bytes:
         """The key of a caller, by its header; empty where none is asked for. Raises Unauthenticated."""
-        scheme, _, given = authorization.partition(b" ")
-        given = given.strip() if scheme.lower() == b"bearer" else b""
+        given = shown(authorization)
         # All are compared, and each in the same time, wherever they differ.
         known = [secrets.compare_digest(given, key) for key in self._keys]
         if self._keys and not (given and any(known)):
@@ -100,3 +99,15 @@ class Keys:
             self._under_way[key] -= 1
             if not self._under_way[key]:
                 del self._under_way[key]
+
+
+def shown(authorization: bytes) -> bytes:
+    """The key that a header shows; empty if none."""
+    scheme, _, given = authorization.partition(b" ")
+    return given.strip() if scheme.lower() == b"bearer" else b""
+
+
+def check_admin(authorization: bytes, key: str | None) -> None:
+    """Raise Unauthenticated unless a header shows the administrator's key, where there is one."""
+    if key is not None and not secrets.compare_digest(shown(authorization), key.encode()):
+        raise Unauthenticated("this needs the key of --admin-api-key; send `Authorization: Bearer KEY`")

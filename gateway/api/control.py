@@ -7,15 +7,14 @@ pickled tensors would run whatever they contain.
 from __future__ import annotations
 
 import re
-import secrets
 from typing import Annotated, Any
 
 import orjson
 from fastapi import Depends, FastAPI, Query, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from gateway.admission import check_admin
 from gateway.api.unicode import WHOLE
 from gateway.control import Control, PauseMode
 from gateway.facts import Facts
@@ -141,9 +140,7 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
 
 def _key_check(key: str | None) -> Any:
     async def check(request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if key is not None and not secrets.compare_digest(given.encode(), key.encode()):
-            raise HTTPException(401, "this route needs the key of --admin-api-key, as `Authorization: Bearer KEY`")
+        check_admin(dict(request.scope["headers"]).get(b"authorization", b""), key)
 
     return check
 

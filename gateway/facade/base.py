@@ -6,7 +6,6 @@ Routers take INVALID_ARGUMENT for the caller's mistake, and most other statuses 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn
@@ -14,12 +13,13 @@ from typing import Any, ClassVar, NoReturn
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
+from gateway.admission import check_admin
 from gateway.facade.backend import Backend
 from gateway.facade.bundle import chunks
 from gateway.facade.knowledge import Loads
 from gateway.generation import Generation, GenerationRequest
 from gateway.spans import spanning_call
-from outrider.errors import InvalidRequest, Unauthenticated, Unavailable
+from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.rpc import statuses
 from outrider.telemetry import REQUEST_ID
 
@@ -124,9 +124,7 @@ class Facade:
     async def FlushCache(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Drop cached prefixes once nothing is under way; for the administrator, where there is a key for that."""
         async with self._call(context) as backend:
-            key = backend.facts.config.admin_api_key
-            if key is not None and not secrets.compare_digest(_authorization(context), b"Bearer " + key.encode()):
-                raise Unauthenticated("this call needs the key of --admin-api-key")
+            check_admin(_authorization(context), backend.facts.config.admin_api_key)
             try:
                 await backend.control.flush_cache(request.timeout_s)
             except InvalidRequest as error:

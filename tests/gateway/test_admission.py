@@ -4,6 +4,7 @@ import json
 import subprocess
 import threading
 from contextlib import contextmanager
+from functools import partial
 
 import httpx
 import openai
@@ -82,6 +83,18 @@ def test_keys_open_what_they_should(guarded):
     info = guarded.client.get("/get_server_info", headers=KEY).text
     assert "alpha" not in info
     assert "superior" not in info
+
+
+def test_the_administrator_s_key_is_shown_as_others_are(folder, target, draft):
+    with gateway_with(folder, target, draft, admin_api_key="chef") as gateway:
+        post = partial(gateway.client.post, "/abort_request", json={"abort_all": True})
+        for given in ({}, {"authorization": "Bearer koch"}, {"authorization": "chef"}):
+            refused = post(headers=given)
+            assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert "admin" in refused.json()["error"]["message"]
+        for given in ("Bearer chef", "bearer  chef"):
+            assert post(headers={"authorization": given}).status_code == 200
 
 
 def test_the_grpc_edge_asks_for_a_key_too(guarded):
