@@ -82,7 +82,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         generator.check_model(body.model)
         body.check_supported()
         given = body.prompts()
-        whole = await generator.encode_all(given)
+        whole = await generator.encode_all(given, special=body.add_special_tokens is not False)
         prompts = [body.cut(tokens) for tokens in whole]
         texts = await _texts(generator, given, whole, prompts) if body.echoes else [""] * len(prompts)
         return await _answer(generator, facts, COMPLETION, body, list(zip(prompts, texts, strict=True)), request)

@@ -38,6 +38,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (None, False),
     "truncation_side": (None, "left"),
     "suffix": (None, ""),
+    "echo": (None, False),
+    "add_special_tokens": (None, False),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "stop_regex": (None, [], ""),
+    "prompt_embeds": (None,),
+    "input_embeds": (None,),
+    "lora_path": (None,),
+    "logits_processors": (None, []),
+    "custom_logit_processor": (None,),
+    "thinking_token_budget": (None,),
+    "web_search_options": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
 }
@@ -249,6 +261,7 @@ class CompletionBody(GenerationBody):
     prompt: str | list[str] | list[Count] | list[list[Count]]
     logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Flag | None = None
+    add_special_tokens: Flag | None = None
 
     @property
     def echoes(self) -> bool:
@@ -333,6 +346,7 @@ class ChatBody(GenerationBody):
     logprobs: Flag | None = None
     top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     reasoning_effort: str | None = None
@@ -347,7 +361,8 @@ class ChatBody(GenerationBody):
         options = conversation_options(
             self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
         )
-        return options if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort} | options
+        named = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        return {name: value for name, value in named.items() if value is not None} | options
 
     def offered(self) -> Tools | None:
         """The tools that may be called. Raises InvalidRequest."""

@@ -113,6 +113,13 @@ def test_bad_completions_are_refused_by_name(gateway, changes, param):
         ({"structural_tag": {}}, "structural_tag"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": ["text"]}, "documents"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"echo": True}, "echo"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ],
 )
 def test_bad_chats_are_refused_by_name(gateway, changes, param):

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.client import Client
 from outrider.speculation.proposal import FinishReason
-from tests.gateway.engines import EOS, VOCAB, expected, tokenizer
+from tests.gateway.engines import EOS, VOCAB, expected, tokenizer, tokenizer_files
 from tests.gateway.services import Gateway, Service, Target, until
 
 TOKENIZER = tokenizer()
@@ -263,6 +263,26 @@ def test_what_goes_on_keeps_its_first_space(tmp_path):
             for chat, text in ((True, "w6 w7"), (False, " w6 w7")):
                 prompt = [{"role": "user", "content": "w5"}] if chat else "w5"
                 assert client.complete(prompt, max_tokens=2, temperature=0).text == text
+    finally:
+        gateway.stop()
+        service.stop()
+
+
+def test_documents_reach_the_template_and_a_prompt_can_go_without_its_begin_token(tmp_path):
+    files = tokenizer_files("{{ documents[0].text }}{{ messages[0].content }}")
+    files["tokenizer_config.json"] = json.dumps(
+        json.loads(files["tokenizer_config.json"]) | {"add_bos_token": True}
+    ).encode()
+    service = Service(Target, f"unix:{tmp_path}/target", files=files).start()
+    gateway = Gateway(tmp_path, [service.address]).wait()
+    told = {"max_tokens": 1, "return_token_ids": True}
+    chat = {"messages": [{"role": "user", "content": "CD"}], "documents": [{"text": "AB"}]}
+    try:
+        assert gateway.complete("AB", **told)["choices"][0]["prompt_token_ids"] == [0, *ids("AB")]
+        bare = gateway.complete("AB", **told, add_special_tokens=False)
+        assert bare["choices"][0]["prompt_token_ids"] == ids("AB")
+        answer = gateway.client.post("/v1/chat/completions", json=chat | told).json()
+        assert answer["prompt_token_ids"] == ids("ABCD")
     finally:
         gateway.stop()
         service.stop()
