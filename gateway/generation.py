@@ -36,7 +36,8 @@ MAX_STOPS = 16
 class GenerationRequest:
     """What a client wants, after the edge's own checks.
 
-    max_tokens: None is the rest of the context. clamp: a max_tokens that does not fit is cut instead of refused.
+    max_tokens: None is the rest of the context; 0 tells of the prompt alone. clamp: one that does not fit is cut
+        instead of refused.
     seed: None draws one; numbers below 0 count from the end of 64 bits.
     include_stop: the text ends with what ended it, a stop string or token. verbatim: special tokens are text, too.
     timeout: seconds after which it ends with DeadlineExceeded.
@@ -177,7 +178,7 @@ class Generator:
                 f"{answer} does not fit; shorten it",
                 param="prompt",
             )
-        stop = StopConditions(max_tokens, request.min_tokens, request.stop_token_ids, request.ignore_eos)
+        stop = StopConditions(max(max_tokens, 1), request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
         # More than there are is all of them; the wire has no room for just any number.
         sampling = replace(request.sampling, seed=seed, top_k=min(request.sampling.top_k, self.vocab_size))
@@ -209,7 +210,7 @@ class Generator:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
             priority=request.priority,
-            max_draft_tokens=request.max_draft_tokens,
+            max_draft_tokens=request.max_draft_tokens if request.max_tokens != 0 else 0,
             traceparent=traceparent,
             watched=request.watched,
         )
@@ -217,7 +218,8 @@ class Generator:
         detokenizer = self.tokenizer.detokenizer(before, verbatim=request.verbatim)
         text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
         timeout = min((t for t in (request.timeout, self._timeout) if t is not None), default=None)
-        generation = Generation(self.orchestrator, self.metrics, session, text, timeout)
+        silent = request.max_tokens == 0
+        generation = Generation(self.orchestrator, self.metrics, session, text, timeout, silent=silent)
         self._running.setdefault(request_id, set()).add(generation)
         generation.on_close = partial(self._forget, request_id, generation)
         generation.come_back = self.admission.come_back
@@ -269,7 +271,11 @@ class Generation:
         session: Session,
         text: AnswerText,
         timeout: float | None = None,
+        *,
+        silent: bool = False,
     ) -> None:
+        """timeout: of the answer, seconds. silent: its one new token is not told of."""
+        self._silent = silent
         self._timeout = timeout
         self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self._orchestrator = orchestrator
@@ -298,6 +304,9 @@ class Generation:
             if self.refused and error.retry_after is None:
                 error.retry_after = self.come_back()
             raise
+        if self._silent and finish is not FinishReason.ABORT:
+            tokens, rounds, told = [], [], None
+            finish = FinishReason.LENGTH if finish is not FinishReason.RUNNING else finish
         piece, used = text.add(tokens, finish)
         spoken = used - (finish is FinishReason.STOP and not text.stopped and not text.include_stop)
         matched: str | int | None = None

@@ -45,7 +45,7 @@ class NativeSampling(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_new_tokens: Count | None = Field(DEFAULT_TOKENS, ge=1)
+    max_new_tokens: Count | None = Field(DEFAULT_TOKENS, ge=0)
     min_new_tokens: Count = Field(0, ge=0)
     temperature: Number = Field(1.0, ge=0)
     top_p: Number = 1.0

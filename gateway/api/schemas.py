@@ -259,9 +259,17 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[Count] | list[list[Count]]
+    max_tokens: Count | None = Field(None, ge=0)
     logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Flag | None = None
     add_special_tokens: Flag | None = None
+
+    def check_supported(self) -> None:
+        """As in GenerationBody."""
+        super().check_supported()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            message = "`max_tokens` must be 1 or more, unless `echo` or `prompt_logprobs` tell of the prompt"
+            raise InvalidRequest(message, param="max_tokens")
 
     @property
     def echoes(self) -> bool:

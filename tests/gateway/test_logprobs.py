@@ -127,6 +127,21 @@ def test_with_an_echo_the_new_token_is_told_of_also_if_it_ends_the_answer(gatewa
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [[7, 8, 0], [7, 8, 9]])
+def test_a_prompt_alone_can_be_told_of(gateway, prompt, stream):
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "return_token_ids": True, "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    response = gateway.client.post("/v1/completions", json=body)
+    parts = events(response) if stream else [response.json()]
+    (choice,) = [choice for part in parts for choice in part["choices"]]
+    assert (choice["text"], choice["finish_reason"]) == (TOKENIZER.decode(prompt), "length")
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, [])
+    assert choice["logprobs"]["token_logprobs"] == [None, *values(1, 2)]
+    usage = parts[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 0, 3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_who_asks_for_logprobs_of_an_answer_without_tokens_gets_empty_lists(client, stream):
     end = {"model": "default", "temperature": 0, "stream": stream}
     chat = client.chat.completions.create(

@@ -84,6 +84,21 @@ def test_log_probabilities(gateway):
     assert plain["output_token_logprobs"][0][2] is None
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_the_prompt_alone(gateway, stream):
+    """As those ask who score texts that others made."""
+    options = {"sampling_params": greedy(0), "return_logprob": True, "logprob_start_len": 0, "stream": stream}
+    response = gateway.client.post("/generate", json={"input_ids": [20, 21, 22], **options})
+    (body,) = [
+        json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if "[DONE]" not in line and line
+    ]
+    info = body["meta_info"]
+    assert (body["text"], body["output_ids"], info["completion_tokens"]) == ("", [], 0)
+    assert info["finish_reason"] == {"type": "length", "length": 0}
+    assert info["input_token_logprobs"] == [[None, 20, None], [-0.25, 21, None], [-0.5, 22, None]]
+    assert info["output_token_logprobs"] == []
+
+
 def test_events_tell_everything_so_far(gateway):
     body = {"text": "A", "sampling_params": greedy(60), "stream": True, "return_logprob": True}
     response = gateway.client.post("/generate", json=body)
@@ -113,7 +128,7 @@ def test_events_tell_everything_so_far(gateway):
         ({"text": "A", "lora_path": "x"}, "lora_path"),
         ({"text": "A", "priority": -(2**31)}, "priority"),
         ({"text": "A", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
-        ({"text": "A", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "A", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "A", "return_logprob": True, "logprob_start_len": 7}, "logprob_start_len"),
         ({"text": "A", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
     ],
