@@ -66,6 +66,11 @@ class NativeSampling(BaseModel):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    # Not supported; clients that send every field send these as null.
+    stop_regex: None = None
+    structural_tag: None = None
+    custom_params: None = None
+    stream_interval: Count | None = None  # tokens between events, which come with every commit here
 
 
 class NativeBody(BaseModel):

@@ -56,6 +56,17 @@ def test_128_tokens_by_default_and_ends(gateway):
     assert body["text"] == "BCDE"
 
 
+def test_what_is_not_supported_may_be_null(gateway):
+    nothing = {
+        "stop_regex": None,
+        "structural_tag": None,
+        "custom_params": None,
+        "stream_interval": None,
+        "regex": None,
+    }
+    assert generate(gateway, text="A", sampling_params=greedy(2, **nothing))["text"] == "BC"
+
+
 def test_batches_have_parameters_of_their_own(gateway):
     body = generate(
         gateway, text=["A", "K"], rid=["a", "k"], sampling_params=[greedy(3), greedy(2)], return_logprob=[True, False]
@@ -128,6 +139,8 @@ def test_events_tell_everything_so_far(gateway):
         ({"text": "A", "lora_path": "x"}, "lora_path"),
         ({"text": "A", "priority": -(2**31)}, "priority"),
         ({"text": "A", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
+        ({"text": "A", "sampling_params": {"custom_params": {}}}, "sampling_params.custom_params"),
+        ({"text": "A", "sampling_params": {"unknown": None}}, "sampling_params.unknown"),
         ({"text": "A", "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
         ({"text": "A", "return_logprob": True, "logprob_start_len": 7}, "logprob_start_len"),
         ({"text": "A", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
