@@ -72,9 +72,13 @@ class Tools:
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a function's arguments: no others than it names, unless it says so; weak models would invent some."""
-    parameters = function.get("parameters") or {"type": "object"}
-    return ({"additionalProperties": False} if parameters.get("properties") else {}) | parameters
+    """Schema of a function's arguments, which are an object, whether it says so or not.
+
+    There are no others than it names, unless it says so; weak models would invent some.
+    """
+    parameters = function.get("parameters") or {}
+    closed = {"additionalProperties": False} if parameters.get("properties") else {}
+    return {"type": "object"} | closed | parameters
 
 
 def _moved(schema: Any, to: str) -> Any:

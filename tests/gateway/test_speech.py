@@ -214,6 +214,21 @@ def test_arguments_that_a_schema_does_not_name_are_left_out_unless_it_says_so():
         assert json.loads(named.grammar().text)["additionalProperties"] is told
 
 
+@pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {}, None])
+def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
+    tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for choice, form in (
+        ({"type": "function", "function": {"name": "f"}}, "{}"),
+        ("required", '[{{"name": "f", "parameters": {}}}]'),
+    ):
+        grammar = tools_of([tool], choice, None).grammar().text
+        for arguments in ("{}", "5", '"a"', "null", "[]"):
+            ids = tokens.tokenize_str(form.format(arguments))
+            fits = LLMatcher(tokens, grammar_from("json_schema", grammar)).validate_tokens(ids) == len(ids)
+            assert fits is (arguments == "{}"), arguments
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "param"),
     [
