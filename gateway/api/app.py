@@ -103,7 +103,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
             model=generator.name,
             detail=facts.config.per_request_spec_decode_metrics,
         )
-        return await respond(request, reply, generator, stream=bool(body.stream))
+        return await respond(request, reply, generator, stream=bool(body.stream), failed=reply.failed)
 
 
 def _native_routes(app: FastAPI, generator: Generator) -> None:

@@ -13,13 +13,14 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.api.errors import body_of
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
 from gateway.api.schemas import Count, Flag, GenerationBody, Message, TextPart
 from gateway.generation import Generation, GenerationRequest, Generator, Part
 from gateway.report import Detail
 from gateway.text.pieces import Pieces
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, OutriderError
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
 from outrider.speculation.proposal import FinishReason
 
@@ -210,6 +211,11 @@ class ResponseReply:
         finished = self._finished()
         yield self._event("response.output_item.done", output_index=0, item=finished["output"][0])
         yield self._event(f"response.{finished['status']}", response=finished)
+
+    def failed(self, error: OutriderError) -> bytes:
+        """The event that ends a stream which fails on its way. Clients look for the error by itself, too."""
+        told = orjson.loads(body_of(error))["error"]
+        return self._event("error", **{key: told[key] for key in ("code", "message", "param")}, error=told)
 
     async def _parts(self) -> AsyncIterator[tuple[str, list[dict[str, Any]]]]:
         """Text and log-probabilities, as they come."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -61,15 +61,27 @@ class Reply(Protocol):
         """Free its sessions."""
 
 
-async def respond(request: Request, reply: Reply, generator: Generator, *, stream: bool) -> Response:
-    """Start a reply, and answer with it. Raises what is wrong before anything has been said."""
+def failed(error: OutriderError) -> bytes:
+    """What ends a stream that fails on its way: the status has been sent."""
+    return b"data: " + body_of(error) + b"\n\n" + DONE
+
+
+async def respond(
+    request: Request,
+    reply: Reply,
+    generator: Generator,
+    *,
+    stream: bool,
+    failed: Callable[[OutriderError], bytes] = failed,
+) -> Response:
+    """Start a reply, and answer with it. Raises what is wrong before anything has been said; then `failed` says it."""
     try:
         reply.start(generator)
         if stream:
             events = reply.events()
             # What is wrong before the first event still has a status of its own.
             first = await unless_gone(request.receive, _first(events))
-            return EventStream(reply, first, events)
+            return EventStream(reply, first, events, failed)
         whole = await unless_gone(request.receive, reply.whole())
     except ClientGone:
         reply.close()
@@ -90,13 +102,23 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply, first: bytes, rest: AsyncIterator[bytes]) -> None:
-        """first: the first event, which has come; the status depended on it. rest: the others."""
+    def __init__(
+        self,
+        reply: Reply,
+        first: bytes,
+        rest: AsyncIterator[bytes],
+        failed: Callable[[OutriderError], bytes] = failed,
+    ) -> None:
+        """first: the first event, which has come; the status depended on it. rest: the others.
+
+        failed: what is said instead of further ones, if an error ends them
+        """
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._reply = reply
         self._first = first
         self._rest = rest
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until there are no more, or the client is gone."""
@@ -113,7 +135,6 @@ class EventStream(Response):
         try:
             async for event in self._rest:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except OutriderError as error:  # the status has been sent
-            body = b"data: " + body_of(error) + b"\n\n" + DONE
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        except OutriderError as error:
+            await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -131,3 +131,17 @@ def test_errors_before_the_first_event_have_a_status(client, target, draft):
     with pytest.raises(openai.BadRequestError):
         create(client, stream=True, extra_body={"stop_token_ids": [VOCAB]})
     until(lambda: target.sessions == 0 and draft.sessions == 0)
+
+
+def test_an_error_on_the_way_is_an_event_of_its_own(client, gateway, target, monkeypatch):
+    monkeypatch.setattr(target.engine, "delay", 0.1)  # the whole text takes far longer
+    body = {"input": "hello", "max_output_tokens": 350, "temperature": 0, "stream": True, "timeout": 1.5}
+    *events, last = gateway.client.post("/v1/responses", json=body).text.rstrip("\n").split("\n\n")
+    name, data = last.split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    assert (name, told["type"], told["code"]) == ("event: error", "error", "deadline_exceeded")
+    assert told["sequence_number"] == len(events)
+    assert told["message"] == told["error"]["message"]
+    with pytest.raises(openai.APIError) as error:
+        list(create(client, stream=True, max_output_tokens=350, extra_body={"timeout": 1.5}))
+    assert error.value.code == "deadline_exceeded"
