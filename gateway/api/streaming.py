@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +14,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api.errors import body_of
 from gateway.generation import Generator
-from outrider.errors import OutriderError
+from outrider.errors import EngineFault, OutriderError
+
+log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -137,4 +140,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except OutriderError as error:
             await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
+        except Exception as error:
+            log.error("a stream failed", exc_info=error)
+            body = self._failed(EngineFault("the gateway failed; see its log"))
+            await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from gateway.api import errors, unicode
 from gateway.api.middleware import Edge
+from gateway.api.streaming import EventStream
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
 
@@ -408,6 +409,35 @@ async def test_what_nobody_expected_is_told_without_details_and_ends_the_connect
     assert error_of(response, 500)["code"] == "internal_error"
     assert "path" not in response.text
     assert (response.headers["connection"], response.headers["x-should-retry"]) == ("close", "false")
+
+
+async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
+    async def events():
+        raise ValueError("a path of this machine")
+        yield b""
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    class Nothing:
+        closed = False
+
+        def close(self):
+            self.closed = True
+
+    reply = Nothing()
+    await EventStream(reply, b"data: {}\n\n", events())({"type": "http"}, receive, send)
+    first, told, done, end = b"".join(message.get("body", b"") for message in sent).split(b"\n\n")
+    assert (first, done, end) == (b"data: {}", b"data: [DONE]", b"")
+    assert json.loads(told.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+    assert b"path" not in told
+    assert reply.closed
+    assert not sent[-1].get("more_body")
 
 
 def test_a_model_without_chat_template(folder):
