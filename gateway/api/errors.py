@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from typing import Any
 
 import orjson
@@ -101,6 +102,15 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         status, body = _of_validation(error)
         return _json(status, body)
+
+    @app.exception_handler(RecursionError)
+    async def deep(request: Request, error: Exception) -> Response:
+        # Tools, schemas and arguments are walked, and said as JSON, by functions that call themselves.
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        log.warning("%s %s: %s, in %s", request.method, request.url.path, error, where.name)
+        return _json(
+            400, error_body("values of the body are nested too deep", "invalid_request_error", "invalid_value")
+        )
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: Exception) -> Response:

@@ -46,14 +46,16 @@ def _compact(grammar: Grammar) -> Grammar:
 
 
 def _json_schema(value: Any, name: str) -> Grammar:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise InvalidRequest(f"{name} is no valid JSON: {error}", param=name) from None
-    if not isinstance(value, dict | bool):
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        text = json.dumps(schema)
+    except ValueError as error:
+        raise InvalidRequest(f"{name} is no valid JSON: {error}", param=name) from None
+    except RecursionError:
+        raise InvalidRequest(f"{name} is nested too deep", param=name) from None
+    if not isinstance(schema, dict | bool):
         raise InvalidRequest(f"{name} must be a JSON schema", param=name)
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
 
 
 def _json_object(name: str) -> Grammar:

@@ -323,7 +323,7 @@ class CallBody(BaseModel):
         arguments = self.function.arguments
         try:
             known = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except ValueError:
+        except (ValueError, RecursionError):
             known = arguments  # the model's own text, whatever it is
         return {"type": self.type, "id": self.id, "function": {"name": self.function.name, "arguments": known}}
 

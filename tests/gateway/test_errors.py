@@ -213,6 +213,38 @@ def test_bodies_that_are_no_json_object_are_400(gateway, content, words, code):
         assert (words in error["message"], error["code"], error["param"]) == (True, code, None)
 
 
+def nested(count):
+    schema = {}
+    for _ in range(count):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+BRACKETS = "[" * 99999
+TOO_DEEP = {"type": "function", "function": {"name": "f", "parameters": nested(400)}}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "param"),
+    [
+        ("/v1/chat/completions", {"tools": [TOO_DEEP], "tool_choice": "required"}, None),
+        ("/v1/completions", {"json_schema": BRACKETS}, "json_schema"),
+        ("/generate", {"sampling_params": {"json_schema": BRACKETS}}, "json_schema"),
+    ],
+)
+def test_what_is_nested_too_deep_is_refused(gateway, path, changes, param):
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "A", "text": "A"}
+    error = error_of(gateway.client.post(path, json=asked | changes), 400)
+    assert ("too deep" in error["message"], error["param"]) == (True, param)
+
+
+def test_arguments_that_cannot_be_read_are_text_however_deep(gateway):
+    call = {"id": "c", "function": {"name": "f", "arguments": BRACKETS}}
+    body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    error = error_of(gateway.client.post("/v1/chat/completions", json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
 def test_bodies_that_are_not_said_to_be_json_are_415(gateway, headers):
     """As curl sends them with -d alone. A page elsewhere may send them without asking first."""
