@@ -44,8 +44,8 @@ class Kind(ABC):
         """What the first chunk of a choice says, if it is one of its own."""
 
     @abstractmethod
-    def teller(self, pieces: Pieces) -> Teller:
-        """Tells of one choice's log-probabilities."""
+    def teller(self, pieces: Pieces, *, by_id: bool) -> Teller:
+        """Tells of one choice's log-probabilities. by_id: as in Teller."""
 
 
 class _Chat(Kind):
@@ -57,8 +57,8 @@ class _Chat(Kind):
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def teller(self, pieces: Pieces) -> Teller:
-        return ChatTeller(pieces)
+    def teller(self, pieces: Pieces, *, by_id: bool) -> Teller:
+        return ChatTeller(pieces, by_id=by_id)
 
 
 class _Completion(Kind):
@@ -70,8 +70,8 @@ class _Completion(Kind):
     def opening(self) -> None:
         return None
 
-    def teller(self, pieces: Pieces) -> Teller:
-        return CompletionTeller(pieces)
+    def teller(self, pieces: Pieces, *, by_id: bool) -> Teller:
+        return CompletionTeller(pieces, by_id=by_id)
 
 
 CHAT: Kind = _Chat("chatcmpl-", "chat.completion", "chat.completion.chunk", {"delta": {}})
@@ -84,11 +84,13 @@ class Telling:
 
     ids: of all tokens, those of the prompt, too. With either, log-probabilities are of one that ended the answer, too.
     steps: of each choice, what every step drafted; detail: of speculation in its metrics.
+    by_id: log-probabilities call tokens by their ids.
     usage: in an event of its own behind the others; usages: so far, in every other event, too.
     """
 
     pieces: Pieces
     ids: bool = False
+    by_id: bool = False
     echo: Sequence[str] = ()
     prompt_logprobs: bool = False
     steps: bool = False
@@ -146,7 +148,7 @@ class Answer:
         """The answer as one body."""
         telling = self._telling
         tokens: list[list[int]] = [[] for _ in self._wanted]
-        teller = self.kind.teller(telling.pieces)
+        teller = self._new_teller()
         told = [[teller.nothing()] if one.logprobs is not None else [] for one in self._wanted]
         extras: list[dict[str, Any]] = [{} for _ in self._wanted]
         rounds: list[list[Round]] = [[] for _ in self._wanted]
@@ -247,7 +249,7 @@ class Answer:
         if told is None and not telling.echo and not telling.prompt_logprobs:
             return part.text, None, extra
         text, parts = part.text, []
-        teller = self._tellers.setdefault(index, self.kind.teller(telling.pieces))
+        teller = self._tellers.setdefault(index, self._new_teller())
         if index not in self._last:
             if telling.echo:
                 text = telling.echo[index] + text
@@ -260,6 +262,9 @@ class Answer:
         if told is not None and count:
             parts.append(teller.part(part.tokens[:count], told))
         return text, joined(parts) if parts else None, extra
+
+    def _new_teller(self) -> Teller:
+        return self.kind.teller(self._telling.pieces, by_id=self._telling.by_id)
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Beside the choices, if they have one prompt."""

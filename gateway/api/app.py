@@ -177,6 +177,7 @@ async def _answer(
     telling = Telling(
         generator.tokenizer.pieces,
         ids=body.return_token_ids,
+        by_id=bool(body.return_tokens_as_token_ids),
         echo=[text for _, text in prompts for _ in range(body.tries)] if body.echoes else (),
         prompt_logprobs=body.prompt_logprobs is not None,
         steps=body.reports_steps,

@@ -16,8 +16,13 @@ _LEAST = -9999.0  # instead of minus infinity, which JSON does not know
 class Teller(ABC):
     """Tells the log-probabilities of one choice, part after part."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: Pieces, *, by_id: bool = False) -> None:
+        """by_id: tokens are called `token_id:` and their number, which tells apart those of the same text."""
         self._pieces = pieces
+        self._by_id = by_id
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._by_id else self._pieces.text(token)
 
     @abstractmethod
     def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
@@ -53,7 +58,7 @@ class ChatTeller(Teller):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._pieces.text(token),
+            "token": self._name(token),
             "logprob": finite(logprob),
             "bytes": list(self._pieces[token]),
         }
@@ -62,8 +67,8 @@ class ChatTeller(Teller):
 class CompletionTeller(Teller):
     """Parallel lists; offsets count characters from the beginning of the choice's text."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        super().__init__(pieces)
+    def __init__(self, pieces: Pieces, *, by_id: bool = False) -> None:
+        super().__init__(pieces, by_id=by_id)
         self._offset = 0
 
     def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
@@ -82,14 +87,14 @@ class CompletionTeller(Teller):
     def _lists(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]]]]) -> dict[str, Any]:
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for token, logprob, top in rows:
-            text = self._pieces.text(token)
+            name = self._name(token)
             own = None if logprob is None else finite(logprob)
-            best: dict[str, float | None] = {self._pieces.text(other): finite(value) for other, value in top}
+            best: dict[str, float | None] = {self._name(other): finite(value) for other, value in top}
             lists["text_offset"].append(self._offset)
             lists["token_logprobs"].append(own)
-            lists["tokens"].append(text)
-            lists["top_logprobs"].append(None if own is None else {text: own, **best})
-            self._offset += len(text)
+            lists["tokens"].append(name)
+            lists["top_logprobs"].append(None if own is None else {name: own, **best})
+            self._offset += len(self._pieces.text(token))
         return lists
 
 

@@ -144,7 +144,7 @@ class ResponseReply:
         self._wanted = wanted
         self._request_id = request_id
         self._detail = detail
-        self._teller = ChatTeller(pieces)
+        self._teller = ChatTeller(pieces, by_id=bool(body.return_tokens_as_token_ids))
         self._item_id = f"msg_{secrets.token_hex(12)}"
         self._generation: Generation | None = None
         self._text = ""

@@ -111,6 +111,7 @@ class GenerationBody(BaseModel):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: Flag = False
+    return_tokens_as_token_ids: Flag | None = None
 
     @property
     def choices(self) -> int:

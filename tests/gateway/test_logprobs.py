@@ -84,6 +84,25 @@ def test_completions_have_parallel_lists(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_tokens_can_be_called_by_their_ids(gateway, stream):
+    names = [f"token_id:{token}" for token in TOKENIZER.encode("ABC").ids]
+    asked = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True, "stream": stream}
+    response = gateway.client.post("/v1/completions", json={"prompt": "A", "echo": True, "logprobs": 1, **asked})
+    told = [part["choices"][0]["logprobs"] for part in (events(response) if stream else [response.json()])]
+    assert [name for one in told if one for name in one["tokens"]] == names
+    assert [offset for one in told if one for offset in one["text_offset"]] == [0, 1, 2]
+    assert [list(top) for one in told if one for top in one["top_logprobs"] if top] == [[name] for name in names[1:]]
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, **asked}
+    response = gateway.client.post("/v1/chat/completions", json=body)
+    told = [part["choices"][0]["logprobs"] for part in (events(response) if stream else [response.json()])]
+    entries = [entry for one in told if one for entry in one["content"]]
+    tokens = expected([3], 2)  # behind the prompt's last one
+    assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in tokens]
+    assert entries[0]["top_logprobs"][1]["token"] == f"token_id:{tokens[0] + 1}"
+    assert bytes(entries[0]["bytes"]).decode() == TOKENIZER.decode(tokens[:1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["hello A", TOKENIZER.encode("hello A").ids])
 def test_an_echo_tells_of_the_prompt_too(gateway, prompt, stream):
     body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 1, "n": 2, "stream": stream}
