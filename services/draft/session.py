@@ -53,7 +53,7 @@ class DraftSession:
         self.features = FeatureRows()
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
         self._tokens[: len(request.tokens)] = request.tokens
-        self._sent: list[bool] = []  # by node: it has been proposed
+        self._sent: list[float] = []  # by node: the log-score that the target knows; -inf if it was not sent
         self.origin: list[int] = []  # by node: the drafter that proposed it first, as index of its frontier
         self._told: dict[int, float] = {}  # log-scores of nodes that were sent before the tree was replanted, by hash
         # The deepest node worth having: the last token that the session may have comes as a bonus anyway.
@@ -195,10 +195,9 @@ class DraftSession:
         leaves = self.tree.add_leaves(node, tokens[:count], log_scores[:count])
         self.origin += [drafter] * len(leaves)
         if self._told:
-            told, tree = self._told, self.tree
-            self._sent += [tree.log_score[i] <= told.get(tree.hash[i], -math.inf) + _NEWS for i in leaves]
+            self._sent += [self._told.get(self.tree.hash[i], -math.inf) for i in leaves]
         else:
-            self._sent += [False] * len(leaves)
+            self._sent += [-math.inf] * len(leaves)
         if depth < self.max_depth:
             for leaf in leaves:
                 if self.tree.token[leaf] not in self.stop_ids:
@@ -217,7 +216,7 @@ class DraftSession:
         node = self.tree.add(parent, token, log_score)
         if node is not None and node == len(self._sent):
             self.origin.append(drafter)
-            self._sent.append(log_score <= self._told.get(self.tree.hash[node], -math.inf) + _NEWS)
+            self._sent.append(self._told.get(self.tree.hash[node], -math.inf))
         return node
 
     def _mark_expanded(self, node: int, drafter: int) -> None:
@@ -279,7 +278,7 @@ class DraftSession:
         for frontier in self.frontiers:
             frontier.renumber(needed, root_expanded=frontier.root_expanded)
         self._survey()
-        self._sent = [False] * len(needed)  # a tree is proposed as a whole
+        self._sent = [-math.inf] * len(needed)  # a tree is proposed as a whole
         self.origin = [self.origin[old] for old in needed]
         return [kept[i] for i in needed]
 
@@ -293,7 +292,7 @@ class DraftSession:
 
     def replant(self) -> None:
         """Forget the tree, for a better one is to grow in its place. What the target knows of it is not sent again."""
-        told = {self.tree.hash[i]: self.tree.log_score[i] for i, sent in enumerate(self._sent) if sent}
+        told = {self.tree.hash[i]: sent for i, sent in enumerate(self._sent) if sent > -math.inf}
         self.reset()
         self._told = told
 
@@ -315,10 +314,10 @@ class DraftSession:
         )
 
     def proposals(self) -> list[Proposal]:
-        """The nodes above the floor that have not been sent, hung on what has; they count as sent afterwards."""
-        tree, floor = self.tree, self.limits.log_floor
+        """The nodes above the floor that are news to the target, hung on what it knows; then they count as sent."""
+        tree, sent, floor = self.tree, self._sent, self.limits.log_floor
         chosen = self.frontiers[-1].chosen(tree)
-        fresh = [i for i in chosen if not self._sent[i] and tree.path_score[i] >= floor]
+        fresh = [i for i in chosen if tree.log_score[i] > sent[i] + _NEWS and tree.path_score[i] >= floor]
         if len(fresh) > self.wanted:  # the best; no child is better than its parent
             fresh = sorted(sorted(fresh, key=lambda i: -tree.path_score[i])[: self.wanted])
         groups: dict[int, list[int]] = {}  # by anchor, in the tree's order: parents first
@@ -327,7 +326,7 @@ class DraftSession:
             parent = tree.parent[node]
             anchor_of[node] = anchor_of.get(parent, parent)
             groups.setdefault(anchor_of[node], []).append(node)
-            self._sent[node] = True
+            sent[node] = tree.log_score[node]
         return self._proposals(groups) if groups else []
 
     def _proposals(self, groups: dict[int, list[int]]) -> list[Proposal]:

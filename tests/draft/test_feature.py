@@ -268,7 +268,7 @@ def test_what_was_said_is_not_said_again(head):
     new = tree.path_tokens(node)
     engine.receive([], [commit_of(PROMPT, new)])
     settle(engine)
-    known = {tree.hash[i]: tree.log_score[i] for i in range(len(tree)) if engine.running[1]._sent[i]}
+    known = {tree.hash[i]: tree.log_score[i] for i in range(len(tree)) if engine.running[1]._sent[i] > -np.inf}
     feed(engine, 20, 21)
     outputs = settle(engine)
     again = [told for o in outputs for p in o.proposals for told in hashes(p)]

@@ -7,7 +7,9 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.tree import ROOT
+from outrider.speculation.tree import ROOT, SpeculationTree
+from services.draft.frontier import Frontier, TreeLimits
+from services.draft.session import DraftSession
 from tests.draft.helpers import GREEDY, OracleTarget, request, settle, standalone, torch_logits
 from tests.tiny import VOCAB, write_model
 
@@ -65,6 +67,23 @@ def test_trees_merge(model):
     # The model looked below n-grams, too: what they begin, it goes on with in its own way.
     first = next(child for child in tree.root_children if tree.token[child] == CYCLE[0])
     assert len(children(tree, first)) > 1
+
+
+def test_what_a_later_drafter_believes_in_more_is_told_again():
+    frontiers = [Frontier(64, 2e-3, from_parents=parents) for parents in (False, True)]
+    session = DraftSession(request(1, PROMPT), TreeLimits(), (), frontiers)
+    target = SpeculationTree(np.array(PROMPT))
+    says = [([10, 11, 12], [-1.0, -3.0, -5.0]), ([10, 11, 13], [-1.05, -0.2, -2.0])]
+    told = []
+    for drafter, (tokens, scores) in enumerate(says):
+        session.add(ROOT, tokens, [-1, -1, -1], scores, drafter)
+        proposals = session.proposals()
+        told.append([p.tokens.tolist() for p in proposals])
+        for proposal in proposals:
+            target.merge(proposal)
+    assert told == [[[10, 11, 12]], [[11, 13]]]
+    np.testing.assert_allclose(target.log_score, [-1.0, -0.2, -5.0, -2.0], rtol=1e-6)
+    assert session.proposals() == []
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, seed=3)], ids=["greedy", "sampled"])
