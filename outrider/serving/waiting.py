@@ -74,8 +74,8 @@ class WaitingQueue:
         return max(arrived, key=lambda session: session.table.peek(session.sharable)[0])
 
     def take(self, session: Session) -> None:
-        """Take the next session out; those that came before it have been passed over."""
-        if self._policy == "lpm":
+        """Take the next session out; those that came before it have been passed over, but by none that had its turn."""
+        if self._policy == "lpm" and session.id in self._arrived:
             for earlier in self._arrived.values():
                 if earlier is session:
                     break

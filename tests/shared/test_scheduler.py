@@ -11,7 +11,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import OpenSession
 from outrider.serving.scheduler import Limits, Scheduler
 from outrider.serving.session import Session
-from outrider.serving.waiting import MOST_PASSED
+from outrider.serving.waiting import MOST_PASSED, WaitingQueue
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 
@@ -307,6 +307,23 @@ def test_the_longest_match_is_next_but_nobody_is_passed_over_for_ever():
         order.append(next(iter(s)).id)
     assert order[:MOST_PASSED] == list(range(2, MOST_PASSED + 2))
     assert order[MOST_PASSED] == 1
+
+
+def test_who_comes_back_passes_nobody_over():
+    queue = WaitingQueue("lpm")
+    s = scheduler(pages=1000, step=100, max_running=1)
+    s.add(session(s, 0, 9, shared=9))
+    advance(s, s.plan())
+    s.remove(next(iter(s)))
+    stranger, known = session(s, 1, 9), session(s, 2, 12, shared=9)
+    queue.add(stranger)
+    queue.add(known)
+    back = session(s, 3, 9)
+    for _ in range(MOST_PASSED):
+        queue.give_back(back)
+        queue.take(queue.next())
+    assert list(queue) == [stranger, known]
+    assert queue.next() is known
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
