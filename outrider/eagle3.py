@@ -30,9 +30,9 @@ def is_speculators(raw: dict[str, Any]) -> bool:
 
 
 def flat(raw: dict[str, Any]) -> dict[str, Any]:
-    """All keys of a config.json side by side; those at the top win over those of eagle_config."""
-    inner = raw.get("transformer_layer_config") or {}
-    return inner | (raw.get("eagle_config") or {}) | {k: v for k, v in raw.items() if k not in inner or v is not None}
+    """All keys of a config.json side by side, those at the top first, then those of eagle_config; null says nothing."""
+    parts = raw.get("transformer_layer_config") or {}, raw.get("eagle_config") or {}, raw
+    return {key: value for part in parts for key, value in part.items() if value is not None}
 
 
 def layer_ids(flat_raw: dict[str, Any], *, speculators: bool) -> tuple[int, ...]:

@@ -130,6 +130,20 @@ def test_layer_ids_name_outputs(tmp_path, target):
         assert read("EAGLE3", write_head(tmp_path / name, config, tensors), target).features.layers == (2, 4, 7)
 
 
+def test_null_says_nothing(tmp_path, target):
+    """Neither that a key elsewhere does not count, nor that a default does not."""
+    config, tensors = eagle3(target, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 6]})
+    plain = read("EAGLE3", write_head(tmp_path / "plain", config, tensors), target)
+    nulls = dict.fromkeys(["eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "max_position_embeddings"])
+    nulled = read("EAGLE3", write_head(tmp_path / "nulled", config | nulls, tensors), target)
+    assert nulled.features == plain.features
+    assert nulled.features.layers == (2, 4, 7)
+    assert nulled.config.context == 2048
+    wrapped = {"transformer_layer_config": config, "norm_before_residual": None}
+    other = read("EAGLE3", write_head(tmp_path / "other", wrapped, tensors), target)
+    assert other.config.layers[0].residual_after_norm
+
+
 def test_fusions(tmp_path, target):
     """Norms of EAGLE-3.1 under either name, one norm over everything, and the last state alone."""
     rng = np.random.default_rng(0)
