@@ -106,3 +106,18 @@ def test_memory_and_tokens_are_bounded(tmp_path, target, kind, caplog):
         read_corpus(tmp_path, target, kind(NgramOptions(capacity=500)), 500, 299)
     with pytest.raises(ConfigError, match="has none"):
         read_corpus(tmp_path, tmp_path, store, 500, 300)
+
+
+def test_documents_are_read_whole(tmp_path, target):
+    """Some tokenizers are published with a length that they cut texts to, or fill them up to."""
+    from tokenizers import Tokenizer
+
+    folder = tmp_path / "cutting"
+    folder.mkdir()
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=40)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (tmp_path / "corpus.jsonl").write_text('"abcdefghijklmnopqrst"\n"xyz"\n')
+    store = PlainNgrams(NgramOptions(capacity=500))
+    assert read_corpus(tmp_path / "corpus.jsonl", folder, store, 500, 500) == 23

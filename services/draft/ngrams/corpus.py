@@ -76,6 +76,8 @@ def read_corpus(path: Path, tokenizer_folder: Path, store: Ngrams, capacity: int
     if not file.is_file():
         raise ConfigError(f"{_FLAG} needs the target's tokenizer.json, and {tokenizer_folder} has none")
     tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()  # some files are published with both
+    tokenizer.no_padding()
     start = said = time.monotonic()
     total, count = 0, 0
     texts = documents(path)
