@@ -75,5 +75,7 @@ def _attend(running: _Running, q: jax.Array, kv: jax.Array, mask: jax.Array, sof
     maximum = jnp.maximum(running.maximum, jnp.where(mask, scores, -1e30).max(axis=-1))
     p = jnp.where(mask, jnp.exp(scores - maximum[..., None]), 0.0)
     decay = jnp.exp(running.maximum - maximum)
-    values = jnp.einsum("skgqb,sbkd->skgqd", p.astype(kv.dtype), kv[:, :, -1], preferred_element_type=jnp.float32)
+    # What no row sees may be anything, also no number, and 0 times that is none.
+    seen = jnp.where(mask.any(axis=3)[:, 0, 0, :, None, None], kv[:, :, -1], 0)
+    values = jnp.einsum("skgqb,sbkd->skgqd", p.astype(kv.dtype), seen, preferred_element_type=jnp.float32)
     return _Running(maximum, running.total * decay + p.sum(axis=-1), running.output * decay[..., None] + values)
