@@ -7,6 +7,7 @@ import pytest
 
 from outrider import native
 from outrider.errors import ConfigError
+from outrider.speculation.sampling import GREEDY_BELOW
 from services.draft.kernels.attention import choose
 from services.draft.kernels.base import Context
 from services.draft.kernels.cpu import library
@@ -151,6 +152,15 @@ def test_candidates(mapped):
     np.testing.assert_allclose(jnp.where(kept, said, 0), jnp.where(kept, scores, 0), atol=1e-5)
     assert np.all(said[~kept] < -1e4)
     assert kept[:4].all()
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0.99 * GREEDY_BELOW, True), (1.01 * GREEDY_BELOW, False)])
+def test_which_sessions_are_greedy(temperature, greedy):
+    off = jnp.zeros(1)
+    sampling = Sampling(off + temperature, off.astype(jnp.int32), off + 1, off, jnp.zeros((1, 1, 2), jnp.uint32))
+    logits = jnp.zeros((1, 1, 40)).at[0, 0, :2].set(1.0)
+    for said in (cpu_candidates(logits, sampling, 2, None, 40)[1], candidates(logits, sampling, 2)[1]):
+        assert (said[0, 0, 0] < -1.5) == greedy  # else the noise alone decides between two, for all others are far off
 
 
 def test_of_equals_the_first():

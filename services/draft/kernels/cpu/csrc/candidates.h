@@ -12,7 +12,7 @@ namespace outrider {
 
 constexpr float kNever = -1e30f;  // a logit of padding
 constexpr float kNothing = -std::numeric_limits<float>::infinity();  // a score of what a filter removes
-constexpr float kGreedyBelow = 1e-5f;      // of temperatures; outrider/speculation/sampling.py
+constexpr float kGreedyBelow = 1e-6f;      // of temperatures; outrider/speculation/sampling.py
 constexpr float kDeepest = -100.0f;        // natural log of a probability that no filter needs to tell from 0
 constexpr int kBisections = 32;
 
