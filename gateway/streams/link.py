@@ -102,7 +102,8 @@ class Link(ABC, Generic[Info, Frame]):
 
     def shake_hands_again(self) -> None:
         """End the stream, and look anew whether the replica fits; whoever has sessions there hears of it."""
-        self._again = asyncio.create_task(self._start_anew())
+        if self._again is None or self._again.done():  # else it is about to
+            self._again = asyncio.create_task(self._start_anew())
 
     async def _start_anew(self) -> None:
         if self._task is not None:

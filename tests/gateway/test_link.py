@@ -71,6 +71,18 @@ async def test_a_link_ends_though_its_stream_is_just_lost(turns):
     assert len(link.calls) == 1
 
 
+async def test_two_reasons_to_look_anew_open_one_stream():
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    for _ in range(2):
+        link.shake_hands_again()
+    for _ in range(30):  # of the event loop, in which all comes to rest
+        await asyncio.sleep(0)
+    assert [call.end.is_set() for call in link.calls] == [True, False]
+    await link.stop()
+
+
 async def test_a_lost_stream_comes_back(monkeypatch):
     monkeypatch.setattr(links, "_FIRST_WAIT", 0.01)
     link = Near()
