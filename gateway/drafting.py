@@ -7,7 +7,7 @@ hints: its sessions are opened on another one, or on the same once it is back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from gateway.metrics import Metrics
@@ -20,7 +20,7 @@ from gateway.watch import Watches
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import SessionFailure
 from outrider.wire import codec
-from outrider.wire.v1 import draft_pb2
+from outrider.wire.v1 import common_pb2, draft_pb2
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,18 @@ ATTEMPTS = 4  # times that a service may lose track of a session before it is be
 class Drafting:
     """Listens to drafts. Lives in one event loop."""
 
-    def __init__(self, places: Placement, sessions: Mapping[int, Session], watches: Watches, metrics: Metrics) -> None:
-        """sessions: all that are open, by id."""
+    def __init__(
+        self,
+        places: Placement,
+        sessions: Mapping[int, Session],
+        telling: Sequence[common_pb2.CommitBatch],
+        watches: Watches,
+        metrics: Metrics,
+    ) -> None:
+        """sessions: all that are open, by id. telling: commits that drafts have heard of, and some sessions not yet."""
         self._places = places
         self._sessions = sessions
+        self._telling = telling
         self._watches = watches
         self._metrics = metrics
 
@@ -80,26 +88,30 @@ class Drafting:
         self._places.move(session, session.target, None)
         session.draft_failures += 1
         if isinstance(failure.error, Unavailable) and session.draft_failures < ATTEMPTS:
-            self._open_again(session)
+            self._open_again([session])
 
     # --- coming and going ---
 
     def _up(self, draft: DraftLink) -> None:
         self._metrics.service_up.labels("draft", draft.address).set(1)
-        for session in self._sessions.values():
-            if session.draft is None and session.draft_failures < ATTEMPTS:
-                self._open_again(session)
+        free = [session for session in self._sessions.values() if session.draft is None]
+        self._open_again([session for session in free if session.draft_failures < ATTEMPTS])
 
     def _down(self, draft: DraftLink) -> None:
         self._metrics.service_up.labels("draft", draft.address).set(0)
         self._places.lost(draft)
-        for session in self._sessions.values():
-            if session.draft is draft:
-                self._open_again(session)
+        self._open_again([session for session in self._sessions.values() if session.draft is draft])
 
-    def _open_again(self, session: Session) -> None:
-        if self._places.open_on_draft(session, again=True):
-            self._feed_again(session)
+    def _open_again(self, sessions: Sequence[Session]) -> None:
+        """Open sessions on drafts, and repeat there what some of them lack: they are being told of it."""
+        drafts: dict[DraftLink, None] = {}
+        for session in sessions:
+            if self._places.open_on_draft(session, again=True) and session.draft is not None:
+                self._feed_again(session)
+                drafts[session.draft] = None
+        for draft in drafts:
+            for batch in self._telling:
+                draft.commit(batch)
 
     # --- features ---
 

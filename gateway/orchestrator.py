@@ -36,7 +36,7 @@ from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
-from outrider.wire.v1 import target_pb2
+from outrider.wire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,8 @@ class Orchestrator:
         self.metrics = metrics
         self.sessions: dict[int, Session] = {}
         self._watches = Watches()
-        self._drafting = Drafting(self.places, self.sessions, self._watches, metrics)
+        self._telling: list[common_pb2.CommitBatch] = []
+        self._drafting = Drafting(self.places, self.sessions, self._telling, self._watches, metrics)
         self._resume_timeout = resume_timeout
         self.longest = 0  # tokens of a session that some target can hold
         self._alone_since: float | None = None  # by the loop's clock; while no target is up
@@ -190,7 +191,11 @@ class Orchestrator:
         if frame.features.session_ids:
             feeding.relay(frame.features, self.sessions, self.drafts, self.metrics)
         if frame.commits.session_ids:
-            await self._tell(target, frame)
+            self._telling.append(frame.commits)
+            try:
+                await self._tell(target, frame)
+            finally:
+                self._telling.remove(frame.commits)
         for error in frame.errors:
             self._target_failed(target, codec.failure_from_pb(error))
 

@@ -1,5 +1,6 @@
 """Services that die and come back: clients must not notice more than a pause."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -15,9 +16,9 @@ from gateway.streams.target import TargetLink
 from outrider.errors import Unavailable
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.wire.codec import commits_to_pb
+from outrider.wire.codec import commits_from_pb, commits_to_pb
 from outrider.wire.opens import open_from_pb
-from outrider.wire.v1 import common_pb2, target_pb2
+from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 from tests.gateway.engines import expected, tokenizer
 from tests.gateway.services import Draft, Gateway, Service, Target, until
 
@@ -351,3 +352,32 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
     (request,) = target._take().opens
     assert open_from_pb(request).tokens.tolist() == [1, 2, 3, 4, 5]
     assert request.prompt_length == 2
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["comes", "loses track"])
+async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
+    """Sessions are told one after the other; one that is opened on a draft meanwhile lacks what it has yet to hear."""
+    target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
+    target.up, draft.up = True, lost
+    orchestrator = Orchestrator([target], [draft], Metrics())
+    sessions = [orchestrator.open([1, 2], SamplingParams(), StopConditions(9)) for _ in range(6)]
+    batch = commits_to_pb([Commit(session.id, 2, np.array([3, 4], np.uint32), 0) for session in sessions])
+    draft._clear()
+    telling = asyncio.create_task(target.on_frame(target_pb2.VerifyResponse(commits=batch)))
+    while len(sessions[0].tokens) == 2:
+        await asyncio.sleep(0)
+    assert sessions[-1].tokens == [1, 2]
+    if lost:
+        draft._take()
+        errors = [common_pb2.SessionError(session_id=sessions[-1].id, code=14, message="lost track")]
+        await draft.on_frame(draft_pb2.ProposeResponse(errors=errors))
+    else:
+        draft.up = True
+        draft.on_up()
+    await telling
+    frame = draft._take()
+    known = {request.session_id: open_from_pb(request).tokens.tolist() for request in frame.opens}
+    for commit in commits_from_pb(frame.commits):
+        tokens = known.get(commit.session_id, [])
+        tokens += commit.tokens.tolist()[len(tokens) - commit.base_length :]
+    assert known == {session.id: [1, 2, 3, 4] for session in (sessions[-1:] if lost else sessions)}
