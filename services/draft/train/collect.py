@@ -4,7 +4,8 @@
 
 Sessions ignore the end-of-sequence token and are closed here once it has come: a session that ends by itself is not
 sent the states of its last step, and these tell how likely the end was. A conversation whose session failed, or whose
-states have a gap, is left out and counted; if the stream breaks, all that was under way is asked again.
+states have a gap, is left out and counted; states that have not come a while after a session's end are waited for no
+longer, and the answer ends where they do. If the stream breaks, all that was under way is asked again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import PROTOCOL_VERSION
-from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable
+from outrider.errors import ConfigError, InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Message, OpenSession
 from outrider.serving.rpc import CHANNEL_OPTIONS
@@ -37,6 +38,7 @@ from services.draft.train.store import Record, Store
 log = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0  # seconds for the calls before the stream
+_LATE_ROWS = 10.0  # seconds for states that a session's end has overtaken: commits go first, and a target may drop some
 _LEAST_NEW = 16  # tokens that a prompt must leave room for
 # Of what the target says in the user's place: a small model at temperature 1 soon talks nonsense, and answers in kind.
 _USER_TEMPERATURE, _USER_TOP_P = 0.7, 0.9
@@ -61,6 +63,14 @@ class _Session:
     row_count: int = 0
     ended: bool = False  # the end-of-sequence token has come
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def add(self, tokens: Iterable[int], eos: Container[int]) -> None:
+        """Take tokens over, up to the one that ends the answer."""
+        for token in tokens:
+            self.tokens.append(token)
+            if token in eos:
+                self.ended = True
+                return
 
 
 class Writer:
@@ -153,20 +163,22 @@ class Writer:
     def _hear(self, frame: target_pb2.VerifyResponse) -> None:
         for number, base, tokens, _, _, _, finish, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)
-            if session is None or session.ended:
+            if session is None:
                 continue
-            assert base == len(session.tokens), "commits of a session are contiguous"
-            for token in tokens:
-                session.tokens.append(token)
-                if token in self.info.eos_token_ids:
-                    session.ended = True
-                    break
-            if finish and not session.done.done():
-                session.done.set_result(None)
+            waits = session.ended
+            if not waits:
+                assert base == len(session.tokens), "commits of a session are contiguous"
+                session.add(tokens, self.info.eos_token_ids)
+            if finish:
+                self._finish(session, _LATE_ROWS if waits else 0.0)
         for block in codec.features_from_pb(frame.features):
-            if (session := self._sessions.get(block.session_id)) is not None and block.first == session.row_count:
+            if (session := self._sessions.get(block.session_id)) is None:
+                continue
+            if block.first == session.row_count:
                 session.rows.append(block.rows)
                 session.row_count += len(block.rows)
+            elif block.first > session.row_count and not session.done.done():
+                session.done.set_exception(Overloaded("hidden states of an answer were dropped on the way"))
         for message in frame.errors:
             failure = codec.failure_from_pb(message)
             if (session := self._sessions.get(failure.session_id)) is not None and not session.done.done():
@@ -175,10 +187,23 @@ class Writer:
             if session.ended and session.row_count >= len(session.tokens) - 1 and not session.done.done():
                 session.done.set_result(None)
 
+    def _finish(self, session: _Session, seconds: float) -> None:
+        """Nothing more is computed for a session; so long its states may still take to come."""
+
+        def resolve() -> None:
+            if not session.done.done():
+                session.done.set_result(None)
+
+        if seconds:
+            asyncio.get_running_loop().call_later(seconds, resolve)
+        else:
+            resolve()
+
     async def write(self, prompt: Sequence[int], sampling: SamplingParams, new: int) -> tuple[NDArray[np.uint32], Any]:
         """What the target writes after a prompt. Returns all tokens, [n], and their states, [n - 1, row bytes] uint8.
 
-        Raises OutriderError if the session fails, and Unavailable if the stream is broken.
+        The text ends where the states do. Raises OutriderError if the session fails, Overloaded if states of it were
+        dropped on the way, and Unavailable if the stream is broken.
         """
         if self._broken is not None:
             raise self._broken
@@ -230,7 +255,7 @@ class Collector:
                 continue
             try:
                 records = [record async for record in self._conversation(job)]
-            except InvalidRequest as error:
+            except (InvalidRequest, Overloaded) as error:
                 self.skipped += 1
                 log.debug("a conversation is left out: %s", error.message)
                 continue

@@ -87,7 +87,7 @@ async def _watched(collector: Collector, store: Store, limits: Limits, todo: Ite
             bar.at(store.token_count, f"{len(store)} answers, {speed:.0f} tokens/s, {size:.1f} GiB")
     writing.result()
     if collector.skipped:
-        log.info("%d conversations were left out: too long, empty, or refused", collector.skipped)
+        log.info("%d conversations were left out: too long, empty, refused, or without all states", collector.skipped)
 
 
 @asynccontextmanager
