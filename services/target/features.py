@@ -6,7 +6,9 @@
     settle   keep the rows of committed tokens, in order of position: of a chunk, and of the accepted path's nodes
 
 While no hints are wanted nobody is in a hurry for them: the states of many steps are then fused at once, when they have
-become many, when hints are wanted again, or when somebody finds their page in the cache.
+become many, when hints are wanted again, or when somebody finds their page in the cache. States that are sent as they
+are leave step by step all the same: that costs next to nothing, and who learns from them wants those of short sessions,
+too, for which a draft cares no longer once their last commit has come.
 
 A session is sent each position once, also if its rows are computed again after it lost its pages.
 """
@@ -272,7 +274,7 @@ class Features:
     def flush(self, *, late: bool = False) -> list[FeatureBlock]:
         """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
         self._host.clear()
-        if not late or self._unfused_rows >= _MOST_UNFUSED:
+        if not late or self._unfused_rows >= _MOST_UNFUSED or not all(w.fusion.fuses for w in self._wanted.values()):
             self._catch_up()
         ready, self._ready = self._ready, []
         return ready

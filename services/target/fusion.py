@@ -25,6 +25,7 @@ _FORMATS = {FeatureFormat.BFLOAT16: torch.bfloat16, FeatureFormat.FLOAT32: torch
 class Fusion:
     """What one specification makes of states. layers, final: what must be captured; width, row_bytes: of a row.
 
+    fuses: False if the states are sent as they are, or only normed
     layer: what a compiled program may apply to the states as it captures them; rows of the wire are what comes of it
     """
 
@@ -52,6 +53,7 @@ class Fusion:
             raise ConfigError(f"the drafter's fusion has tensors that are not known: {', '.join(sorted(tensors))}")
         self.width = self._check(weight, bias)
         self._fc = None if weight is None else _linear(weight, bias, model.runner)
+        self.fuses = self._fc is not None
         self.layer = self._layer(model)
         sizes = {FeatureFormat.BFLOAT16: 2 * self.width, FeatureFormat.FLOAT32: 4 * self.width}
         self.row_bytes = sizes.get(self._format, 4 + self.width)

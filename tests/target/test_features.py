@@ -462,7 +462,7 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
 def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     engine = engine_of(model, page_size=4)
     engine._patience = Moody(np.random.default_rng(0), 1.0)
-    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
     text = list(range(30, 75))
     engine.open(replace(opening(1, text), feature_spec=wanted))
     for _ in range(5):
@@ -475,6 +475,20 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     rows = reader.run().states(2)
     assert (reader.first[2], len(rows)) == (0, len(reader.tokens[2]) - 2)
     np.testing.assert_allclose(rows, truth(reader.tokens[2])[4][: len(rows)], rtol=2e-3, atol=2e-3)
+
+
+def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model, truth):
+    engine = engine_of(model)
+    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    reader = Reader(engine)
+    reader.open(replace(opening(1, list(range(30, 75)), max_tokens=8), feature_spec=wanted))
+    while not engine.idle:
+        reader.step()
+        if not engine.idle:
+            assert sum(map(len, reader.rows[1])) == len(reader.tokens[1]) - 1
+    rows = reader.states(1)
+    np.testing.assert_allclose(rows, truth(reader.tokens[1])[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
 # --- frames ---
