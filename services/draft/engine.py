@@ -126,6 +126,8 @@ class DraftEngine(Engine):
                 if session.id not in self.running and session.features.nbytes > _MOST_WAITING:
                     session.features.give_up()  # they are asked for again once it has a place
                 self._feed(session)
+            elif session is None:
+                self.drafter.overtaken(block)
 
     def _feed(self, session: DraftSession) -> None:
         """Let the main drafter look at a session's hidden states, if it holds the session."""
@@ -136,10 +138,11 @@ class DraftEngine(Engine):
                 self._fail(session, error.message)
 
     def _commit(self, session: DraftSession, commit: Commit) -> None:
+        known = session.length - commit.base_length
         if commit.finish_reason != FinishReason.RUNNING:
+            self.drafter.ended(session, commit.tokens[known:] if known >= 0 else commit.tokens[:0])
             self.close(session.id)
             return
-        known = session.length - commit.base_length
         if known < 0:
             self._fail(session, f"commits of {-known} tokens are missing")
         elif known < len(commit.tokens):

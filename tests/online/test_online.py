@@ -9,6 +9,8 @@ import pytest
 
 from outrider.config import DraftConfig, ServeConfig
 from outrider.errors import ConfigError
+from outrider.serving.features import FeatureBlock
+from outrider.speculation.proposal import Commit, FinishReason
 from outrider.supervisor.app import configure
 from outrider.supervisor.cores import CorePlan
 from services.draft.app import build
@@ -138,6 +140,29 @@ def test_what_others_must_not_profit_from_is_not_learnt(learnt, target):
     known = ring.learnt, ring.bytes
     Pair(target, lambda: draft, growth=8).run([replace(request, cache_salt="mine") for request in todo])
     assert (ring.learnt, ring.bytes) == known
+
+
+def test_what_comes_with_a_session_s_end_is_learnt(learnt):
+    """While no hints are wanted, a session may begin, end and be fed in one frame."""
+    draft, _, _ = learnt
+    ring = draft.drafter.learner._ring
+    settle(draft)
+    before = ring.learnt, len(ring.pieces(held_out=True))
+    rows = np.zeros((8, draft.drafter._row_bytes), np.uint8)
+    for session_id in (960, 961):  # one of several is held back
+        draft.open(replace(request(session_id, [40, 41, 42, 43], 0.0, 5), hints_unwanted=True))
+        commits = [
+            Commit(session_id, 4, np.array([44, 45], np.uint32), 1, wanted=0),
+            Commit(session_id, 6, np.array([46, 47, 48], np.uint32), 1, finish_reason=FinishReason.LENGTH),
+        ]
+        draft.receive([], commits)
+        draft.receive_features([FeatureBlock(session_id, 0, rows[:5]), FeatureBlock(session_id, 5, rows[5:])])
+        assert not draft.idle
+        settle(draft)
+    learnt_now = ring.learnt - before[0] + 4 * (len(ring.pieces(held_out=True)) - before[1])
+    assert learnt_now == 2 * 4  # all new tokens but the first
+    draft.receive_features([FeatureBlock(960, 8, rows)])  # of nobody any more
+    draft.check()
 
 
 def test_a_session_that_gives_its_pages_back_is_recorded_no_further(learnt):

@@ -14,7 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from outrider.serving.features import FeatureSpec
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import EngineLoad
 from outrider.telemetry import Progress, untold
 from services.draft.session import DraftSession
@@ -69,6 +72,12 @@ class Drafter(ABC):
     @abstractmethod
     def close(self, session: DraftSession) -> None:
         """Forget a session and free what it holds."""
+
+    def ended(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:  # noqa: B027  (most hear no more of it)
+        """A session's last commit has come, of these tokens; `close` follows."""
+
+    def overtaken(self, block: FeatureBlock) -> None:  # noqa: B027
+        """Hidden states of a session that is held no longer: commits go before the states that come with them."""
 
     @abstractmethod
     def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:

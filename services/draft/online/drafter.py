@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.paging.prefix import PrefixCache
-from outrider.serving.features import FeatureFormat, FeatureSpec, decode, row_bytes
+from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, decode, row_bytes
 from outrider.serving.messages import EngineLoad
 from outrider.telemetry import Progress, untold
 from services.draft.drafters.feature import FeatureDrafter
@@ -45,6 +45,7 @@ class OnlineDrafter(FeatureDrafter):
         self.learner, self._ring = learner, ring
         self._background = Background(learner.turn, share)
         self._recordings: dict[int, Recording] = {}
+        self._ended: dict[int, tuple[Recording, NDArray[np.uint32]]] = {}  # whose last rows may come yet; all tokens
         self.swaps = 0
 
     def warm_up(self, tell: Progress = untold) -> None:
@@ -72,10 +73,24 @@ class OnlineDrafter(FeatureDrafter):
         self._recordings[session.id] = recording
 
         def hear(first: int, rows: NDArray[np.uint8]) -> None:
-            if rows.shape[1] == self._row_bytes:  # others end the session soon
-                recording.add(first, _narrow(rows, self.features.format), session.tokens)
+            self._record(recording, first, rows, session.tokens)
 
         session.features = RecordedRows(session.features, hear)
+
+    def _record(self, recording: Recording, first: int, rows: NDArray[np.uint8], tokens: NDArray[np.uint32]) -> None:
+        if rows.shape[1] == self._row_bytes:  # others end the session soon
+            recording.add(first, _narrow(rows, self.features.format), tokens)
+
+    def ended(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:
+        """Its recording is over with the next round: what gathers while no hints are wanted comes with the end."""
+        if (recording := self._recordings.pop(session.id, None)) is not None:
+            self._ended[session.id] = recording, np.concatenate([session.tokens, tokens])
+
+    def overtaken(self, block: FeatureBlock) -> None:
+        """Record what comes with a session's end."""
+        if (last := self._ended.get(block.session_id)) is not None:
+            recording, tokens = last
+            self._record(recording, block.first, block.rows, tokens)
 
     def close(self, session: DraftSession) -> None:
         """As any drafter; the recording is over."""
@@ -87,10 +102,18 @@ class OnlineDrafter(FeatureDrafter):
         """All states but the last, which is there to be learnt from."""
         return decode(rows, self.features.format)[:, : self.runner.feature_width]
 
-    # --- swaps ---
+    # --- between two rounds ---
+
+    @property
+    def busy(self) -> bool:
+        """True if recordings are to be handed over."""
+        return bool(self._ended) or super().busy
 
     def work(self) -> None:
-        """Take over new weights, if there are any."""
+        """Hand over the recordings of sessions that have ended, and take over new weights, if there are any."""
+        for recording, tokens in self._ended.values():
+            recording.finish(tokens)
+        self._ended.clear()
         if (served := self.learner.offer.take()) is not None:
             self.runner.install(*served)
             self.prefix.flush()
