@@ -139,6 +139,7 @@ def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
         grown = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(grown[:-5] if name == "records.bin" else grown + b"more")
         assert len(grown) > len(content)
+    store.close()
     store = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
     assert len(store) == 3
     assert {name: (tmp_path / name).read_bytes() for name in whole} == whole
@@ -165,6 +166,21 @@ def test_answers_to_something_else_are_not_mixed(tmp_path):
     store_of(tmp_path, some_records(1))
     with pytest.raises(ConfigError, match=r"layers was \[2, 4, 5\], not \[1, 4, 5\].*--answers"):
         Store(tmp_path, {"layers": [1, 4, 5]}, 8 * HIDDEN)
+
+
+def test_one_training_writes_at_a_time_and_many_read(tmp_path):
+    records = some_records()
+    first = store_of(tmp_path, records[:2])
+    with (tmp_path / "records.bin").open("ab") as entries:
+        entries.write(b"under way")
+    with pytest.raises(ConfigError, match=r"another training writes.*--answers"):
+        Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    assert (tmp_path / "records.bin").read_bytes().endswith(b"under way")
+    first.close()
+    second = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    second.add(2, [records[2]])
+    same(first.read().record(1), records[1])
+    same(second.read().record(2), records[2])
 
 
 # --- vocabulary and batches ---

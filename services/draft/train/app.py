@@ -64,6 +64,7 @@ def train(config: TrainConfig) -> int:
     learning = Learning(config, target)
     store = open_store(config, target, learning.algorithm.states)
     uvloop.run(write_answers(config, store, learning.algorithm.states))
+    store.close()  # other trainings may share it while this one learns
     began = time.monotonic()
     learning.run(store, output / "checkpoint", settings(config))
     learning.publish(output)

@@ -4,6 +4,7 @@
     records.bin      a fixed-size entry a record, in the order in which they were written
     tokens.bin       uint32
     rows-0000.bin    the bytes of hidden states, row after row; a new file is begun beyond a size
+    lock             held by the process that writes
 
 A record counts only if its entry is whole, and the entry is written last. What an ended run left behind that is cut
 away by the next one.
@@ -11,7 +12,12 @@ away by the next one.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _FILE_BYTES = 1 << 30
 _ENTRY = np.dtype(
@@ -54,12 +62,17 @@ class Record:
 
 
 class Store:
-    """The records of a folder. One process writes at a time."""
+    """The records of a folder. One process writes at a time, until it closes the store; any may read what is closed."""
 
     def __init__(self, folder: Path, about: dict[str, Any], row_bytes: int) -> None:
-        """about: what must be the same for all records, as JSON has it. Raises ConfigError if it is not."""
+        """about: what must be the same for all records, as JSON has it.
+
+        Raises ConfigError if it is not, or while another process writes.
+        """
         self.folder, self.row_bytes = folder, row_bytes
         folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
+        self._unlock = None if lock is None else weakref.finalize(self, os.close, lock)
         _check(folder / "about.json", about | {"row_bytes": row_bytes})
         self._entries = self._recover()
         self.jobs = set(self._entries["job"].tolist())
@@ -102,8 +115,13 @@ class Store:
                     later.unlink()
         return entries
 
+    def close(self) -> None:
+        """Write no more, so that others may. What is there can still be read."""
+        if self._unlock is not None:
+            self._unlock()
+
     def add(self, job: int, records: Sequence[Record]) -> None:
-        """Append what a job has led to."""
+        """Append what a job has led to. The store must not be closed."""
         last = self._entries[-1] if len(self._entries) else None
         number = int(last["file"]) if last is not None else 0
         row = int(last["row_start"] + last["rows"]) if last is not None else 0
@@ -190,6 +208,30 @@ def _cut(path: Path, size: int) -> None:
     if path.is_file() and path.stat().st_size > size:
         with path.open("r+b") as file:
             file.truncate(size)
+
+
+def _locked(folder: Path) -> int | None:
+    """Descriptor of a folder's lock, held until it is closed; None where there can be none. Raises ConfigError.
+
+    Who may not write there needs none, and not every file system has locks.
+    """
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            return None
+        raise
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise ConfigError(
+            f"another training writes answers into {folder}; wait until it has written them all, or name another "
+            "folder with --answers"
+        ) from None
+    except OSError as error:
+        log.warning("%s cannot be locked (%s); let no other training write there", folder, error.strerror)
+    return lock
 
 
 def _check(path: Path, about: dict[str, Any]) -> None:
