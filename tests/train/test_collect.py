@@ -1,20 +1,28 @@
 """What a trainer hears of a target: answers that come whole, in part, or not at all."""
 
 import asyncio
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from outrider.errors import Overloaded
+from outrider.errors import ConfigError, Overloaded
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.speculation.sampling import SamplingParams
+from outrider.text.tokenizer import Tokenizer
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2
 from services.draft.train import collect
-from services.draft.train.collect import Writer
+from services.draft.train.collect import Collector, Limits, Writer
+from services.draft.train.prompts import Conversation, Job
+from services.draft.train.store import Store
+from services.draft.train.writing import _check_template
+from tests.tiny import write_tokenizer
 
+LIMITS = Limits(new=20, length=100, sessions=2, tokens=10**6, bytes=10**9)
 ROW = 4  # bytes
 EOS = 1
 PROMPT = [5, 6, 7]
@@ -73,3 +81,53 @@ def test_states_that_a_session_s_end_has_overtaken_are_waited_for(monkeypatch):
 def test_an_answer_with_a_gap_in_its_states_fails():
     with pytest.raises(Overloaded, match="dropped on the way"):
         heard([commit(3, [9]), block(0, 3)], [commit(4, [9]), commit(5, [9]), block(4, 1)])
+
+
+# --- what is asked ---
+
+
+def tokenizer_of(folder, *, template=True):
+    write_tokenizer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if not template:
+        del settings["chat_template"]
+    files = {"tokenizer.json": (folder / "tokenizer.json").read_bytes()}
+    return Tokenizer(files | {"tokenizer_config.json": json.dumps(settings).encode()})
+
+
+def writer_of(tokenizer, write):
+    return SimpleNamespace(tokenizer=tokenizer, write=write, info=SimpleNamespace(eos_token_ids=[EOS]))
+
+
+async def write_three(prompt, sampling, new):
+    tokens = np.array([*prompt, 40, 41, EOS], np.uint32)
+    return tokens, np.zeros((len(tokens) - 1, ROW), np.uint8)
+
+
+def jobs_of(*conversations):
+    return iter([Job(i, conversation, 0.0, i) for i, conversation in enumerate(conversations)])
+
+
+def test_a_model_without_a_chat_template_goes_on_from_texts(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "tokenizer", template=False)
+    store = Store(tmp_path / "store", {}, ROW)
+    asyncio.run(Collector(writer_of(tokenizer, write_three), store, LIMITS, 0.0).run(jobs_of(Conversation("a", "so"))))
+    assert (len(store), store.token_count) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("conversations", "free", "what"),
+    [
+        ([Conversation("a", "so")], None, None), ([], None, "cannot begin"),
+        ([Conversation("a", "so")], 3, "cannot begin"),
+        ([Conversation("a", "so"), Conversation("b", turns=("hm",))], 0, "1 of 2 prompts"),
+    ],
+)  # fmt: skip
+def test_chats_need_a_template(tmp_path, conversations, free, what):
+    _check_template(tokenizer_of(tmp_path), conversations, free)
+    bare = tokenizer_of(tmp_path, template=False)
+    if what is None:
+        _check_template(bare, conversations, free)
+        return
+    with pytest.raises(ConfigError, match=f"no chat template.*{what}"):
+        _check_template(bare, conversations, free)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 from outrider.text.tokenizer import Tokenizer
 from services.draft.train.store import Store
@@ -48,7 +49,11 @@ class Passages:
 
     def __init__(self, store: Store, tokenizer: Tokenizer) -> None:
         self._store, self._tokenizer = store, tokenizer
-        self._frame = user_turn_frame(tokenizer)
+
+    @cached_property
+    def _frame(self) -> tuple[str, str]:
+        """Of the template, which a model need not have that is asked for nothing but texts."""
+        return user_turn_frame(self._tokenizer)
 
     def fill(self, opening: str, seed: int) -> str:
         """An opening with everything filled in; nothing as long as too little was written."""

@@ -47,6 +47,11 @@ class Conversation:
     turns: tuple[str, ...] = ()
 
     @property
+    def chat(self) -> bool:
+        """True if it is rendered by the model's chat template."""
+        return not self.text
+
+    @property
     def free(self) -> bool:
         """True if the target writes the user's turn, too."""
         return not self.text and not self.turns

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,10 +16,11 @@ from outrider.errors import ConfigError, EngineFault, Unavailable
 from outrider.interpreter import python
 from outrider.serving.features import FeatureSpec, row_bytes
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, pass_on
+from outrider.text.tokenizer import Tokenizer
 from services.draft.model.formats.target import read_target
 from services.draft.train.collect import Collector, Limits, Writer
 from services.draft.train.progress import Bar
-from services.draft.train.prompts import Job, jobs, read_conversations, read_openings
+from services.draft.train.prompts import Conversation, Job, jobs, read_conversations, read_openings
 from services.draft.train.store import Store
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) 
                 await _ready(child)
             try:
                 async with Writer(address, states, config.service_tls()) as writer:
+                    _check_template(writer.tokenizer, conversations, config.free_prompts)
                     collector = Collector(writer, store, limits, config.held_out)
                     await _watched(collector, store, limits, todo)
                     break
@@ -73,6 +75,22 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) 
             "%d tokens were written, not the %d of --tokens: greedy answers to further prompts would only repeat, or "
             "--max-bytes is reached", store.token_count, limits.tokens,
         )  # fmt: skip
+
+
+def _check_template(tokenizer: Tokenizer, conversations: Sequence[Conversation], free: int | None) -> None:
+    """Raise ConfigError if a model without a chat template is asked for chats. free: as of `jobs`."""
+    if tokenizer.template.source is not None:
+        return
+    if not conversations or free:
+        raise ConfigError(
+            "the target has no chat template, so it cannot begin conversations itself; name files of texts with "
+            '--data, a line each as {"text": ...}, and leave out --free-prompts'
+        )
+    if chats := sum(conversation.chat for conversation in conversations):
+        raise ConfigError(
+            f"the target has no chat template, which {chats} of {len(conversations)} prompts of --data need; "
+            'have them as {"text": ...}'
+        )
 
 
 async def _watched(collector: Collector, store: Store, limits: Limits, todo: Iterator[Job]) -> None:
