@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from outrider.errors import ConfigError, Overloaded
+from outrider.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
@@ -17,7 +18,7 @@ from outrider.wire import codec
 from outrider.wire.v1 import target_pb2
 from services.draft.train import collect
 from services.draft.train.collect import Collector, Limits, Writer
-from services.draft.train.prompts import Conversation, Job
+from services.draft.train.prompts import Conversation, Job, jobs
 from services.draft.train.store import Store
 from services.draft.train.writing import _check_template
 from tests.tiny import write_tokenizer
@@ -131,3 +132,64 @@ def test_chats_need_a_template(tmp_path, conversations, free, what):
         return
     with pytest.raises(ConfigError, match=f"no chat template.*{what}"):
         _check_template(bare, conversations, free)
+
+
+# --- what comes of answers that fail ---
+
+
+def collected(folder, errors, jobs, **limits):
+    """A collector that has run. errors: by prompt, what the target says before it answers, one after another."""
+    tokenizer = tokenizer_of(folder / "tokenizer")
+    errors = {text: list(said) for text, said in errors.items()}
+
+    async def write(prompt, sampling, new):
+        await asyncio.sleep(0)
+        if said := errors.get(tokenizer.decode(prompt)):
+            raise said.pop(0)
+        return await write_three(prompt, sampling, new)
+
+    store = Store(folder / "store", {}, ROW)
+    collector = Collector(writer_of(tokenizer, write), store, replace(LIMITS, **limits), 0.0)
+    return collector, store, lambda: asyncio.run(collector.run(jobs))
+
+
+def texts(count):
+    return jobs_of(*(Conversation(str(i), f"t{i}") for i in range(count)))
+
+
+def test_a_target_without_room_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "_PAUSES", (0.0, 0.0, 0.0))
+    collector, store, run = collected(
+        tmp_path, {"t1": [Overloaded("full")] * 3, "t2": [Overloaded("full")] * 4}, texts(4)
+    )
+    run()
+    assert store.jobs == {0, 1, 3}
+    assert collector.left_out_in_words == "1 failed (the last one: full)"
+
+
+def test_a_refused_prompt_and_a_failed_one_are_left_out(tmp_path):
+    errors = {"t1": [ContextTooLong("too long")], "t2": [EngineFault("not finite")]}
+    collector, store, run = collected(tmp_path, errors, texts(5))
+    run()
+    assert store.jobs == {0, 3, 4}
+    assert dict(collector.left_out) == {"refused": 1, "failed": 1}
+
+
+def test_faults_that_hit_all_end_the_run(tmp_path):
+    errors = {f"t{i}": [EngineFault("not finite")] for i in range(100)}
+    collector, store, run = collected(tmp_path, errors, texts(100))
+    with pytest.raises(EngineFault, match="not finite"):
+        run()
+    assert not len(store)
+    assert collector.left_out["failed"] < 100
+
+
+@pytest.mark.parametrize("prompt", ["x" * 200, "t"])
+def test_prompts_that_all_lead_to_nothing_end_the_run(tmp_path, monkeypatch, prompt):
+    """Where sampled answers are wanted, jobs have no end."""
+    monkeypatch.setattr(collect, "_FUTILE", 50)
+    endless = jobs([Conversation("a", prompt)], 0, (1.0,), 0)
+    _, store, run = collected(tmp_path, {"t": [InvalidRequest("no")] * 60}, endless)
+    with pytest.raises(InvalidRequest, match=r"last 50 prompts led to no answer: 50 (too long|refused)"):
+        run()
+    assert not len(store)

@@ -3,9 +3,12 @@
     jobs ──► a conversation, turn by turn ──► sessions of the stream ──► records ──► store
 
 Sessions ignore the end-of-sequence token and are closed here once it has come: a session that ends by itself is not
-sent the states of its last step, and these tell how likely the end was. A conversation whose session failed, or whose
-states have a gap, is left out and counted; states that have not come a while after a session's end are waited for no
-longer, and the answer ends where they do. If the stream breaks, all that was under way is asked again.
+sent the states of its last step, and these tell how likely the end was. States that have not come a while after a
+session's end are waited for no longer, and the answer ends where they do.
+
+A target without room, or one that dropped states on the way, is asked again after a while. A conversation that it
+refuses, or whose session failed all the same, is left out and counted; if that happens to all, the run ends. If the
+stream breaks, all that was under way is asked again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import PROTOCOL_VERSION
-from outrider.errors import ConfigError, InvalidRequest, OutriderError, Overloaded, Unavailable
+from outrider.errors import ConfigError, EngineFault, InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Message, OpenSession
 from outrider.serving.rpc import CHANNEL_OPTIONS
@@ -39,6 +43,9 @@ log = logging.getLogger(__name__)
 
 _TIMEOUT = 30.0  # seconds for the calls before the stream
 _LATE_ROWS = 10.0  # seconds for states that a session's end has overtaken: commits go first, and a target may drop some
+_PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 60.0, 60.0, 60.0)  # seconds before who has no room is asked again
+_FAULTS = 4  # a session that is written at a time, in a row: then it is no matter of single ones
+_FUTILE = 10_000  # prompts, in a row, that lead to nothing: then none will
 _LEAST_NEW = 16  # tokens that a prompt must leave room for
 # Of what the target says in the user's place: a small model at temperature 1 soon talks nonsense, and answers in kind.
 _USER_TEMPERATURE, _USER_TOP_P = 0.7, 0.9
@@ -225,6 +232,10 @@ class Writer:
         return np.array(session.tokens[: count + 1], np.uint32), rows[:count]
 
 
+class _NothingToAsk(InvalidRequest):
+    """There is no turn of the user."""
+
+
 class Collector:
     """Fills a store by what a writer writes. said: called with the store after every job."""
 
@@ -232,10 +243,15 @@ class Collector:
         """held_out: part of the conversations that are kept for the evaluation."""
         self._writer, self._store, self._limits, self._held_out = writer, store, limits, held_out
         self._passages = Passages(store, writer.tokenizer)
-        self.skipped = 0
+        self._futile = self._faults = 0  # conversations in a row that led to nothing, and that failed
+        self.left_out: Counter[str] = Counter()  # by reason
+        self.last_reason = ""  # what was said of the last one that was refused, or failed
 
     async def run(self, jobs: Iterator[Job]) -> None:
-        """Write until there is enough, or no job is left. Raises OutriderError if the target goes away."""
+        """Write until there is enough, or no job is left.
+
+        Raises OutriderError if the target goes away, or if nothing that it is asked leads to an answer.
+        """
         workers = [asyncio.create_task(self._work(jobs)) for _ in range(self._limits.sessions)]
         try:
             await asyncio.gather(*workers)
@@ -255,14 +271,41 @@ class Collector:
                 continue
             try:
                 records = [record async for record in self._conversation(job)]
-            except (InvalidRequest, Overloaded) as error:
-                self.skipped += 1
-                log.debug("a conversation is left out: %s", error.message)
-                continue
-            if records:
-                self._store.add(job.key, records)
+            except _NothingToAsk:
+                await self._leave_out("without a turn of the user")
+            except InvalidRequest as error:
+                await self._leave_out("refused", error)
+            except (Overloaded, EngineFault) as error:
+                self._faults += 1
+                if self._faults >= _FAULTS * self._limits.sessions:
+                    raise
+                await self._leave_out("failed", error)
             else:
-                self.skipped += 1
+                if records:
+                    self._store.add(job.key, records)
+                    self._futile = self._faults = 0
+                else:
+                    await self._leave_out("too long or empty")
+
+    async def _leave_out(self, kind: str, error: OutriderError | None = None) -> None:
+        """Count a conversation that leads to nothing. Raises InvalidRequest if so many in a row have."""
+        self.left_out[kind] += 1
+        self._futile += 1
+        if error is not None:
+            self.last_reason = error.message
+            log.debug("a conversation is left out: %s", error.message)
+        if self._futile >= _FUTILE:
+            raise InvalidRequest(
+                f"the last {self._futile} prompts led to no answer: {self.left_out_in_words}; see --data, --max-length "
+                "and --free-openings"
+            )
+        await asyncio.sleep(0)  # none of them may have waited for the target, and others want to
+
+    @property
+    def left_out_in_words(self) -> str:
+        """How many conversations were left out, and why."""
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.left_out.items())
+        return f"{counts} (the last one: {self.last_reason})" if self.last_reason else counts
 
     async def _conversation(self, job: Job) -> AsyncIterator[Record]:
         conversation, tokenizer = job.conversation, self._writer.tokenizer
@@ -294,11 +337,23 @@ class Collector:
         if room < _LEAST_NEW:
             return
         sampling = SamplingParams(temperature=job.temperature, seed=job.seed)
-        tokens, rows = await self._writer.write(prompt, sampling, room)
+        tokens, rows = await self._write(prompt, sampling, room)
         if len(tokens) > len(prompt) + 1:
             held_out = is_held_out(job.conversation.name, self._held_out)
             first = len(prompt) if first is None else first
             yield Record(tokens, rows, len(prompt), first, job.temperature, job.seed, held_out)
+
+    async def _write(self, prompt: list[int], sampling: SamplingParams, new: int) -> tuple[NDArray[np.uint32], Any]:
+        """As of Writer, with patience."""
+        for pause in _PAUSES:
+            try:
+                return await self._writer.write(prompt, sampling, new)
+            except Overloaded as error:
+                if self.enough:
+                    raise
+                log.debug("asked again in %g s: %s", pause, error.message)
+                await asyncio.sleep(pause)
+        return await self._writer.write(prompt, sampling, new)
 
     def _opening(self, words: str) -> list[int]:
         """What a template puts before the user's first words, and these."""
@@ -306,22 +361,22 @@ class Collector:
         return tokenizer.encode_rendered(user_turn_frame(tokenizer)[0] + words)
 
     def _quoting_turn(self, job: Job) -> str:
-        """A user's turn about what was written before. Raises InvalidRequest if that is too little."""
+        """A user's turn about what was written before. Raises _NothingToAsk if that is too little."""
         text = self._passages.fill(job.conversation.opening, job.seed ^ 2)
         if not text:
-            raise InvalidRequest("too little was written that could be quoted")
+            raise _NothingToAsk("too little was written that could be quoted")
         return text
 
     async def _user_turn(self, job: Job) -> str:
-        """What the target says in the user's place, in whole sentences. Raises InvalidRequest if that is nothing."""
+        """What the target says in the user's place, in whole sentences. Raises _NothingToAsk if that is nothing."""
         tokenizer = self._writer.tokenizer
         opening = job.conversation.opening
         prompt = self._opening(opening)
         sampling = SamplingParams(temperature=_USER_TEMPERATURE, top_p=_USER_TOP_P, seed=job.seed ^ 1)
-        tokens, _ = await self._writer.write(prompt, sampling, self._limits.new)
+        tokens, _ = await self._write(prompt, sampling, self._limits.new)
         text = tokenizer.decode(tokens[len(prompt) :].tolist())
         if int(tokens[-1]) not in self._writer.info.eos_token_ids:
             text = whole_sentences(text)
         if not text.strip():
-            raise InvalidRequest("the user's turn is empty")
+            raise _NothingToAsk("the user's turn is empty")
         return (opening + text).strip()

@@ -103,9 +103,10 @@ async def _watched(collector: Collector, store: Store, limits: Limits, todo: Ite
             speed = (store.token_count - start) / (time.monotonic() - began)
             size = store.bytes / 2**30
             bar.at(store.token_count, f"{len(store)} answers, {speed:.0f} tokens/s, {size:.1f} GiB")
+    if collector.left_out:
+        level = logging.WARNING if collector.last_reason else logging.INFO
+        log.log(level, "conversations that were left out: %s", collector.left_out_in_words)
     writing.result()
-    if collector.skipped:
-        log.info("%d conversations were left out: too long, empty, refused, or without all states", collector.skipped)
 
 
 @asynccontextmanager
