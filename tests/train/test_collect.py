@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from outrider.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, Overloaded
+from outrider.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, Overloaded, Unavailable
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
@@ -82,6 +82,32 @@ def test_states_that_a_session_s_end_has_overtaken_are_waited_for(monkeypatch):
 def test_an_answer_with_a_gap_in_its_states_fails():
     with pytest.raises(Overloaded, match="dropped on the way"):
         heard([commit(3, [9]), block(0, 3)], [commit(4, [9]), commit(5, [9]), block(4, 1)])
+
+
+def test_a_frame_that_cannot_be_read_breaks_the_stream():
+    """Nobody waits for ever for what comes behind it."""
+
+    class Call:
+        async def read(self):
+            await asyncio.sleep(0)
+            return codec.verify_response_to_pb(StepOutput(commits=[commit(7, [9])]))
+
+        async def write(self, frame):
+            pass
+
+        def cancel(self):
+            pass
+
+    async def run():
+        writer = Writer("unix:/nowhere", FeatureSpec(final=True))
+        writer._stub = SimpleNamespace(Verify=Call)
+        task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(writer._listen(), 60)
+        await asyncio.wait_for(task, 60)
+
+    with pytest.raises(Unavailable, match="cannot be read"):
+        asyncio.run(run())
 
 
 # --- what is asked ---

@@ -144,8 +144,11 @@ class Writer:
             raise Unavailable(f"the target at {self.address} ended the stream")
         except grpc.aio.AioRpcError as error:
             self._fail(Unavailable(f"the stream to the target at {self.address} broke: {error.details()}"))
-        except OutriderError as error:
+        except Unavailable as error:
             self._fail(error)
+        except Exception as error:  # of a frame that nobody would understand
+            log.exception("a frame of the target at %s cannot be read", self.address)
+            self._fail(Unavailable(f"the target at {self.address} said what cannot be read: {error}"))
         finally:
             writer.cancel()
             call.cancel()
