@@ -92,6 +92,26 @@ def test_the_output_folder_is_not_written_twice(models, trained):
         app.train(config)
 
 
+def test_a_run_that_was_ended_in_its_last_replay_goes_on(models, trained, tmp_path, monkeypatch):
+    config = TrainConfig(
+        model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
+        **FLAGS | {"steps": 1, "evaluate": 1},
+    )  # fmt: skip
+
+    def end(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learning, "report", end)
+        with pytest.raises(InterruptedError):
+            app.train(config)
+    assert (tmp_path / "draft" / "model.safetensors").exists()
+    assert app.train(config) == 0
+    report = json.loads((tmp_path / "draft" / "training.json").read_text())
+    assert report["steps"] == len(report["curve"]["losses"]) == 1
+    assert not (tmp_path / "draft" / "checkpoint").exists()
+
+
 def test_what_was_trained_is_served(models, trained, tmp_path):
     """Accepted draft tokens, and the text that there is without a draft."""
     target = target_service(models / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()

@@ -54,10 +54,12 @@ def train(config: TrainConfig) -> int:
     keep_freed_memory()
     # JAX reads the number of its threads when it is imported, which is after the process has been put on its cores.
     from services.draft.train.learning import Learning
+    from services.draft.train.optimize import CHECKPOINT
     from services.draft.train.writing import open_store, write_answers
 
     output = Path(config.output).expanduser()
-    if (output / "model.safetensors").exists():
+    # With a checkpoint beside it, it is that of a run that was ended while it looked at what it had learnt.
+    if (output / "model.safetensors").exists() and not (output / "checkpoint" / CHECKPOINT).exists():
         raise ConfigError(f"--output {output} holds a model already; name another folder")
     output.mkdir(parents=True, exist_ok=True)
     target = checkpoint.resolve(config.model_path)

@@ -24,6 +24,7 @@ from services.draft.model.heads import Params
 from services.draft.train.batches import Batch
 from services.draft.train.objective import Objective, Shared
 
+CHECKPOINT = "state.safetensors"  # in a folder of checkpoints
 _CLIP = 1.0  # largest norm of all slopes together
 _BETAS = 0.9, 0.95
 _FLOOR = 0.02  # of the highest learning rate, at the end
@@ -129,11 +130,11 @@ class Trainer:
         leaves = {f"{i:04}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.state))}
         part = folder / "state.part"
         save_file(leaves, part, {"facts": json.dumps(facts | {"step": self.step})})
-        part.replace(folder / "state.safetensors")
+        part.replace(folder / CHECKPOINT)
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         """Go on where a checkpoint ends. Returns its facts; None if there is none. Raises ConfigError."""
-        file = folder / "state.safetensors"
+        file = folder / CHECKPOINT
         if not file.is_file():
             return None
         facts = read_facts(file)
