@@ -445,3 +445,21 @@ def test_a_published_head_is_gone_on_from(trained, models, tmp_path):
     np.testing.assert_array_equal(again["d2t"], first["d2t"])
     with pytest.raises(ConfigError, match="--initial is for EAGLE and EAGLE3"):
         app.train(replace(config, algorithm="STANDALONE", output=str(tmp_path / "other")))
+
+
+def test_a_head_of_another_width_learns_with_its_own_embedding(tmp_path):
+    target = target_of(tmp_path / "target")
+    config, tensors = eagle3(target.folder, hidden=32, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
+    head = write_head(tmp_path / "head", config, tensors)
+    rng = np.random.default_rng(0)
+    store = store_of(tmp_path / "answers", [random_record(rng, 20, 4) for _ in range(4)])
+    flags = TrainConfig(
+        model_path=str(target.folder), initial=str(head), steps=1, unroll=2, batch_tokens=60, evaluate=0
+    )
+    learning = Learning(flags, target.folder)
+    learning.run(store, tmp_path / "checkpoint", {})
+    np.testing.assert_allclose(learning._shared().embed, tensors["embed_tokens.weight"], rtol=1e-2)
+    learning.publish(tmp_path / "draft")
+    again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
+    np.testing.assert_array_equal(again["embed_tokens.weight"], tensors["embed_tokens.weight"])
+    assert again["fc.weight"].shape == (32, 3 * 48)

@@ -135,7 +135,8 @@ class Learning:
     def _shared(self) -> Shared:
         tensors = self.target.embedding_and_head(lambda array: array)  # type: ignore[arg-type,return-value]
         head = np.asarray(tensors["head"])
-        embed = np.asarray(tensors.get("embed", head.T))
+        own = self.algorithm.embedding()
+        embed = np.asarray(tensors.get("embed", head.T) if own is None else own)
         dtype = jnp.float32 if self.config.train_dtype == "float32" else jnp.bfloat16
         return Shared(
             jnp.asarray(embed.astype(np.float32), dtype),

@@ -64,6 +64,10 @@ class Algorithm(ABC):
         """The target's ids of the tokens that it proposes, if they are settled already."""
         return None
 
+    def embedding(self) -> Any:
+        """Its embedding, [V, H], if that is neither learnt nor the target's; None if it is."""
+        return None
+
     def feature(self, params: Params, states: jax.Array) -> jax.Array | None:
         """What the first layer is fed with, [..., H], of the collected states, [..., n * Ht]; None if it is not fed."""
         del params, states

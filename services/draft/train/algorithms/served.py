@@ -74,6 +74,10 @@ class ServedHead(Algorithm):
         del target, ids, scales, seed
         return self.params()
 
+    def embedding(self) -> Any:
+        """Its own, where its width is another one than the target's."""
+        return self._draft.load(jnp.float32)["embed"] if self.model.hidden_size != self._width else None
+
     def feature(self, params: Params, states: jax.Array) -> jax.Array:
         """The first state as it is."""
         del params
