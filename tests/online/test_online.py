@@ -242,6 +242,40 @@ def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):
         served.stop()
 
 
+def test_what_an_updated_target_said_before_is_not_learnt(models):
+    draft = online_engine(models[1], models[0], {"epochs": 1.0})
+    ring, learner = draft.drafter.learner._ring, draft.drafter.learner
+    rng = np.random.default_rng(0)
+
+    def serve(session_id, prompt, count, flush=False):
+        """A session of so many tokens more; flush: in its midst."""
+        tokens = rng.integers(40, 60, prompt + count).astype(np.uint32)
+        draft.open(request(session_id, tokens[:prompt].tolist(), 0.0, count))
+        draft.receive_features([FeatureBlock(session_id, 0, np.zeros((prompt, draft.drafter._row_bytes), np.uint8))])
+        if flush:
+            draft.flush(only_fed=True)
+        draft.receive([], [Commit(session_id, prompt, tokens[prompt:], 1, finish_reason=FinishReason.LENGTH)])
+        rows = np.zeros((count - 1, draft.drafter._row_bytes), np.uint8)
+        draft.receive_features([FeatureBlock(session_id, prompt, rows)])
+        draft.drafter.work()
+
+    for session_id in range(1, 9):
+        serve(session_id, 4, 80)
+    assert ring.learnt > 64
+    assert learner.turn() > 0
+    room = ring._room
+    serve(10, 4, 80, flush=True)
+    assert (ring.learnt, ring.bytes, ring._room) == (0, 0, room)
+    assert learner.turn() == 0.0
+    for session_id in range(11, 14):
+        serve(session_id, 4, 80)
+    assert learner.turn() > 0
+    spent = learner.load().rows
+    while learner.turn():
+        pass
+    assert learner.load().rows - spent < ring.learnt + 64, "what was not learnt of before is no reason to learn more"
+
+
 # --- how much it may take ---
 
 

@@ -98,6 +98,14 @@ class OnlineDrafter(FeatureDrafter):
             recording.finish(session.tokens)
         super().close(session)
 
+    def flush(self) -> None:
+        """As any drafter; and learn from nothing that came so far: the target may have other weights now."""
+        super().flush()
+        for recording in (*self._recordings.values(), *(recording for recording, _ in self._ended.values())):
+            recording.drop()
+        self._ended.clear()
+        self._ring.forget()
+
     def features_of(self, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         """All states but the last, which is there to be learnt from."""
         return decode(rows, self.features.format)[:, : self.runner.feature_width]

@@ -77,6 +77,7 @@ class Learner:
         self._order = np.random.default_rng(0)
         self._load = OnlineLoad()
         self._looked = 0  # steps at the last look
+        self._forgotten = self._before = 0  # how often the ring was emptied; rows that were learnt before the last time
         self._worse = 0  # looks in a row at which the new weights were
 
     def load(self) -> OnlineLoad:
@@ -109,7 +110,9 @@ class Learner:
 
     def _batch(self) -> Batch | None:
         """Random pieces, as many as a pack holds; None if what there is has been learnt often enough."""
-        if self._load.rows >= self._ring.learnt * self._options.epochs:
+        if self._forgotten != self._ring.forgotten:
+            self._forgotten, self._before = self._ring.forgotten, self._load.rows
+        if self._load.rows - self._before >= self._ring.learnt * self._options.epochs:
             return None
         pieces = self._ring.pieces(held_out=False)
         if learnt_rows(pieces.entries)[1].sum() < self._shape.learnt:

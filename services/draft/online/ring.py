@@ -62,13 +62,16 @@ class _Part:
 
 
 class Ring:
-    """The latest pieces; those of one session in so many are held back. learnt: rows to learn that ever came."""
+    """The latest pieces; those of one session in so many are held back.
+
+    learnt: rows to learn that have come since everything was last forgotten; forgotten: how often that was
+    """
 
     def __init__(self, limit: int, row_bytes: int, length: int, context: int, held_out: int) -> None:
         """limit: in bytes, of which half are for what sessions under way have not handed over yet."""
         assert 0 < 2 * context < length
         self.row_bytes, self.length, self.context = row_bytes, length, context
-        self.learnt = 0
+        self.learnt = self.forgotten = 0
         self._held_out = held_out
         self._lock = threading.Lock()
         self._parts = {True: _Part(limit // 2 // held_out), False: _Part(limit // 2 - limit // 2 // held_out)}
@@ -94,6 +97,12 @@ class Ring:
             self._parts[record.held_out].add(record)
             if not record.held_out:
                 self.learnt += learnt_rows_of(record)
+
+    def forget(self) -> None:
+        """Let all pieces go. Sessions under way keep what they have."""
+        with self._lock:
+            self._parts = {kind: _Part(part.limit) for kind, part in self._parts.items()}
+            self.learnt, self.forgotten = 0, self.forgotten + 1
 
     def pieces(self, *, held_out: bool) -> Pieces:
         """What there is at present."""
@@ -140,6 +149,10 @@ class Recording:
         """The session is over: hand over what is left."""
         if not self._over:
             self._emit(tokens)
+        self._stop()
+
+    def drop(self) -> None:
+        """Record nothing more, and let go of what there is."""
         self._stop()
 
     def _hand_over(self, tokens: NDArray[np.uint32]) -> None:
