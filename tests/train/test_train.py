@@ -339,6 +339,16 @@ def test_a_published_head_is_fed_what_it_learnt_with(tmp_path, kind):
     np.testing.assert_allclose(found, head.feature(head.params(), jnp.asarray(states)), rtol=1e-4, atol=1e-4)
 
 
+def test_a_draft_is_replayed_on_the_device_that_is_named(perfect):
+    target, head, tokens, rows = perfect
+    records = [Record(tokens, rows, 5, 5, 0.0, 7)]
+    with pytest.raises(ConfigError, match="cpu:99"):  # there is one
+        replay("EAGLE3", head, target, records, CHAIN, "cpu:99")
+    publish = lambda factor, folder: shutil.copytree(head, folder, dirs_exist_ok=True)  # noqa: E731
+    with pytest.raises(ConfigError, match="cpu:99"):
+        best_factor("EAGLE3", publish, target, records, "cpu:99")
+
+
 def test_a_text_that_no_head_can_know_is_accepted_never(perfect):
     target, head, tokens, rows = perfect
     wrong = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(VOCAB), CYCLE))[: len(tokens)]

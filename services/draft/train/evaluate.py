@@ -71,11 +71,11 @@ class Score:
 
 
 def replay(
-    algorithm: str, folder: Path, target: Path, records: Sequence[Record], shape: TreeShape
+    algorithm: str, folder: Path, target: Path, records: Sequence[Record], shape: TreeShape, device: str = "auto"
 ) -> dict[float, Score]:
     """Scores of a published draft by temperature. target: its folder. Raises ConfigError for a draft that does not fit.
 
-    shape: of the trees
+    shape: of the trees; device: as of --draft-device
     """
     from services.draft.app import build
 
@@ -83,7 +83,8 @@ def replay(
     room = _TOGETHER * (longest + SCRATCH_SLOTS + 2 * DraftConfig().draft_page_size)
     config = DraftConfig(
         speculative_algorithm=algorithm,  # type: ignore[arg-type]
-        speculative_draft_model_path=str(folder), model_path=str(target), draft_feature_dtype="float32",
+        speculative_draft_model_path=str(folder), model_path=str(target), draft_device=device,
+        draft_feature_dtype="float32",
         max_running_requests=_TOGETHER, draft_max_total_tokens=max(_TOKENS, room), disable_radix_cache=True,
         speculative_num_steps=shape.steps, speculative_eagle_topk=shape.topk, speculative_num_draft_tokens=shape.rows,
     )  # fmt: skip

@@ -203,7 +203,9 @@ class Learning:
         factor, count = 1.0, self.config.evaluate
         records = self._records(self._held_out[count : 2 * count] or self._held_out[:count])
         if records and self.algorithm.sharpened(params, factor) is not None:
-            factor, gains = best_factor(self.config.algorithm, write, self.target.folder, records)
+            factor, gains = best_factor(
+                self.config.algorithm, write, self.target.folder, records, self.config.train_device
+            )
             self._facts["sharpness"] = {"factor": factor, "gains": gains}
         write(factor, folder)
 
@@ -212,7 +214,7 @@ class Learning:
         records = self._records(self._held_out[: self.config.evaluate])
         evaluation: dict[str, Any] = {}
         for name, shape in (("chain", CHAIN), ("tree", TREE)) if records else ():
-            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape)
+            scores = replay(self.config.algorithm, folder, self.target.folder, records, shape, self.config.train_device)
             evaluation[name] = {"shape": asdict(shape)} | {f"temperature {t:g}": s.facts() for t, s in scores.items()}
             for temperature, score in sorted(scores.items()):
                 log.info(

@@ -24,13 +24,18 @@ _FACTORS = (1.0, 1.1, 1.2, 1.35)
 Publish = Callable[[float, Path], None]
 
 
-def best_factor(algorithm: str, publish: Publish, target: Path, records: Sequence[Record]) -> tuple[float, list[float]]:
-    """Of some factors the one with the longest accept length over all temperatures, and what each is to the first."""
+def best_factor(
+    algorithm: str, publish: Publish, target: Path, records: Sequence[Record], device: str = "auto"
+) -> tuple[float, list[float]]:
+    """Of some factors the one with the longest accept length over all temperatures, and what each is to the first.
+
+    device: as of `replay`
+    """
     scores: list[Mapping[float, Score]] = []
     for factor in _FACTORS:
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder:
             publish(factor, Path(folder))
-            scores.append(replay(algorithm, Path(folder), target, records, TREE))
+            scores.append(replay(algorithm, Path(folder), target, records, TREE, device))
     gains = [_gain(score, scores[0]) for score in scores]
     best = max(range(len(gains)), key=gains.__getitem__)
     log.info("logits times %g: accept length of trees %+.1f %%", _FACTORS[best], 100 * (gains[best] - 1))
