@@ -19,10 +19,10 @@ _MEMORY_PART = 0.1
 _DEFAULT_TOKENS = 65_536
 
 
-def choose_devices(device: str, count: int) -> list[jax.Device]:
+def choose_devices(device: str, count: int, flag: str = "--draft-device") -> list[jax.Device]:
     """Devices side by side, of which the first becomes JAX's default. Raises ConfigError.
 
-    device: auto, or a platform of JAX and perhaps the index of the first one, such as cuda:1
+    device: auto, or a platform of JAX and perhaps the index of the first one, such as cuda:1; flag: that named it
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else three quarters of a GPU that others use, too
     platform, _, index = device.partition(":")
@@ -32,15 +32,16 @@ def choose_devices(device: str, count: int) -> list[jax.Device]:
         first = int(index or 0)
         found = jax.devices(None if platform == "auto" else platform)
     except ValueError:
-        raise ConfigError(f"--draft-device {device} has no index behind the colon; write for example cuda:1") from None
+        raise ConfigError(f"{flag} {device} has no index behind the colon; write for example cuda:1") from None
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"--draft-device {device}: JAX has no such device here: {reason}") from None
+        raise ConfigError(f"{flag} {device}: JAX has no such device here: {reason}") from None
     if count < 1:
         raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
     if not 0 <= first <= len(found) - count:
+        together = f" and --draft-tp-size {count} need" if count > 1 else " needs"
         raise ConfigError(
-            f"--draft-device {device} and --draft-tp-size {count} need {first + count} devices; there "
+            f"{flag} {device}{together} {first + count} devices; there "
             f"{'is' if len(found) == 1 else 'are'} {len(found)} of kind {found[0].platform}"
         )
     chosen = found[first : first + count]

@@ -403,7 +403,7 @@ def test_a_sharper_head_has_larger_logits_alone(tmp_path, name):
         ({"learning_rate": 0.0}, "--learning-rate"), ({"temperature": (-1.0,)}, "--temperature"),
         ({"max_new_tokens": 2000}, "--max-length"), ({"data": ("/nowhere",)}, "no such file"),
         ({"aux_layers": (5, 2, 1)}, "--aux-layers"), ({"aux_layers": (1, 2, 8)}, "--aux-layers"),
-        ({"answers": "SET"}, "asked for differently"),
+        ({"answers": "SET"}, "asked for differently"), ({"train_device": "cpu:99"}, "--train-device cpu:99 needs"),
     ],
 )  # fmt: skip
 def test_wrong_flags_are_refused(models, trained, tmp_path, flags, what):

@@ -50,7 +50,7 @@ class Learning:
     def __init__(self, config: TrainConfig, target: Path) -> None:
         """target: its folder. Raises ConfigError for what does not fit it."""
         self.config, self.target = config, read_target(target)
-        choose_devices(config.train_device, 1)
+        choose_devices(config.train_device, 1, "--train-device")
         self._softcap = target_config(self.target).get("final_logit_softcapping")
         self.algorithm = self._algorithm()
         if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
