@@ -199,6 +199,22 @@ def test_the_published_folder(tmp_path):
     assert draft.features.layers == (2, 4, 5) == algorithm.states.layers
 
 
+def test_a_published_mtp_layer_is_one_of_qwen2(tmp_path):
+    """With all tensors that such a layer has, as it stands in MiMo-7B; `transformers` knows what config.json says."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+    algorithm, ids, params = head_of(target_of(tmp_path / "target"), name="NEXTN")
+    algorithm.publish(params, ids, tmp_path / "head")
+    config = AutoConfig.from_pretrained(tmp_path / "head")
+    assert config.architectures == ["MiMoMTP"]
+    joins = {f"{name}.weight" for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")}
+    tensors = safetensors.torch.load_file(tmp_path / "head" / "model.safetensors")
+    tensors = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors.items()}
+    Qwen2DecoderLayer(config, 0).load_state_dict({n: t for n, t in tensors.items() if n not in joins}, strict=True)
+    assert joins <= set(tensors)
+
+
 # --- learning ---
 
 

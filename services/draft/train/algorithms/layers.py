@@ -47,6 +47,8 @@ def first_layer(layer: Layer, hidden: int, dice: Dice) -> Params:
         "gate_up": jnp.asarray(dice.matrix(hidden, 2 * layer.mlp.width)),
         "down": jnp.asarray(dice.matrix(layer.mlp.width, hidden, _OUTPUTS)),
     }
+    if a.qkv_bias:
+        params["qkv_bias"] = jnp.zeros(qkv.shape[1], jnp.float32)
     norms = {"attention_norm": layer.input_norm, "beside_norm": layer.beside}
     return params | {name: jnp.ones(hidden, jnp.float32) for name, there in norms.items() if there}
 
@@ -82,6 +84,9 @@ def layer_tensors(layer: Layer, params: Mapping[str, Any]) -> dict[str, Any]:
         "mlp.up_proj.weight": up,
         "mlp.down_proj.weight": params["down"].T,
     }
+    if a.qkv_bias:
+        parts = np.split(np.asarray(params["qkv_bias"]), ends)
+        tensors |= {f"self_attn.{name}_proj.bias": part for name, part in zip("qkv", parts, strict=True)}
     if layer.beside:
         names = {"input_layernorm.weight": "beside_norm", "hidden_norm.weight": "attention_norm"}
     else:

@@ -1,7 +1,8 @@
 """MTP: one decoder layer behind a join of [norm(feature); norm(embedding)], with a final norm of its own.
 
-Published in the layout of MiMo-7B (`model.mtp_layers.0.*`), which is the one for dense models; its embedding at
-position 0 counts as zeros. Embedding and head are the target's.
+Published in the layout of MiMo-7B (`model.mtp_layers.0.*`), which is the one for dense models: a layer of Qwen2, whose
+queries, keys and values have biases; its embedding at position 0 counts as zeros. Embedding and head are the target's.
+config.json names Qwen2, too: Hugging Face's classes know MiMo only where its own code comes along.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Mtp(LastStateHead):
         raw, self._hidden = target_config(target), target.hidden_size
         inner = shape.inner or raw["intermediate_size"]
         self.config = llama_config(raw, "MiMoMTP", self._hidden, inner, 1) | {
-            "model_type": "mimo", "num_nextn_predict_layers": 1, "tie_word_embeddings": False,
-            "vocab_size": target.vocab_size,
+            "model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False, "vocab_size": target.vocab_size,
         }  # fmt: skip
         epsilon = self.config["rms_norm_eps"]
         self.model = ModelConfig(
             architecture="MiMoMTP",
             vocab_size=target.vocab_size,
             hidden_size=self._hidden,
-            layers=(Layer(attention_of(self.config), Mlp(inner), epsilon),),
+            layers=(Layer(attention_of(self.config, qkv_bias=True), Mlp(inner), epsilon),),
             context=self.config["max_position_embeddings"],
             head=MtpHead(epsilon, blind_start=True),
             eos_token_ids=target.eos_token_ids,
