@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+import transformers
 
 from outrider.speculation.tree import ROOT
 from services.draft.model.decoder import head as head_logits
@@ -14,11 +16,14 @@ from services.draft.model.formats.decoders import read_decoder
 from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import read_mtp
-from services.draft.train.batches import PackShape, build
+from services.draft.model.formats.target import read_target
+from services.draft.train.algorithms.base import target_logits
+from services.draft.train.batches import Batch, PackShape, build
 from services.draft.train.objective import Objective
 from services.draft.train.unroll import unroll
 from tests.draft.stepping import Stepper
-from tests.train.helpers import head_of, random_record, shared_of, store_of, target_of
+from tests.tiny import VOCAB
+from tests.train.helpers import HIDDEN, head_of, random_record, shared_of, store_of, target_of
 
 AHEAD = 4
 READERS = {"EAGLE": read_eagle, "EAGLE3": read_eagle3, "NEXTN": read_mtp}
@@ -144,6 +149,31 @@ def test_the_loss_is_cross_entropy(tmp_path, target):
             expected[k] -= p @ log_softmax(np.asarray(head_logits(params, said[k].state[0, row], 2**31 - 1)))
     np.testing.assert_allclose(tally.losses, expected, rtol=1e-4)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "cohere", "gemma2"])
+def test_the_target_s_distribution_is_that_of_its_logits(tmp_path, family):
+    """Some scale them, or bend them towards a bound."""
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.35,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
+    scales = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.25}}
+    config = transformers.AutoConfig.for_model(family, **sizes | scales.get(family, {}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        said = model(torch.arange(10, 30)[None], output_hidden_states=True)
+    target, every = read_target(tmp_path), np.arange(VOCAB)
+    states = np.concatenate([np.zeros((1, 20, 3 * HIDDEN), np.float32), said.hidden_states[-1].numpy()], -1)
+    algorithm, _, params = head_of(target, vocab=VOCAB)
+    objective = Objective(algorithm, 2, 0.8, False, *target_logits(target))
+    found = objective._target(shared_of(target, every), Batch(jnp.asarray(states), *[None] * 7))
+    np.testing.assert_allclose(found, torch.softmax(said.logits, -1).numpy(), rtol=1e-3, atol=1e-5)
+    size = np.abs(params["head"]).mean() / np.abs(shared_of(target, every).head).mean()
+    assert size == pytest.approx(0.3 * {"granite": 1 / 8, "cohere": 0.25}.get(family, 1), rel=0.01)
 
 
 @pytest.mark.parametrize(

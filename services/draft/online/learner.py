@@ -56,18 +56,18 @@ class Learner:
         make: Callable[[Params], Served],
         keep: Callable[[Params], None] = lambda _: None,
         *,
-        softcap: float | None = None,
+        logits: tuple[float, float | None] = (1.0, None),
         narrow: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """params: those that serve, float32. make: weights for the service. clock: in seconds.
 
-        keep: told of weights that serve from now on
+        keep: told of weights that serve from now on; logits: factor and softcap of the target's
         """
         self.offer = Offer()
         self._ring, self._options, self._make, self._keep, self._clock = ring, options, make, keep, clock
         self._shared = shared
-        self._objective = Objective(head, options.ahead, options.decay, narrow, softcap)
+        self._objective = Objective(head, options.ahead, options.decay, narrow, *logits)
         self._shape = PackShape(1, options.length, options.learnt, options.ahead)
         self._foretell = jax.jit(self._objective.foretell)
         self._copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params))

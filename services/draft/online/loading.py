@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from outrider import checkpoint
-from outrider.checkpoint import load_json
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, row_bytes
 from services.draft.model.formats.base import Draft
@@ -21,6 +20,7 @@ from services.draft.online.learner import ORIGIN, Learner, keeper
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Ring, least_bytes
 from services.draft.online.swap import Form, Served
+from services.draft.train.algorithms.base import target_logits
 from services.draft.train.algorithms.served import served_head
 from services.draft.train.objective import Shared
 from services.draft.train.vocabulary import draft_ids
@@ -64,11 +64,10 @@ class Teaching:
 
     def learner(self, **options: Any) -> Learner:
         """options: as of Learner."""
-        raw = load_json(self._target.folder / "config.json")
-        softcap = (raw.get("text_config") or raw).get("final_logit_softcapping")
         return Learner(
             self.head, self._learnt, self._shared(), self.ring, self.options,
-            lambda learnt: self._form.make(learnt, self._kept), self._keep, softcap=softcap, **options,
+            lambda learnt: self._form.make(learnt, self._kept), self._keep, logits=target_logits(self._target),
+            **options,
         )  # fmt: skip
 
     def _shared(self) -> Shared:

@@ -23,7 +23,7 @@ from services.draft.devices import choose_devices
 from services.draft.model.formats.target import read_target
 from services.draft.train import report
 from services.draft.train.algorithms import Algorithm, Shape, algorithm_of
-from services.draft.train.algorithms.base import target_config
+from services.draft.train.algorithms.base import target_logits
 from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay
@@ -51,7 +51,6 @@ class Learning:
         """target: its folder. Raises ConfigError for what does not fit it."""
         self.config, self.target = config, read_target(target)
         choose_devices(config.train_device, 1, "--train-device")
-        self._softcap = target_config(self.target).get("final_logit_softcapping")
         self.algorithm = self._algorithm()
         if self.algorithm.vocabulary() is None and not self.algorithm.whole_vocabulary:
             check_count(config.draft_vocab_size, self.target.vocab_size)  # before answers are written for it
@@ -116,7 +115,7 @@ class Learning:
     def _objective(self) -> Objective:
         config = self.config
         narrow = config.train_dtype != "float32"
-        return Objective(self.algorithm, self._ahead, config.unroll_decay, narrow, self._softcap)
+        return Objective(self.algorithm, self._ahead, config.unroll_decay, narrow, *target_logits(self.target))
 
     def _schedule(self, batches: Batches) -> Schedule:
         config = self.config

@@ -59,7 +59,7 @@ class Objective:
     """The objective of an algorithm. ahead: tokens; decay: part of the rows that look at each further one; narrow:
     bfloat16 products.
 
-    softcap: of the target's logits
+    factor, softcap: of the target's logits
 
     Where the algorithm has its states imitate the target's, a row's loss has their distance, too (smooth L1).
     """
@@ -68,6 +68,7 @@ class Objective:
     ahead: int
     decay: float
     narrow: bool
+    factor: float = 1.0
     softcap: float | None = None
 
     def __call__(self, params: Params, shared: Shared, batch: Batch) -> tuple[jax.Array, Tally]:
@@ -132,7 +133,7 @@ class Objective:
     def _target(self, shared: Shared, batch: Batch) -> jax.Array:
         """The target's distributions at all places, [B, L, V']."""
         multiply = narrow_dot if self.narrow else _exact
-        logits = multiply(self._final(shared, batch), shared.head)
+        logits = self.factor * multiply(self._final(shared, batch), shared.head)
         if self.softcap is not None:
             logits = self.softcap * jnp.tanh(logits / self.softcap)
         p = jax.nn.softmax(logits, axis=-1)

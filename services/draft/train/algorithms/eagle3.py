@@ -21,7 +21,7 @@ from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
 from services.draft.model.formats.target import Target, read_norm
 from services.draft.model.heads import Eagle3Head, Params
 from services.draft.model.narrow import product
-from services.draft.train.algorithms.base import Algorithm, Shape, llama_config, target_config
+from services.draft.train.algorithms.base import Algorithm, Shape, llama_config, target_config, target_logits
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, plain, write_folder
 
 _STATES = 3
@@ -88,7 +88,7 @@ class Eagle3(Algorithm):
         return {
             "fc": jnp.asarray(fusion),
             "norm": jnp.asarray(read_norm(target).astype(np.float32)),
-            "head": jnp.asarray(_SOFTER * head, jnp.float32),
+            "head": jnp.asarray(_SOFTER * target_logits(target)[0] * head, jnp.float32),
             "layers": [first_layer(layer, hidden, dice) for layer in self.model.layers],
         }
 

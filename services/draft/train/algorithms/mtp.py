@@ -19,7 +19,7 @@ from outrider.errors import ConfigError
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
 from services.draft.model.formats.target import Target, read_norm
 from services.draft.model.heads import MtpHead, Params
-from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config
+from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config, target_logits
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, write_folder
 
 _PREFIX = "model.mtp_layers.0."
@@ -50,14 +50,16 @@ class Mtp(LastStateHead):
         )
 
     def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
-        """The feature goes through as it is, beside the embedding; the final norm is the target's own."""
+        """The feature goes through as it is, beside the embedding; the final norm is the target's own, and
+        makes products with the target's head its logits.
+        """
         del ids, scales
         dice, hidden = Dice(seed), self._hidden
         return {
             "fuse": jnp.asarray(np.concatenate([dice.matrix(hidden, hidden), np.eye(hidden)]), jnp.float32),
             "embedding_norm": jnp.ones(hidden, jnp.float32),
             "feature_norm": jnp.ones(hidden, jnp.float32),
-            "norm": jnp.asarray(read_norm(target).astype(np.float32)),
+            "norm": jnp.asarray(target_logits(target)[0] * read_norm(target).astype(np.float32)),
             "layers": [first_layer(layer, hidden, dice) for layer in self.model.layers],
         }
 
