@@ -152,8 +152,8 @@ def test_the_loss_is_cross_entropy(tmp_path, target):
 
 
 @pytest.mark.parametrize("family", ["llama", "granite", "cohere", "gemma2"])
-def test_the_target_s_distribution_is_that_of_its_logits(tmp_path, family):
-    """Some scale them, or bend them towards a bound."""
+def test_a_head_begins_with_what_the_target_makes_of_its_states(tmp_path, family):
+    """Some scale their logits, or bend them towards a bound; of some a norm's weight is what is added to 1."""
     sizes = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.35,
@@ -172,6 +172,7 @@ def test_the_target_s_distribution_is_that_of_its_logits(tmp_path, family):
     objective = Objective(algorithm, 2, 0.8, False, *target_logits(target))
     found = objective._target(shared_of(target, every), Batch(jnp.asarray(states), *[None] * 7))
     np.testing.assert_allclose(found, torch.softmax(said.logits, -1).numpy(), rtol=1e-3, atol=1e-5)
+    assert np.abs(params["norm"] - 1).max() < 0.01, "as the target's own norm, which has yet to learn"
     size = np.abs(params["head"]).mean() / np.abs(shared_of(target, every).head).mean()
     assert size == pytest.approx(0.3 * {"granite": 1 / 8, "cohere": 0.25}.get(family, 1), rel=0.01)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from outrider.checkpoint import load_json
@@ -15,6 +16,11 @@ from services.draft.model.heads import Params
 from services.draft.model.tensors import Tensors
 from services.draft.model.weights import Put
 
+# Families whose norms multiply by 1 + weight.
+_CENTERED = (
+    "gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma", "qwen3_next", "qwen3_5",
+    "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+)  # fmt: skip
 _EMBED, _HEAD, _NORM = "embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -69,12 +75,14 @@ def read_target(folder: Path) -> Target:
 
 
 def read_norm(target: Target) -> NDArray[Any]:
-    """The weight of the target's final norm, [H]. Raises ConfigError."""
+    """What the target's final norm multiplies by, [H] float32. Raises ConfigError."""
+    raw = load_json(target.folder / "config.json")
+    offset = float((raw.get("text_config") or raw).get("model_type") in _CENTERED)
     with Tensors(target.folder) as tensors:
         name = _find(tensors, _NORM)
         if name is None:
             raise ConfigError(f"{target.folder} has no final norm; expected {_NORM}")
-        return tensors.read(name, (target.hidden_size,))
+        return tensors.read(name, (target.hidden_size,)).astype(np.float32) + np.float32(offset)
 
 
 def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int) -> None:

@@ -87,7 +87,7 @@ class Eagle3(Algorithm):
         fusion /= np.repeat(scales[:_STATES], hidden)[:, None]
         return {
             "fc": jnp.asarray(fusion),
-            "norm": jnp.asarray(read_norm(target).astype(np.float32)),
+            "norm": jnp.asarray(read_norm(target)),
             "head": jnp.asarray(_SOFTER * target_logits(target)[0] * head, jnp.float32),
             "layers": [first_layer(layer, hidden, dice) for layer in self.model.layers],
         }

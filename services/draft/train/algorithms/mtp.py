@@ -59,7 +59,7 @@ class Mtp(LastStateHead):
             "fuse": jnp.asarray(np.concatenate([dice.matrix(hidden, hidden), np.eye(hidden)]), jnp.float32),
             "embedding_norm": jnp.ones(hidden, jnp.float32),
             "feature_norm": jnp.ones(hidden, jnp.float32),
-            "norm": jnp.asarray(target_logits(target)[0] * read_norm(target).astype(np.float32)),
+            "norm": jnp.asarray(target_logits(target)[0] * read_norm(target)),
             "layers": [first_layer(layer, hidden, dice) for layer in self.model.layers],
         }
 
