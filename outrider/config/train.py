@@ -73,7 +73,8 @@ class TrainConfig(ServiceTlsOptions, ProcessConfig):
     intermediate_size: int | None = None
     """Width of the draft's feed-forward part; by default the target's, of a STANDALONE one 8/3 of its own width."""
     num_layers: int | None = None
-    """Decoder layers of the draft; by default 1, of a STANDALONE one 4."""
+    """Decoder layers of the draft; by default 1, of a STANDALONE one 4. An EAGLE3 head of several is loaded by this
+    project and by vLLM, not by SGLang."""
     hidden_size: int | None = None
     """STANDALONE: width of the decoder; by default 256, or the target's if that is less."""
     aux_layers: tuple[int, ...] | None = None

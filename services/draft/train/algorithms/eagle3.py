@@ -1,7 +1,8 @@
 """EAGLE-3: a linear layer fuses three states of the target; the head's own vocabulary is a part of the target's.
 
 Published names and shapes: config.json as Llama's, `midlayer.*`, `fc`, `norm`, `lm_head`, offsets `d2t`, members `t2d`.
-The embedding is the target's and is not stored.
+The embedding is the target's and is not stored. Further layers are `layers.1.*` and so on, as vLLM reads them; SGLang
+reads heads of one layer.
 """
 
 from __future__ import annotations
