@@ -33,12 +33,18 @@ class Outbox:
             self._frames.append(last)
         last.extend(replace(output, features=[]))  # they have a limit
         for block in output.features:
-            if self._backlog + block.rows.nbytes > BACKLOG_BYTES:
-                log.warning("a peer is too slow for its features; those of session %d are dropped", block.session_id)
+            if self._backlog + block.rows.nbytes <= BACKLOG_BYTES:
+                self._keep(block)
                 continue
-            self._features.append(block)
-            self._backlog += block.rows.nbytes
+            log.warning("a peer is too slow for its features; those of session %d are dropped", block.session_id)
+            if block.first == 0:
+                # By it a reader knows the beginning of a session that was opened anew, and sees the gap behind it.
+                self._keep(replace(block, rows=block.rows[:1].copy()))
         self._fill()
+
+    def _keep(self, block: FeatureBlock) -> None:
+        self._features.append(block)
+        self._backlog += block.rows.nbytes
 
     def fail(self, failures: Sequence[SessionFailure]) -> None:
         """Add failures that no step has told."""

@@ -6,7 +6,9 @@ import numpy as np
 
 from gateway import feeding
 from gateway.metrics import Metrics
+from outrider.serving import outbox
 from outrider.serving.features import FeatureBlock
+from outrider.serving.messages import StepOutput
 from outrider.wire.codec import features_from_pb, features_to_pb
 
 
@@ -59,6 +61,20 @@ def test_a_draft_sees_that_rows_are_missing():
     sessions[1].lingers = False  # nothing can be on its way from before
     relay(sessions, [draft], (1, 8, 3), (2, 12, 1))
     assert draft.fed == [(1, 8, 3), (2, 12, 1)]
+
+
+def test_a_draft_sees_that_a_beginning_is_missing_which_a_target_dropped(monkeypatch):
+    """Were it taken for what was on its way from before, nothing of the session would ever be fed."""
+    monkeypatch.setattr(outbox, "BACKLOG_BYTES", 40)
+    box = outbox.Outbox(lambda: None)
+    for name, first, count in ((2, 9, 8), (1, 0, 16), (1, 16, 2)):
+        box.add(StepOutput(features=[FeatureBlock(name, first, np.zeros((count, 4), np.uint8))]))
+    draft = Draft()
+    sessions = {1: session(draft)}
+    relay(sessions, [draft], *((b.session_id, b.first, len(b.rows)) for b in box.take().features))
+    box.add(StepOutput(features=[FeatureBlock(1, 18, np.zeros((1, 4), np.uint8))]))
+    relay(sessions, [draft], *((b.session_id, b.first, len(b.rows)) for b in box.take().features))
+    assert [block for block in draft.fed if block[0] == 1] == [(1, 0, 1), (1, 18, 1)]
 
 
 def test_each_draft_is_fed_its_own():
