@@ -147,6 +147,27 @@ def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
     same(store.read().record(3), records[4])
 
 
+@pytest.mark.parametrize("name", ["rows-0000.bin", "rows-0001.bin", "tokens.bin"])
+def test_records_whose_content_is_not_all_there_are_cut_away(tmp_path, monkeypatch, name, caplog):
+    """As a machine leaves them that went down: entries may come to the disk before what they are about."""
+    monkeypatch.setattr("services.draft.train.store._FILE_BYTES", 8 * 8 * HIDDEN)
+    records = some_records()
+    store = store_of(tmp_path, records)
+    store.close()
+    size = (tmp_path / name).stat().st_size
+    with (tmp_path / name).open("r+b") as file:
+        file.truncate(size - 1)
+    again = Store(tmp_path, {"layers": [2, 4, 5]}, 8 * HIDDEN)
+    kept = {"rows-0000.bin": 1, "rows-0001.bin": 2, "tokens.bin": 4}[name]
+    assert (len(again), again.jobs) == (kept, set(range(kept)))
+    assert "are not all there" in caplog.text
+    for job in range(kept, len(records)):
+        again.add(job, [records[job]])
+    reader = again.read()
+    for i, record in enumerate(records):
+        same(reader.record(i), record)
+
+
 @pytest.mark.parametrize("left", [7, 1000])
 def test_a_file_that_was_begun_for_no_entry_is_left_behind(tmp_path, monkeypatch, left):
     """As an end leaves it that comes while the first rows of a file are written."""

@@ -7,7 +7,8 @@
     lock             held by the process that writes
 
 A record counts only if its entry is whole, and the entry is written last. What an ended run left behind that is cut
-away by the next one.
+away by the next one; and so are records whose tokens or rows are not all there, as a full disk or a machine that went
+down leaves them, with all behind them.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Store:
         """The whole entries; the files are cut behind what belongs to them."""
         path = self._path("records.bin")
         raw = path.read_bytes() if path.is_file() else b""
-        entries = np.frombuffer(raw[: len(raw) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY).copy()
+        entries = np.frombuffer(raw[: len(raw) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
+        entries = entries[: self._whole(entries)].copy()
         ends = {0: 0}
         for entry in entries[-1:]:
             ends = {int(entry["file"]): int(entry["row_start"] + entry["rows"]) * self.row_bytes}
@@ -114,6 +116,17 @@ class Store:
                 if later.name > self._rows_file(number).name:
                     later.unlink()
         return entries
+
+    def _whole(self, entries: NDArray[Any]) -> int:
+        """How many first entries have all of their tokens and rows in the files."""
+        there = 4 * (entries["token_start"] + entries["tokens"]) <= _size(self._path("tokens.bin"))
+        ends = (entries["row_start"] + entries["rows"]) * self.row_bytes
+        for number in np.unique(entries["file"]).tolist():
+            there &= (entries["file"] != number) | (ends <= _size(self._rows_file(number)))
+        whole = len(entries) if there.all() else int(there.argmin())
+        if whole < len(entries):
+            log.warning("%d answers in %s are not all there; they are written again", len(entries) - whole, self.folder)
+        return whole
 
     def close(self) -> None:
         """Write no more, so that others may. What is there can still be read."""
@@ -200,12 +213,15 @@ class Reader:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    empty = not path.is_file() or path.stat().st_size == 0
-    return np.zeros(0, dtype) if empty else np.memmap(path, dtype, "r")
+    return np.memmap(path, dtype, "r") if _size(path) else np.zeros(0, dtype)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _cut(path: Path, size: int) -> None:
-    if path.is_file() and path.stat().st_size > size:
+    if _size(path) > size:
         with path.open("r+b") as file:
             file.truncate(size)
 
