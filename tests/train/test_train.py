@@ -249,6 +249,27 @@ def test_a_run_that_goes_on_takes_the_very_same_steps(tmp_path):
         np.testing.assert_array_equal(one, other)
 
 
+def test_a_run_goes_on_with_the_answers_that_it_began_with(tmp_path):
+    """Another training may have added to them."""
+    target = target_of(tmp_path / "target")
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
+    flags = {"draft_vocab_size": 64, "intermediate_size": 64, "batch_tokens": 60, "unroll": 2, "epochs": 1.0}
+    store = store_of(tmp_path / "answers", records[:8])
+    facts = []
+    for _ in range(2):
+        learning = Learning(TrainConfig(model_path=str(target.folder), **flags), target.folder)
+        learning.run(store, tmp_path / "checkpoint", {})
+        facts.append(learning._facts)
+        for job, record in enumerate(records[8:], start=8):
+            store.add(job, [record])
+    assert facts[0] == facts[1]
+    assert len(learning._reader) == 8
+    (tmp_path / "fewer").mkdir()
+    with pytest.raises(ConfigError, match="with other records"):
+        learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
+
+
 def test_a_checkpoint_of_another_head_is_refused(tmp_path):
     target = target_of(tmp_path / "target")
     records = [random_record(np.random.default_rng(0), 20, 4)]

@@ -28,7 +28,7 @@ from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.objective import Objective, Shared
-from services.draft.train.optimize import Schedule, Trainer
+from services.draft.train.optimize import Schedule, Trainer, saved_facts
 from services.draft.train.progress import Bar
 from services.draft.train.report import Curve
 from services.draft.train.sharpen import best_factor
@@ -78,7 +78,9 @@ class Learning:
 
     def run(self, store: Store, folder: Path, settings: dict[str, Any]) -> None:
         """Learn from the last checkpoint on to the end. folder: of checkpoints. Raises ConfigError."""
-        reader = store.read()
+        saved = saved_facts(folder)
+        # Others may have added to the answers since this run began.
+        reader = store.read(None if saved is None else saved["records"])
         self._reader, self._held_out = reader, reader.choose(held_out=True)
         learnt = reader.choose(held_out=False)
         self._choose_vocabulary(reader, learnt)

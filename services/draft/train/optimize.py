@@ -134,10 +134,9 @@ class Trainer:
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         """Go on where a checkpoint ends. Returns its facts; None if there is none. Raises ConfigError."""
-        file = folder / CHECKPOINT
-        if not file.is_file():
+        file, facts = folder / CHECKPOINT, saved_facts(folder)
+        if facts is None:
             return None
-        facts = read_facts(file)
         leaves, structure = jax.tree.flatten(self.state)
         saved = load_file(file)
         arrays = [saved.get(f"{i:04}") for i in range(len(leaves))]
@@ -149,8 +148,11 @@ class Trainer:
         return facts
 
 
-def read_facts(file: Path) -> dict[str, Any]:
-    """The facts in a checkpoint."""
+def saved_facts(folder: Path) -> dict[str, Any] | None:
+    """The facts in a folder's checkpoint; None if there is none."""
+    file = folder / CHECKPOINT
+    if not file.is_file():
+        return None
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     facts: dict[str, Any] = json.loads(header["__metadata__"]["facts"])

@@ -164,16 +164,17 @@ class Store:
         entry = self._entries[index]
         return np.fromfile(self._path("tokens.bin"), "<u4", int(entry["tokens"]), offset=4 * int(entry["token_start"]))
 
-    def read(self) -> Reader:
-        """What there is at present."""
-        return Reader(self)
+    def read(self, count: int | None = None) -> Reader:
+        """What there is at present. count: only so many first records."""
+        return Reader(self, count)
 
 
 class Reader:
     """The records of a store through memory maps."""
 
-    def __init__(self, store: Store) -> None:
-        self.entries, self.row_bytes = store.entries, store.row_bytes
+    def __init__(self, store: Store, count: int | None = None) -> None:
+        """count: as of `Store.read`."""
+        self.entries, self.row_bytes = store.entries[:count], store.row_bytes
         self._tokens = _mapped(store.folder / "tokens.bin", np.dtype("<u4"))
         files = np.unique(self.entries["file"]).tolist()
         self._rows = {
