@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from outrider.config import DraftConfig, TrainConfig, to_argv
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, EngineFault
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from services.draft.app import build
@@ -268,6 +268,15 @@ def test_a_run_goes_on_with_the_answers_that_it_began_with(tmp_path):
     (tmp_path / "fewer").mkdir()
     with pytest.raises(ConfigError, match="with other records"):
         learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
+
+
+def test_learning_that_goes_astray_ends_the_run(tmp_path):
+    target = target_of(tmp_path / "target")
+    store = store_of(tmp_path / "answers", [random_record(np.random.default_rng(0), 20, 4)])
+    flags = {"draft_vocab_size": 64, "intermediate_size": 64, "unroll": 2, "batch_tokens": 60, "steps": 20}
+    learning = Learning(TrainConfig(model_path=str(target.folder), learning_rate=1e38, **flags), target.folder)
+    with pytest.raises(EngineFault, match="lower --learning-rate"):
+        learning.run(store, tmp_path / "checkpoint", {})
 
 
 def test_a_checkpoint_of_another_head_is_refused(tmp_path):

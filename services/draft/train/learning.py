@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from outrider import checkpoint
 from outrider.config import TrainConfig
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, EngineFault
 from outrider.serving.features import FeatureFormat, decode
 from services.draft.devices import choose_devices
 from services.draft.model.formats.target import read_target
@@ -177,6 +177,11 @@ class Learning:
             while trainer.step < schedule.steps:
                 done = trainer.take_step(stream)
                 rows += done.rows
+                if not np.isfinite(done.losses).all():
+                    raise EngineFault(
+                        f"learning went astray in step {trainer.step} (losses {done.losses}); take a lower "
+                        "--learning-rate, with another --output and the same --answers"
+                    )
                 if trainer.step % between == 0:
                     self.curve.steps.append(trainer.step)
                     self.curve.losses.append([round(float(loss), 4) for loss in done.losses])
