@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from outrider.supervisor.app import configure
 from outrider.supervisor.cores import CorePlan
 from services.draft.app import build
 from services.draft.online.background import Background
-from services.draft.online.learner import is_better
+from services.draft.online.learner import ORIGIN, is_better, keeper
 from tests.checkpoints.perfect import write_cyclic_target
 from tests.draft.helpers import settle
 from tests.gateway.services import Gateway
@@ -200,6 +201,14 @@ def test_what_was_learnt_is_kept_and_gone_on_from(models, learnt, target, tmp_pa
     assert run.run(todo).accepted > 0.5 * 40
     with pytest.raises(ConfigError, match="holds another draft"):
         build(DraftConfig(**{**config.__dict__, "speculative_draft_model_path": str(folder)}))
+
+
+def test_weights_are_never_kept_without_a_word_of_where_they_come_from(tmp_path):
+    """Or a draft that was ended in between would never start with its own folder again."""
+    seen = []
+    head = SimpleNamespace(publish=lambda params, ids, folder: seen.append((folder / ORIGIN).read_text()))
+    keeper(head, tmp_path / "kept", "a draft")({})
+    assert seen == ["a draft\n"]
 
 
 def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):

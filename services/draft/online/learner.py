@@ -200,8 +200,9 @@ def keeper(head: ServedHead, folder: Path | None, origin: str) -> Callable[[Para
 
     def keep(params: Params) -> None:
         if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ORIGIN).write_text(origin + "\n")  # first: weights without it are taken for another draft's
             head.publish(jax.tree.map(np.asarray, params), np.zeros(0, np.int64), folder)
-            (folder / ORIGIN).write_text(origin + "\n")
 
     return keep
 
