@@ -49,6 +49,18 @@ def test_wrong_prompts_are_refused_by_line(tmp_path, line, what):
         read_conversations([write(tmp_path, {"prompt": "fine"}, line)])
 
 
+def test_lines_that_no_tokenizer_takes_are_refused(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "\xc3\xa4"}\n{"prompt": "a \\ud83d\\ude00"}\n'
+    )  # a mark of the order of bytes
+    assert [conversation.turns for conversation in read_conversations([str(file)])] == [("ä",), ("a 😀",)]
+    for line, what in ((b'{"prompt": "\xe4"}', "no UTF-8"), (b'{"turns": ["a", "\\ud83d"]}', "surrogate")):
+        file.write_bytes(b'{"prompt": "fine"}\n' + line)
+        with pytest.raises(ConfigError, match=f"line 2.*{what}"):
+            read_conversations([str(file)])
+
+
 def test_files_that_are_missing_or_empty_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such file"):
         read_conversations([str(tmp_path / "nowhere")])

@@ -75,7 +75,7 @@ def read_conversations(files: Sequence[str], limit: int | None = None) -> list[C
         if not path.is_file():
             raise ConfigError(f"--data {name}: there is no such file")
         count = 0
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if limit is not None and count >= limit:
                     break
@@ -102,9 +102,14 @@ def read_openings(file: str | None) -> list[str]:
     return openings
 
 
-def _conversation(line: str, where: str) -> Conversation:
+def _conversation(line: bytes, where: str) -> Conversation:
     try:
-        content = json.loads(line)
+        content = json.loads(line.decode("utf-8-sig"))
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: no UTF-8; write the file in that encoding") from None
+    except UnicodeEncodeError:  # which no tokenizer takes
+        raise ConfigError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff) is no character") from None
     except ValueError as error:
         raise ConfigError(f"{where}: no valid JSON: {error}") from None
     kinds = [kind for kind in _KINDS if isinstance(content, dict) and kind in content]

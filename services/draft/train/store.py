@@ -255,7 +255,9 @@ def _check(path: Path, about: dict[str, Any]) -> None:
     """Raise ConfigError if the folder holds answers to something else."""
     about = json.loads(json.dumps(about))
     if not path.is_file():
-        path.write_text(json.dumps(about, indent=1))
+        part = path.with_name("about.part")
+        part.write_text(json.dumps(about, indent=1))
+        part.replace(path)  # in one piece: what is half written would be the end of the folder
         return
     found = json.loads(path.read_text())
     wrong = [
