@@ -170,6 +170,20 @@ def test_of_equals_the_first():
     assert cpu_candidates(logits, sampling, 3, None, 100)[0].tolist() == [[[30, 31, 32]]]
 
 
+@pytest.mark.parametrize("share", [0.99, 1.01])
+def test_temperatures_are_greedy_below_the_bound_of_all(share):
+    logits = jnp.arange(40, dtype=jnp.float32)[None, None]
+    off = jnp.zeros(1)
+    sampling = Sampling(
+        off + share * GREEDY_BELOW, off.astype(jnp.int32), off + 1, off, jnp.zeros((1, 1, 2), jnp.uint32)
+    )
+    expected, scores = candidates(logits, sampling, 3)
+    tokens, said = cpu_candidates(logits, sampling, 3, None, 100)
+    assert tokens.tolist() == expected.tolist() == [[[39, 38, 37]]]
+    np.testing.assert_allclose(said, scores, rtol=1e-5)
+    assert (said[0, 0, 1] < -1e5) == (share > 1), "what is sampled is all but certain, what is greedy is not"
+
+
 def test_without_a_compiler_plain_jax_serves(monkeypatch, caplog):
     library.load.cache_clear()
     monkeypatch.setattr(native.Library, "compiled", _no_compiler)
