@@ -165,5 +165,5 @@ def _of_body(error: dict[str, Any]) -> tuple[int, bytes]:
 
 def _param(place: list[str]) -> str | None:
     """The field as the caller knows it, such as messages.0.role: without the union's members that pydantic names."""
-    members = ("str", "int", "float", "bool", "TextPart", "SpeculationBody", "NativeSampling", "InputItem")
+    members = ("str", "int", "float", "bool", "TextPart", "InputItem")
     return ".".join(part for part in place if "[" not in part and part not in members) or None

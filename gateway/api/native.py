@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import finite, rows
-from gateway.api.schemas import Count, Flag, Number, biases
+from gateway.api.schemas import Biases, Count, Flag, Items, Number, biases, few
 from gateway.api.streaming import DONE
 from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
 from gateway.text.pieces import Pieces
@@ -54,11 +54,11 @@ class NativeSampling(BaseModel):
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
     repetition_penalty: Number = 1.0
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Biases | None = None
     sampling_seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
     n: Count = Field(1, ge=1, le=128)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[Count] | None = None
     ignore_eos: Flag = False
     no_stop_trim: Flag = False
     skip_special_tokens: Flag = True
@@ -73,18 +73,21 @@ class NativeSampling(BaseModel):
     stream_interval: Count | None = None  # tokens between events, which come with every commit here
 
 
+Sampling = Annotated[NativeSampling, few(64)]
+
+
 class NativeBody(BaseModel):
     """POST /generate. Where there are several prompts, the other fields may be lists of as many entries."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    text: str | list[str] | None = None
-    input_ids: list[Count] | list[list[Count]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
-    rid: str | list[str] | None = None
-    return_logprob: Flag | list[Flag] | None = None
-    logprob_start_len: Count | list[Count] | None = None
-    top_logprobs_num: Count | list[Count] | None = None
+    text: str | Items[str] | None = None
+    input_ids: Items[Count] | Items[Items[Count]] | None = None
+    sampling_params: Sampling | Annotated[Items[Sampling], Field(max_length=MAX_GENERATIONS)] | None = None
+    rid: str | Items[str] | None = None
+    return_logprob: Flag | Items[Flag] | None = None
+    logprob_start_len: Count | Items[Count] | None = None
+    top_logprobs_num: Count | Items[Count] | None = None
     return_text_in_logprobs: Flag = False
     stream: Flag = False
     priority: Count | None = Field(None, gt=-(2**31), lt=2**31)  # whose negative is told to the target, in 32 bits

@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.errors import body_of
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
-from gateway.api.schemas import Count, Flag, GenerationBody, Message, TextPart
+from gateway.api.schemas import Count, Flag, GenerationBody, Items, Message, TextPart, few
 from gateway.generation import Generation, GenerationRequest, Generator, Part
 from gateway.report import Detail
 from gateway.text.pieces import Pieces
@@ -54,7 +54,7 @@ class InputItem(BaseModel):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputPart]
+    content: str | Items[InputPart]
 
     def message(self) -> Message:
         """As a chat has it."""
@@ -66,13 +66,13 @@ class InputItem(BaseModel):
 class ResponsesBody(GenerationBody):
     """POST /v1/responses."""
 
-    input: str | list[InputItem] = Field(min_length=1)
+    input: str | Items[InputItem] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: Count | None = Field(None, ge=1)
     text: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], few(16)] | None = None  # as many as OpenAI allows
     store: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -6,16 +6,17 @@ A field that would change the text and is not supported is refused by name, neve
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from gateway.api.grammars import grammar_of
 from gateway.api.tools import Tools, tools_of
 from gateway.generation import GenerationRequest
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
-from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.sampling import MAX_BIASED_TOKENS, SamplingParams
 
 MAX_CHOICES = 128  # as OpenAI has it
 MAX_GENERATIONS = 128  # of all prompts of a request
@@ -24,6 +25,24 @@ COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as O
 Count = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Item = TypeVar("Item")
+# The first wrong entry is told of, and no other is looked for: telling of a million of them takes half a minute, in
+# which nobody else is answered.
+Items = Annotated[list[Item], Field(fail_fast=True)]
+
+
+def few(most: int) -> BeforeValidator:
+    """Refuses an object of more entries before it looks at each, for the same reason."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise PydanticCustomError("too_many", f"at most {most} entries are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+Biases = Annotated[dict[str, Number], few(MAX_BIASED_TOKENS)]
 
 # Fields that are not supported, and the values with which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -90,11 +109,11 @@ class GenerationBody(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Biases | None = None
     prompt_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Count] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[Count] | None = None
     ignore_eos: Flag = False
     include_stop_str_in_output: Flag | None = None
     no_stop_trim: Flag | None = None
@@ -102,7 +121,7 @@ class GenerationBody(BaseModel):
     truncate_prompt_tokens: Count | None = Field(None, ge=1)
     priority: Count | None = Field(None, ge=-(2**31), lt=2**31)
     timeout: Number | None = Field(None, gt=0)
-    speculation: SpeculationBody | Literal["off", "auto"] | None = None
+    speculation: Annotated[SpeculationBody, few(16)] | Literal["off", "auto"] | None = None
     rid: str | None = Field(None, min_length=1, max_length=128)
     request_id: str | None = Field(None, min_length=1, max_length=128)
     cache_salt: str | None = None
@@ -259,7 +278,7 @@ def _token_id(key: str) -> int:
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[Count] | list[list[Count]]
+    prompt: str | Items[str] | Items[Count] | Items[Items[Count]]
     max_tokens: Count | None = Field(None, ge=0)
     logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: Flag | None = None
@@ -335,8 +354,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[CallBody] | None = None
+    content: str | Items[TextPart] | None = None
+    tool_calls: Items[CallBody] | None = None
 
     def rendered(self) -> dict[str, Any]:
         """The message as chat templates take it: content as one text, its parts on lines, arguments as objects."""
@@ -350,18 +369,18 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, ge=1)
     logprobs: Flag | None = None
     top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     reasoning_effort: str | None = None
     separate_reasoning: Flag | None = None
     include_reasoning: Flag | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
 

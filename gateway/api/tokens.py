@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.schemas import Count, Flag, Message, conversation_options
+from gateway.api.schemas import Count, Flag, Items, Message, conversation_options
 from gateway.api.unicode import WHOLE
 from gateway.generation import Generator
 from gateway.text.encoding import worked
@@ -22,13 +22,13 @@ class TokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    prompt: str | list[str] | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    prompt: str | Items[str] | None = None
+    messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: Flag = True
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     return_token_strs: Flag | None = None
 
 
@@ -38,7 +38,7 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
     model: str | None = None
-    tokens: list[Count] | list[list[Count]]
+    tokens: Items[Count] | Items[Items[Count]]
     skip_special_tokens: Flag = True
 
 

@@ -7,11 +7,16 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from gateway.api import errors, unicode
 from gateway.api.middleware import Edge
+from gateway.api.native import NativeBody
+from gateway.api.responses import ResponsesBody
+from gateway.api.schemas import ChatBody, CompletionBody
 from gateway.api.streaming import EventStream
+from gateway.api.tokens import DetokenizeBody, TokenizeBody
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
 
@@ -211,6 +216,53 @@ def test_bodies_that_are_no_json_object_are_400(gateway, content, words, code):
     for path in ("/v1/completions", "/v1/chat/completions"):
         error = error_of(gateway.client.post(path, content=content, headers=headers), 400)
         assert (words in error["message"], error["code"], error["param"]) == (True, code, None)
+
+
+MANY = 5000
+WRONG = dict.fromkeys(map(str, range(MANY)))
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (CompletionBody, {"prompt": [5] * MANY + ["x"]}),
+        (CompletionBody, {"prompt": [""] * MANY + [5]}),
+        (CompletionBody, {"prompt": [[5], [5.0] * MANY]}),
+        (CompletionBody, {"prompt": "A", "stop": [0] * MANY}),
+        (CompletionBody, {"prompt": "A", "stop_token_ids": [""] * MANY}),
+        (CompletionBody, {"prompt": "A", "logit_bias": WRONG}),
+        (CompletionBody, {"prompt": "A", "speculation": WRONG}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "tool_calls": [0] * MANY}]}),
+        (ChatBody, {"messages": HELLO, "tools": [0] * MANY}),
+        (NativeBody, {"input_ids": [""] * MANY}),
+        (NativeBody, {"text": "A", "sampling_params": [0] * MANY}),
+        (NativeBody, {"text": "A", "sampling_params": [{}] * MANY}),
+        (NativeBody, {"text": "A", "sampling_params": WRONG}),
+        (NativeBody, {"text": "A", "sampling_params": [WRONG] * MANY}),
+        (ResponsesBody, {"input": [{}] * MANY}),
+        (ResponsesBody, {"input": "A", "metadata": WRONG}),
+        (TokenizeBody, {"prompt": [5] * MANY}),
+        (DetokenizeBody, {"tokens": [""] * MANY}),
+    ],
+)
+def test_of_many_wrong_values_one_is_told_of(body, fields):
+    """To find and to tell all of them would take the longer the more there are, and hold up everybody else."""
+    with pytest.raises(ValidationError) as error:
+        body.model_validate(fields)
+    assert error.value.error_count() < 10
+
+
+def test_too_many_entries_are_refused_by_name(gateway):
+    for path, changes, param in (
+        ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
+        ("/v1/completions", {"speculation": WRONG}, "speculation"),
+        ("/generate", {"sampling_params": WRONG}, "sampling_params"),
+    ):
+        asked = {"prompt": "A", "text": "A"} | changes
+        error = error_of(gateway.client.post(path, json=asked), 400)
+        assert (error["param"], "at most" in error["message"]) == (param, True)
 
 
 def nested(count):
