@@ -27,7 +27,7 @@ from gateway.control import Control
 from gateway.doors import Doors
 from gateway.facade import Backend, facades
 from gateway.facts import Facts
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.peer_metrics import Sglang, Vllm

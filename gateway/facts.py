@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 import outrider
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.wire.v1 import target_pb2

@@ -1,4 +1,4 @@
-"""From a checked request to parts of text: what REST and gRPC share.
+"""A generation: what is asked for, and its answer, part by part.
 
 Tokens come from the orchestrator; text leaves in parts, one for what a step committed. However a generation ends, its
 session is closed.
@@ -7,29 +7,22 @@ session is closed.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway import request_log
-from gateway.admission import Admission
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.report import Report, Round
 from gateway.session import Committed, Session
-from gateway.spans import CURRENT, RequestSpan
-from gateway.text import encoding
+from gateway.spans import RequestSpan
 from gateway.text.answer import AnswerText
-from gateway.text.tokenizer import ModelTokenizer
-from outrider.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, ModelNotFound, OutriderError, Overloaded
+from outrider.errors import DeadlineExceeded, OutriderError, Overloaded
 from outrider.serving.messages import Grammar
 from outrider.speculation.proposal import FinishReason, Logprobs
-from outrider.speculation.sampling import SamplingParams, StopConditions
-
-MAX_STOPS = 16
+from outrider.speculation.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -94,171 +87,6 @@ class Part(NamedTuple):
     rounds: Sequence[Round]
     matched: str | int | None = None
     report: Report | None = None
-
-
-class Generator:
-    """Runs requests against one served model."""
-
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        tokenizer: ModelTokenizer,
-        metrics: Metrics,
-        *,
-        name: str,
-        vocab_size: int,
-        max_session_tokens: int,
-        admission: Admission | None = None,
-        timeout: float | None = None,
-    ) -> None:
-        """name: of the served model. max_session_tokens: of prompt and answer, or more once a larger target was met.
-
-        timeout: of any answer, seconds.
-        """
-        self.admission = admission or Admission()
-        self._timeout = timeout
-        self.orchestrator = orchestrator
-        self.tokenizer = tokenizer
-        self.metrics = metrics
-        self.name = name
-        self.vocab_size = vocab_size
-        self._max_session_tokens = max_session_tokens
-        self._running: dict[str, set[Generation]] = {}  # by request
-
-    @property
-    def max_session_tokens(self) -> int:
-        """Tokens of prompt and answer, as many as the largest target that has been met can hold."""
-        return max(self._max_session_tokens, self.orchestrator.longest)
-
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless the name is the served model's, "default" or nothing."""
-        if name not in (None, "", "default", self.name):
-            raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
-
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a raw prompt."""
-        (tokens,) = await self.encode_all([text], special=special)
-        return tokens
-
-    async def encode_all(self, prompts: Sequence[str | list[int]], *, special: bool = True) -> list[list[int]]:
-        """Tokens of raw prompts; of those that are tokens, themselves."""
-        return await encoding.encode_all(self.tokenizer, prompts, special=special)
-
-    def decode(self, tokens: Sequence[int], param: str = "prompt", *, verbatim: bool = False) -> str:
-        """Text of tokens. Raises InvalidRequest for tokens that there are not. verbatim: with special ones."""
-        self._check_tokens(tokens, param)
-        return self.tokenizer.decode(tokens, verbatim=verbatim)
-
-    async def decode_all(
-        self, lists: Sequence[Sequence[int]], param: str = "prompt", *, verbatim: bool = False
-    ) -> list[str]:
-        """Texts of lists of tokens, as of decode."""
-        return await encoding.worked(lists, lambda: [self.decode(one, param, verbatim=verbatim) for one in lists])
-
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Tokens of a conversation. Raises InvalidRequest."""
-        return await encoding.encode_chat(self.tokenizer, messages, options)
-
-    def start(self, request: GenerationRequest, request_id: str = "", span: RequestSpan | None = None) -> Generation:
-        """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.
-
-        request_id: by which it can be aborted. span: of the request, by default that of the HTTP request under way
-        """
-        span = span or CURRENT.get()
-        traceparent = span.join(request, self.name) if span is not None else ""
-        self._check(request)
-        rest = self.max_session_tokens - len(request.prompt)
-        max_tokens = rest if request.max_tokens is None else request.max_tokens
-        if max_tokens > rest and request.clamp:
-            max_tokens = rest
-        if rest < 1 or max_tokens > rest:
-            answer = f" and {max_tokens} of answer" if rest >= 1 else ""
-            raise ContextTooLong(
-                f"this model's context has {self.max_session_tokens} tokens; a prompt of {len(request.prompt)} tokens"
-                f"{answer} does not fit; shorten it",
-                param="prompt",
-            )
-        stop = StopConditions(max(max_tokens, 1), request.min_tokens, request.stop_token_ids, request.ignore_eos)
-        seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
-        # More than there are is all of them; the wire has no room for just any number.
-        sampling = replace(request.sampling, seed=seed, top_k=min(request.sampling.top_k, self.vocab_size))
-        self.admission.enter()
-        try:
-            generation = self._open(request, request_id, sampling, stop, traceparent)
-        except BaseException:
-            self.admission.leave(refused=True)
-            raise
-        if span is not None:
-            generation.span = span
-            span.hold()
-        return generation
-
-    def _open(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        sampling: SamplingParams,
-        stop: StopConditions,
-        traceparent: str,
-    ) -> Generation:
-        session = self.orchestrator.open(
-            request.prompt,
-            sampling,
-            stop,
-            cache_salt=request.cache_salt,
-            grammar=request.grammar,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            priority=request.priority,
-            max_draft_tokens=request.max_draft_tokens if request.max_tokens != 0 else 0,
-            traceparent=traceparent,
-            watched=request.watched,
-        )
-        before = () if request.begins else request.prompt
-        detokenizer = self.tokenizer.detokenizer(before, verbatim=request.verbatim)
-        text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
-        timeout = min((t for t in (request.timeout, self._timeout) if t is not None), default=None)
-        silent = request.max_tokens == 0
-        generation = Generation(self.orchestrator, self.metrics, session, text, timeout, silent=silent)
-        self._running.setdefault(request_id, set()).add(generation)
-        generation.on_close = partial(self._forget, request_id, generation)
-        generation.come_back = self.admission.come_back
-        return generation
-
-    def _forget(self, request_id: str, generation: Generation) -> None:
-        self.admission.leave(refused=generation.refused)
-        of_request = self._running[request_id]
-        of_request.discard(generation)
-        if not of_request:
-            del self._running[request_id]
-
-    def abort(self, request_id: str) -> int:
-        """End a request's generations; its client keeps what it has got. Returns how many there were.
-
-        Where it has several prompts or choices, their ids go on behind its own with a hyphen.
-        """
-        found = [own for name, own in self._running.items() if name == request_id or name.startswith(f"{request_id}-")]
-        generations = [generation for own in found for generation in own]
-        for generation in generations:
-            generation.abort()
-        return len(generations)
-
-    def _check(self, request: GenerationRequest) -> None:
-        if not request.prompt:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        biased = [token for token, _ in request.sampling.logit_bias]
-        named = ((request.prompt, "prompt"), (request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias"))
-        for tokens, param in named:
-            self._check_tokens(tokens, param)
-        if len(request.stops) > MAX_STOPS:
-            raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
-        if "" in request.stops:
-            raise InvalidRequest("a stop string must not be empty", param="stop")
-
-    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
-            raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
 
 
 class Generation:

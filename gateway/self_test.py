@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.orchestrator import Orchestrator
 from gateway.session import Session
 from gateway.streams.draft import DraftLink

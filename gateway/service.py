@@ -11,7 +11,8 @@ from typing import Any
 import outrider
 from gateway.admission import Keys
 from gateway.facts import Facts
-from gateway.generation import GenerationRequest, Generator, Part
+from gateway.generation import GenerationRequest, Part
+from gateway.generator import Generator
 from gateway.pace import as_long_again
 from gateway.spans import spanning_call
 from outrider.errors import InvalidRequest, Unavailable

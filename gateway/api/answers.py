@@ -17,7 +17,8 @@ import orjson
 from gateway.api.logprobs import ChatTeller, CompletionTeller, Teller, joined, prompt_entries
 from gateway.api.streaming import DONE
 from gateway.api.voices import ChatVoice, CompletionVoice, Voice
-from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
+from gateway.generation import Generation, GenerationRequest, Part, merged
+from gateway.generator import Generator
 from gateway.report import Detail, Round
 from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import FinishReason

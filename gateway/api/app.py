@@ -24,7 +24,7 @@ from gateway.api.unicode import WHOLE
 from gateway.api.voices import Voice
 from gateway.control import Control
 from gateway.facts import Facts
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.workers import exposition
 from outrider.errors import InvalidRequest, ModelNotFound
 

@@ -8,7 +8,7 @@ from typing import Any
 from gateway.api.schemas import ChatBody, Message
 from gateway.api.tools import Tools, introduced
 from gateway.api.voices import SpeechVoice, Voice
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.speech.reasoning import BEGIN, END, Reasoning, ThinkingTokens
 from gateway.speech.speech import MARKS, Speech, form_of, reasons
 from outrider.config import GatewayOptions

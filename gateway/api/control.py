@@ -18,7 +18,7 @@ from gateway.admission import check_admin
 from gateway.api.unicode import WHOLE
 from gateway.control import Control, PauseMode
 from gateway.facts import Facts
-from gateway.generation import Generator
+from gateway.generator import Generator
 from outrider.errors import InvalidRequest
 from outrider.wire.v1 import common_pb2
 

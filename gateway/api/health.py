@@ -9,7 +9,7 @@ import orjson
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from gateway.generation import Generator
+from gateway.generator import Generator
 from outrider.errors import OutriderError
 from outrider.speculation.sampling import SamplingParams, StopConditions
 

@@ -16,7 +16,8 @@ from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import finite, rows
 from gateway.api.schemas import Biases, Count, Flag, Items, Number, biases, few
 from gateway.api.streaming import DONE
-from gateway.generation import Generation, GenerationRequest, Generator, Part, merged
+from gateway.generation import Generation, GenerationRequest, Part, merged
+from gateway.generator import Generator
 from gateway.text.pieces import Pieces
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS

@@ -17,7 +17,8 @@ from gateway.api.errors import body_of
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
 from gateway.api.schemas import Count, Flag, GenerationBody, Items, Message, TextPart, few
-from gateway.generation import Generation, GenerationRequest, Generator, Part
+from gateway.generation import Generation, GenerationRequest, Part
+from gateway.generator import Generator
 from gateway.report import Detail
 from gateway.text.pieces import Pieces
 from outrider.errors import InvalidRequest, OutriderError

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api.errors import body_of
-from gateway.generation import Generator
+from gateway.generator import Generator
 from outrider.errors import EngineFault, OutriderError
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.schemas import Count, Flag, Items, Message, conversation_options
 from gateway.api.unicode import WHOLE
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.text.encoding import worked
 from outrider.errors import InvalidRequest
 

@@ -10,7 +10,7 @@ from gateway.admission import Keys
 from gateway.control import Control
 from gateway.facade.bundle import bundle
 from gateway.facts import Facts
-from gateway.generation import Generator
+from gateway.generator import Generator
 from outrider.tracing import Tracing
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.control import Control
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.workers.peers import Answers
 
 

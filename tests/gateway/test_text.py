@@ -17,7 +17,7 @@ from gateway.api.app import _texts
 from gateway.api.native import NativeBody
 from gateway.api.schemas import CompletionBody
 from gateway.api.tokens import install as install_tokens
-from gateway.generation import Generator
+from gateway.generator import Generator
 from gateway.text import encoding
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
