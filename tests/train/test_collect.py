@@ -66,6 +66,15 @@ def test_an_answer_without_an_end_token_ends_where_its_states_do():
     assert heard([commit(3, [9]), block(0, 3)], finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
 
 
+def test_states_of_an_answer_that_its_end_has_overtaken_are_waited_for(monkeypatch):
+    """States of wide models take several frames, behind all commits."""
+    monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
+    begun, finish = [commit(3, [9])], [commit(4, [8, 8], FinishReason.LENGTH), block(0, 1)]
+    assert heard(begun, finish, [block(1, 1)], [block(2, 1)]) == ([*PROMPT, 9], [0, 1, 2])
+    finish = [commit(4, [8]), commit(5, [EOS, 8], FinishReason.LENGTH), block(0, 3), block(3, 1)]
+    assert heard(begun, finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
+
+
 def test_states_that_do_not_come_are_waited_for_no_longer_than_a_while(monkeypatch):
     monkeypatch.setattr(collect, "_LATE_ROWS", 0.01)
     ended = [commit(4, [EOS])], [commit(5, [9, 9], FinishReason.LENGTH)]

@@ -69,6 +69,7 @@ class _Session:
     rows: list[NDArray[np.uint8]] = field(default_factory=list)
     row_count: int = 0
     ended: bool = False  # the end-of-sequence token has come
+    due: int | None = None  # states that are still to come until all have; None as long as the text goes on
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def add(self, tokens: Iterable[int], eos: Container[int]) -> None:
@@ -76,8 +77,13 @@ class _Session:
         for token in tokens:
             self.tokens.append(token)
             if token in eos:
-                self.ended = True
+                self.ended, self.due = True, len(self.tokens) - 1
                 return
+
+    def resolve(self) -> None:
+        """The answer is what has come."""
+        if not self.done.done():
+            self.done.set_result(None)
 
 
 class Writer:
@@ -171,16 +177,19 @@ class Writer:
                 session.done.set_exception(error)
 
     def _hear(self, frame: target_pb2.VerifyResponse) -> None:
+        bases: dict[int, int] = {}  # tokens of each session before the frame
         for number, base, tokens, _, _, _, finish, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)
             if session is None:
                 continue
-            waits = session.ended
+            first, waits = bases.setdefault(number, base), session.ended
             if not waits:
                 assert base == len(session.tokens), "commits of a session are contiguous"
                 session.add(tokens, self.info.eos_token_ids)
             if finish:
-                self._finish(session, _LATE_ROWS if waits else 0.0)
+                # Those of the last step are not sent; of this frame's, others may be.
+                session.due = session.due if waits else first - 1
+                asyncio.get_running_loop().call_later(_LATE_ROWS, session.resolve)
         for block in codec.features_from_pb(frame.features):
             if (session := self._sessions.get(block.session_id)) is None:
                 continue
@@ -194,20 +203,8 @@ class Writer:
             if (session := self._sessions.get(failure.session_id)) is not None and not session.done.done():
                 session.done.set_exception(failure.error)
         for session in self._sessions.values():
-            if session.ended and session.row_count >= len(session.tokens) - 1 and not session.done.done():
-                session.done.set_result(None)
-
-    def _finish(self, session: _Session, seconds: float) -> None:
-        """Nothing more is computed for a session; so long its states may still take to come."""
-
-        def resolve() -> None:
-            if not session.done.done():
-                session.done.set_result(None)
-
-        if seconds:
-            asyncio.get_running_loop().call_later(seconds, resolve)
-        else:
-            resolve()
+            if session.due is not None and session.row_count >= session.due:
+                session.resolve()
 
     async def write(self, prompt: Sequence[int], sampling: SamplingParams, new: int) -> tuple[NDArray[np.uint32], Any]:
         """What the target writes after a prompt. Returns all tokens, [n], and their states, [n - 1, row bytes] uint8.
