@@ -124,6 +124,9 @@ class Drafting:
     def _feed_again(self, session: Session) -> None:
         """Ask the target for all of a session's features: it opens the session once more, and computes it anew."""
         session.features_until = 0
-        if session.target is not None and session.draft is not None and session.draft.feature_spec:
+        if session.target is None:
+            return
+        request = request_of(session, session.target)
+        if request.feature_spec:  # else it would be computed for nobody
             session.linger()
-            session.target.open(request_of(session, session.target))
+            session.target.open(request)

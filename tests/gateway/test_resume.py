@@ -12,6 +12,7 @@ import pytest
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
+from gateway.streams.features import Features
 from gateway.streams.target import TargetLink
 from outrider.errors import Unavailable
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
@@ -381,3 +382,21 @@ async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
         tokens = known.get(commit.session_id, [])
         tokens += commit.tokens.tolist()[len(tokens) - commit.base_length :]
     assert known == {session.id: [1, 2, 3, 4] for session in (sessions[-1:] if lost else sessions)}
+
+
+@pytest.mark.parametrize(("limit", "known", "again"), [(0, True, True), (2, True, False), (0, False, False)])
+async def test_only_what_can_be_fed_is_computed_again_for_a_draft(limit, known, again):
+    """Not a session that is longer than the draft follows, nor one on a target that has no such states."""
+    target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
+    target.up = True
+    orchestrator = Orchestrator([target], [draft], Metrics())
+    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
+    target._clear()
+    draft.features = Features(common_pb2.FeatureSpec(spec_id=5), ())
+    draft.info = draft_pb2.GetDraftInfoResponse(max_session_tokens=limit)
+    target.features = {5} if known else set()
+    draft.up = True
+    draft.on_up()
+    assert session.draft is draft
+    assert [request.feature_spec for request in target._take().opens] == ([5] if again else [])
+    assert session.lingers == again
