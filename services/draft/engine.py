@@ -33,7 +33,7 @@ from services.draft.session import DraftSession
 _WISHES_A_SESSION = 16
 # A round of waiting counts as this much log-probability, so that no session waits for ever behind likelier nodes.
 _PATIENCE = 0.1
-_MOST_WAITING = 256 << 20  # bytes of hidden states of a session that waits for a place
+_MOST_WAITING = 1 << 30  # bytes of hidden states of all sessions that wait for a place
 
 
 class DraftEngine(Engine):
@@ -123,11 +123,21 @@ class DraftEngine(Engine):
             session = self._sessions.get(block.session_id)
             if session is not None and session in self._places[-1]:
                 session.features.add(block.first, block.rows)
-                if session.id not in self.running and session.features.nbytes > _MOST_WAITING:
-                    session.features.give_up()  # they are asked for again once it has a place
                 self._feed(session)
             elif session is None:
                 self.drafter.overtaken(block)
+        self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        """Drop hidden states of waiting sessions that are too many; they are asked for again where there is a place."""
+        waiting = self._places[-1].waiting.values()
+        held = sum(session.features.nbytes for session in waiting)
+        for session in reversed(waiting):
+            if held <= _MOST_WAITING:
+                break
+            if own := session.features.nbytes:
+                held -= own
+                session.features.give_up()
 
     def _feed(self, session: DraftSession) -> None:
         """Let the main drafter look at a session's hidden states, if it holds the session."""

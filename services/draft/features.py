@@ -35,7 +35,7 @@ class FeatureRows:
     @property
     def nbytes(self) -> int:
         """Bytes of the rows that are held."""
-        return sum(part.nbytes for part in self._parts)
+        return self._count * self.width if self._parts else 0
 
     @property
     def end(self) -> int:

@@ -67,20 +67,26 @@ def test_rows_do_not_keep_the_frame_that_they_came_in():
     assert np.array_equal(run.take(), rows(0, 2))
 
 
-def test_a_session_that_waits_holds_no_more_than_it_may(tmp_path, monkeypatch):
-    """It asks for its rows again once it has a place."""
-    monkeypatch.setattr(engine_module, "_MOST_WAITING", 1000)
+def test_sessions_that_wait_hold_no_more_than_they_may(tmp_path, monkeypatch):
+    """All together. The last one gives up first, and asks for its rows again once it has a place."""
     target = write_model(tmp_path / "target", tie_word_embeddings=False)
     engine = fed("EAGLE", write_head(tmp_path / "head", *eagle(target)), target, max_running_requests=1)
     width = engine.drafter.runner.feature_width * 4
-    for session_id in (1, 2):
+    monkeypatch.setattr(engine_module, "_MOST_WAITING", 10 * width)
+    for session_id in range(1, 5):
         engine.open(request(session_id, [5, 6, 7, 8]))
     settle(engine)
-    waiting = engine._places[-1].waiting[2].features
-    engine.receive_features([FeatureBlock(2, 0, np.zeros((3, width), np.uint8))])
-    assert (len(waiting), waiting.lost) == (3, False)
-    engine.receive_features([FeatureBlock(2, 3, np.zeros((1 + 1000 // width, width), np.uint8))])
-    assert (len(waiting), waiting.lost) == (0, True)
+    first, second, third = (session.features for session in engine._places[-1].waiting.values())
+
+    def feed(session_id, position, count):
+        engine.receive_features([FeatureBlock(session_id, position, np.zeros((count, width), np.uint8))])
+        return len(first), len(second), len(third)
+
+    assert [feed(2, 0, 3), feed(3, 0, 3), feed(4, 0, 3)] == [(3, 0, 0), (3, 3, 0), (3, 3, 3)]
+    assert feed(2, 3, 3) == (6, 3, 0)
+    assert feed(4, 3, 3) == (6, 3, 0)
+    assert [run.lost for run in (first, second, third)] == [False, False, True]
+    assert feed(2, 6, 5) == (0, 0, 0), "one alone may be too large"
 
 
 def test_a_drafter_that_needs_no_features_ignores_them():
