@@ -67,9 +67,14 @@ class GatewayOptions(TlsOptions):
     """Seconds to wait for the services at start-up."""
 
     def check(self) -> None:
-        """Raise ConfigError for a number of workers that cannot be, and for keys that anybody has."""
+        """Raise ConfigError for numbers of workers and of ports that cannot be, and for keys that anybody has."""
         if self.gateway_workers < 1:
             raise ConfigError(f"--gateway-workers must be 1 or more, not {self.gateway_workers}")
+        for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):
+            if not 0 <= port < 65536:  # the system would take another, so much lower
+                raise ConfigError(f"{flag} {port} is no port; the highest is 65535")
+        if self.port == self.grpc_port:
+            raise ConfigError(f"--port and --grpc-port are both {self.port}; choose another for one of them")
         keys = {"--api-key": self.api_key, "--admin-api-key": (self.admin_api_key,)}
         for flag, values in keys.items():
             if any(value is not None and (not value or value != value.strip()) for value in values):

@@ -86,8 +86,6 @@ def check_flags(config: ServeConfig) -> None:
     tree_shape(config.shared, draft.speculative_algorithm)
     gateway.server_tls()
     gateway.check()
-    if gateway.port == gateway.grpc_port:
-        raise ConfigError(f"--port and --grpc-port are both {gateway.port}; choose another for one of them")
     for flag, port in (("--port", gateway.port), ("--grpc-port", gateway.grpc_port)):
         take_port(gateway.host, port, flag).close()
 

@@ -75,6 +75,20 @@ def test_no_target_in_time(folder):
     assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1, code=1)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", 99999], "--port 99999 is no port"),
+        (["--grpc-port", -3], "--grpc-port -3 is no port"),
+        (["--port", 31000, "--grpc-port", 31000], "--port and --grpc-port are both 31000"),
+        (["--health-listen", "127.0.0.1:65536"], "65536 is no port"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ports_that_cannot_be(flags, words, workers):
+    assert words in refused("--target", "unix:nowhere", "--gateway-workers", workers, *flags)
+
+
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
 def test_a_port_in_use(target, flag):
     with socket.socket() as taken:
