@@ -44,7 +44,8 @@ class Doors:
         names: of the gRPC services that were added.
         """
         config = self._config
-        self._rest = start_rest(self._edge, take_port(config.host, config.port, "--port", shared=self._shared), tls)
+        listening = take_port(config.host, config.port, "--port", shared=self._shared, listens=True)
+        self._rest = start_rest(self._edge, listening, tls)
         self._open = True
         await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 

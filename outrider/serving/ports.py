@@ -13,8 +13,13 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def take_port(host: str, port: int, flag: str, *, shared: bool = False) -> socket.socket:
-    """A socket that is bound and does not listen yet. shared: others may bind there, too.
+_BACKLOG = 2048  # connections that wait to be taken
+
+
+def take_port(host: str, port: int, flag: str, *, shared: bool = False, listens: bool = False) -> socket.socket:
+    """A socket that is bound. shared: others may bind there, too. listens: it takes connections already.
+
+    Of two processes that start at once both may bind a port, but one alone can listen there.
 
     flag: that chooses the port. Raises ConfigError for a port in use, and for a host that is no address.
     """
@@ -28,6 +33,8 @@ def take_port(host: str, port: int, flag: str, *, shared: bool = False) -> socke
         if shared:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         taken.bind(address)
+        if listens:
+            taken.listen(_BACKLOG)
     except OSError as error:
         taken.close()
         reason = "is in use" if "in use" in str(error) else f"cannot be bound ({error.strerror})"

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from outrider.client import Client
-from outrider.errors import Unavailable
+from outrider.errors import ConfigError, Unavailable
+from outrider.serving.ports import take_port
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
 
 
@@ -98,6 +99,23 @@ def test_a_port_in_use(target, flag):
         output = refused("--target", target.address, flag, port)
         assert str(port) in output
         assert "in use" in output
+
+
+def test_of_two_that_start_at_once_the_second_is_refused(monkeypatch):
+    """Both have bound the port before either listens."""
+    port, bind = free_port(), socket.socket.bind
+
+    with socket.socket() as other:
+
+        def at_once(taken, address):
+            bind(taken, address)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bind(other, address)
+            other.listen()
+
+        monkeypatch.setattr(socket.socket, "bind", at_once)
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"):
+            take_port("127.0.0.1", port, "--port", listens=True)
 
 
 def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, target):
