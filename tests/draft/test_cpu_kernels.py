@@ -197,8 +197,14 @@ def test_without_a_compiler_plain_jax_serves(monkeypatch, caplog):
     assert chosen("auto", jnp.float16) == chosen("plain") == "plain"
 
 
-def chosen(wanted, dtype=jnp.float32):
-    layer = Layer(Attention(64, 4, 2, 16, None), Mlp(64), 1e-5)
+def test_heads_that_are_too_wide_are_left_to_plain_jax(caplog):
+    assert chosen("auto", head_dim=1024) == "cpu"
+    assert chosen("auto", head_dim=1025) == "plain"
+    assert "room for heads of 1024 numbers, not of 1025" in caplog.text
+
+
+def chosen(wanted, dtype=jnp.float32, head_dim=16):
+    layer = Layer(Attention(64, 4, 2, head_dim, None), Mlp(64), 1e-5)
     config = ModelConfig("Llama", 320, 64, (layer,), 512, TokenHead(1e-5))
     return choose(wanted, jax.devices()[0], config, dtype, 16)
 

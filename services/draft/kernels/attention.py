@@ -22,7 +22,7 @@ from outrider.errors import ConfigError
 from services.draft.kernels.accelerators import pallas_for
 from services.draft.kernels.base import Backend, Context, Paging
 from services.draft.kernels.cpu import library
-from services.draft.kernels.cpu.attention import cpu_attention
+from services.draft.kernels.cpu.attention import WIDEST, cpu_attention
 from services.draft.kernels.plain import plain_attention
 from services.draft.model.config import ModelConfig
 
@@ -36,7 +36,7 @@ def choose(
     if wanted == "plain":
         return "plain"
     if wanted == "cpu" or (wanted == "auto" and device.platform == "cpu"):
-        return _compiled(wanted, device, dtype)
+        return _compiled(wanted, device, model, dtype)
     try:
         return pallas_for(device, model, dtype, page_size)
     except ConfigError as error:
@@ -46,8 +46,8 @@ def choose(
         return "plain"
 
 
-def _compiled(wanted: DraftAttentionBackend, device: jax.Device, dtype: Any) -> Backend:
-    reason = _missing(device, dtype)
+def _compiled(wanted: DraftAttentionBackend, device: jax.Device, model: ModelConfig, dtype: Any) -> Backend:
+    reason = _missing(device, model, dtype)
     if reason is None:
         return "cpu"
     if wanted == "cpu":
@@ -56,12 +56,14 @@ def _compiled(wanted: DraftAttentionBackend, device: jax.Device, dtype: Any) -> 
     return "plain"
 
 
-def _missing(device: jax.Device, dtype: Any) -> str | None:
+def _missing(device: jax.Device, model: ModelConfig, dtype: Any) -> str | None:
     """Why the compiled kernels for CPUs cannot be had; None if they can."""
     if device.platform != "cpu":
         return f"the draft computes on {device.platform}"
     if dtype not in (jnp.float32, jnp.bfloat16):
         return f"they compute in float32 and bfloat16, not in {jnp.dtype(dtype).name}; see --draft-dtype"
+    if (widest := max((layer.attention.kv_shape[-1] for layer in model.layers), default=0)) > WIDEST:
+        return f"they have room for heads of {WIDEST} numbers, not of {widest}"
     try:
         library.load()
     except library.Unavailable as error:

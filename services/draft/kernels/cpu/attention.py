@@ -9,6 +9,9 @@ import numpy as np
 from services.draft.kernels.base import Context
 from services.draft.kernels.cpu import library
 
+WIDEST = 1024
+"""Numbers of a head, at most, as csrc/attention.h says."""
+
 
 def cpu_attention(
     q: jax.Array,

@@ -18,6 +18,7 @@ namespace outrider {
 constexpr int64_t kSplit = 256;  // tokens of the trunk
 constexpr int kBlock = 32;       // keys that are laid out together
 constexpr int kTogether = 4;     // queries that share what is loaded of keys and values
+constexpr int kWidest = 1024;    // numbers of a head, at most
 
 // S sessions, Q rows each; T: number format of queries and pool.
 template <class T>
@@ -109,7 +110,7 @@ class Attention {
 
   struct Workspace {
     std::vector<int32_t> queries;              // [queries, words, kQuery]
-    alignas(64) int32_t keys[kBlock * 1024];   // [words, 32]
+    alignas(64) int32_t keys[kBlock * kWidest];  // [words, 32]
     alignas(64) float weights[kTogether][kBlock];
     int64_t slots[kBlock];
   };
