@@ -336,6 +336,8 @@ def test_a_page_that_another_session_computed_first(pair):
     ({"norm_output": True}, "norm_output is True"),
     ({"eagle_aux_hidden_state_layer_ids": [0, 1, 77]}, "states must be of layers up to"),
     ({"intermediate_size": 11}, "mlp.gate_proj.weight is"),
+    ({"head_dim": 577}, "no kernel for 4 heads of 577 numbers over 2 of keys"),
+    ({"num_key_value_heads": 3}, "no kernel for 4 heads of 16 numbers over 3 of keys"),
     ({"num_attention_heads": None}, "lacks 'num_attention_heads'"),
 ])  # fmt: skip
 def test_heads_that_do_not_fit(pair, tmp_path, wrong, message):

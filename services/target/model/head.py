@@ -25,6 +25,7 @@ from outrider.checkpoint import load_json, weight_files
 from outrider.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
 from services.target.batch import Batch
+from services.target.kernels.cpu.attention import serves
 from services.target.kernels.cpu.draw import Guesses
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
@@ -106,6 +107,9 @@ def _read_head(folder: Path, raw: dict[str, Any], depth: int, hidden: int, vocab
     heads = facts["num_attention_heads"]
     kv_heads = facts.get("num_key_value_heads") or heads
     head_dim = facts.get("head_dim") or hidden // heads
+    if heads % kv_heads or not serves(torch.float32, head_dim, head_dim):
+        shape = f"{heads} heads of {head_dim} numbers over {kv_heads} of keys"
+        raise ConfigError(f"{folder}: there is no kernel for {shape}")
     entries = facts.get("draft_vocab_size") or vocab
     _check_shapes(
         folder, tensors,
