@@ -98,7 +98,7 @@ def test_formats_and_devices_that_do_not_fit(tmp_path):
         ({"speculative_draft_model_quantization": "awq"}, "quantization awq is not supported; expected one of int8"),
         ({"draft_device": "cuda"}, "--draft-device cuda: JAX has no such device"),
         ({"draft_device": "cpu:x"}, "--draft-device cpu:x has no index"),
-        ({"draft_device": "cpu:9"}, "need 10 devices"),
+        ({"draft_device": "cpu:9"}, "--draft-device cpu:9 needs 10 devices; there are"),
         ({"draft_tp_size": 0}, "--draft-tp-size must be 1 or more"),
         ({"draft_mem_fraction_static": 1e-9}, "--draft-mem-fraction-static 1e-09 of"),
         ({"draft_mem_fraction_static": 1.5}, r"must lie in \(0, 1\]"),

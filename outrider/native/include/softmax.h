@@ -31,7 +31,8 @@ inline void merge(Softmax& total, float* totals, const Softmax& part, const floa
     const Floats scaled = mul(load(totals + d, mask), floats(old));
     store(totals + d, fmadd(load(sums + d, mask), floats(fresh), scaled), mask);
   }
-  total = {largest, total.sum * old + part.sum * fresh};
+  // Said, so that it is rounded alike wherever this stands.
+  total = {largest, std::fma(total.sum, old, part.sum * fresh)};
 }
 
 inline void divide(float* to, const float* sums, float sum, int64_t width) {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from services.target.batch import Batch
 from services.target.kernels.cpu import library, weights
-from services.target.kernels.cpu.attention import reads
+from services.target.kernels.cpu.attention import WIDEST_HEAD, reads
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
 from services.target.kernels.cpu.screen import Screen
@@ -25,7 +25,7 @@ from services.target.model.linear import head_format, plain_format
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16
 SCREENED = 8192  # outputs from which a narrow copy of a head pays; smaller ones stay in caches
-_WIDEST_HEAD, _WIDEST_NORM = 576, 16384  # what the kernels have room for
+_WIDEST_NORM = 16384  # in kernels/cpu/csrc/norm.h
 
 
 def serves(settings: Any) -> bool:
@@ -45,7 +45,7 @@ def reason_against(module: Any, backend: str, cache_dtype: torch.dtype) -> str |
         return f"--attention-backend is {backend}"
     if plain_format(module.dtype) is None or not reads(module.dtype, cache_dtype):
         return f"there are no kernels for {_named(module.dtype)} with a cache in {_named(cache_dtype)}"
-    if module.model.layers[0].self_attn.head_dim > _WIDEST_HEAD or module.config.hidden_size > _WIDEST_NORM:
+    if module.model.layers[0].self_attn.head_dim > WIDEST_HEAD or module.config.hidden_size > _WIDEST_NORM:
         return "it is too wide for the kernels"
     return None
 

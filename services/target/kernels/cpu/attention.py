@@ -16,9 +16,9 @@ from services.target.kernels.cpu.view import View
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kv_cache import gather_pages
 
-# Formats of pools, as in csrc/eight.h.
+# Formats of pools, as in outrider/native/include/eight.h.
 POOL_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
-_WIDEST = 576  # a head, in csrc/attention.h
+WIDEST_HEAD = 576  # in csrc/attention.h
 
 
 class NativeAttention:
@@ -86,4 +86,4 @@ def reads(computed: torch.dtype, pools: torch.dtype) -> bool:
 
 def serves(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
     """True for layers that the kernel can compute."""
-    return dtype in (torch.float32, torch.bfloat16) and max(key_dim, value_dim) <= _WIDEST
+    return dtype in (torch.float32, torch.bfloat16) and max(key_dim, value_dim) <= WIDEST_HEAD

@@ -24,7 +24,7 @@ _AT_ONCE = 2**18  # numbers, few enough to stay in caches
 
 
 class Format(enum.IntEnum):
-    """Number formats of weights, as in csrc/weight.h."""
+    """Number formats of weights, as in outrider/native/include/weight.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1

@@ -48,7 +48,7 @@ int32_t outrider_has_matrix_unit() { return MatrixUnit::available(); }
 Pool* outrider_pool_new(int32_t threads) { return new Pool(threads); }
 void outrider_pool_free(Pool* pool) { delete pool; }
 
-// y = x W^T (+ bias). x: [rows, inputs], y: [rows, outputs], float32 (wide = 0) or bfloat16 (wide = 1).
+// y = x W^T (+ bias). x: [rows, inputs], y: [rows, outputs], float32 or bfloat16.
 void outrider_linear(Pool* pool, const Weight* weight, const float* bias, const void* x, void* y, int64_t rows,
                      int32_t bfloat16) {
   Buffer memory(operand_bytes(*weight, rows));

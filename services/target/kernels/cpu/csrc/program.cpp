@@ -54,7 +54,11 @@ void Program::add(Operation operation) {
 
 int32_t Program::plan_of(const AttentionShape& shape) {
   for (size_t i = 0; i < shapes_.size(); ++i) {
-    if (shapes_[i].heads == shape.heads && shapes_[i].kv_heads == shape.kv_heads) return int32_t(i);
+    const AttentionShape& one = shapes_[i];
+    if (one.heads == shape.heads && one.kv_heads == shape.kv_heads && one.key_dim == shape.key_dim &&
+        one.value_dim == shape.value_dim) {
+      return int32_t(i);
+    }
   }
   shapes_.push_back(shape);
   return int32_t(shapes_.size() - 1);
