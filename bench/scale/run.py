@@ -58,6 +58,14 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     return [cell for name in args.axes for cell in axes[name]]
 
 
+def targets(todo: Sequence[Cell]) -> list[list[Cell]]:
+    """Points that are measured at one target after another. More and more sessions come to the same one; what else
+    changes stays as it is for as long as a target lives, so that it need not find out first that it has.
+    """
+    crowd = [cell for cell in todo if cell.axis == "sessions"]
+    return [*([crowd] if crowd else []), *([cell] for cell in todo if cell.axis != "sessions")]
+
+
 def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cost]:
     """For each context: seconds of a step of the engine alone by its number of hints.
 
@@ -138,12 +146,13 @@ def main(argv: Sequence[str]) -> None:
     flags += ["--max-total-tokens", str(room), "--context-length", str(longest + 1)]
     with tempfile.TemporaryDirectory(prefix="outrider-") as where, Progress() as progress:
         bar = progress.add_task("points", total=len(todo))
-        with target(Path(where), flags) as address:
-            for cell in todo:
-                report.add(**_point(Path(where), folder, address, cell, args, costs))
-                progress.advance(bar)
-                _plot(report, args.axes)
-                report.write()
+        for group in targets(todo):
+            with target(Path(where), flags) as address:
+                for cell in group:
+                    report.add(**_point(Path(where), folder, address, cell, args, costs))
+                    progress.advance(bar)
+                    _plot(report, args.axes)
+                    report.write()
 
 
 def _point(
@@ -184,6 +193,7 @@ def _notes(args: argparse.Namespace, costs: Mapping[int, Cost]) -> list[str]:
         "ratio: median of rounds in which requests with and without hints alternate on the same processes; lowest and "
         "highest of them; texts are compared, and equal",
         "the draft is simulated and uses no core: it waits; network: one way, each way",
+        "the sessions' points are one target's, one after another; each other point is a target's own",
         *([expected] if costs else []),
     ]
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class Library:
         name = f"{self.name}-{self._key()}.so"
         places = [Path(sys.prefix) / "lib" / "outrider", checkpoint.cache_folder() / "kernels"]
         for place in places:
-            if (place / name).is_file():
+            if os.path.isfile(place / name):  # which takes a folder that nobody may look into for an empty one
                 return place / name
         compiler = next((path for path in map(shutil.which, _COMPILERS) if path), None)
         if compiler is None:
@@ -106,6 +107,11 @@ class Library:
         if result.returncode:
             first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[:200])
             raise Unavailable(f"{compiler} could not compile {self.name}: {first}")
+
+
+def freed_with(owner: object, free: Callable[[int], None], handle: int) -> None:
+    """Free what a library holds once its owner goes. Not at the interpreter's end: threads may be at work with it."""
+    weakref.finalize(owner, free, handle).atexit = False
 
 
 def report(library: Library, what: str, instead: str) -> None:

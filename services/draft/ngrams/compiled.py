@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
 from ctypes import POINTER, c_double, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
@@ -69,7 +68,7 @@ class CompiledNgrams(Ngrams):
         self._handle = self._library.outrider_ngrams_new(options.capacity, ctypes.byref(flags))
         if not self._handle:
             raise MemoryError(f"there is no room for {options.capacity} nodes of n-grams")
-        weakref.finalize(self, self._library.outrider_ngrams_free, self._handle)
+        native.freed_with(self, self._library.outrider_ngrams_free, self._handle)
         self._tokens = np.empty(limit, np.uint32)
         self._parents = np.empty(limit, np.int32)
         self._scores = np.empty(limit, np.float32)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import weakref
 
 import torch
 
+from outrider.native import freed_with
 from services.target.kernels.cpu import library
 
 
@@ -16,7 +16,7 @@ class Pool:
     def __init__(self, threads: int) -> None:
         functions = library.load()
         self.handle: int = functions.outrider_pool_new(threads)
-        weakref.finalize(self, functions.outrider_pool_free, self.handle)
+        freed_with(self, functions.outrider_pool_free, self.handle)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from outrider.native import freed_with
 from services.target.batch import Batch, Burst
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
@@ -74,7 +74,7 @@ class Program:
         self._handle: int = self._functions.outrider_program_new(
             threads, computed == torch.bfloat16, POOL_FORMATS[pools], beside and beside._handle
         )
-        weakref.finalize(self, self._functions.outrider_program_free, self._handle)
+        freed_with(self, self._functions.outrider_program_free, self._handle)
         self._kept: list[object] = [beside]
         self._caches: dict[int, tuple[object, ...]] = {}
         self._width = width

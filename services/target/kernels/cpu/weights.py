@@ -7,12 +7,12 @@ quantized to 8 bits as they come, with a scale for each 64 of a row.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from outrider.native import freed_with
 from services.target.kernels.cpu import library
 
 GROUP = 64  # activations of a scale
@@ -41,7 +41,7 @@ class PackedWeight:
         self._steps = _STEPS[:1] if rough else _STEPS
         self.outputs, self.inputs, self.format = outputs, inputs, number_format
         self.handle: int = functions.outrider_weight_new(number_format, outputs, inputs)
-        weakref.finalize(self, functions.outrider_weight_free, self.handle)
+        freed_with(self, functions.outrider_weight_free, self.handle)
 
     @property
     def bytes(self) -> int:
