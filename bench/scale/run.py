@@ -62,8 +62,13 @@ def targets(todo: Sequence[Cell]) -> list[list[Cell]]:
     """Points that are measured at one target after another. More and more sessions come to the same one; what else
     changes stays as it is for as long as a target lives, so that it need not find out first that it has.
     """
-    crowd = [cell for cell in todo if cell.axis == "sessions"]
-    return [*([crowd] if crowd else []), *([cell] for cell in todo if cell.axis != "sessions")]
+    groups: list[list[Cell]] = []
+    for cell in todo:
+        if groups and cell.axis == groups[-1][-1].axis == "sessions":
+            groups[-1].append(cell)
+        else:
+            groups.append([cell])
+    return groups
 
 
 def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cost]:

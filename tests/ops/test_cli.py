@@ -100,14 +100,14 @@ def test_a_missing_extra_is_named(tmp_path, missing, verb):
 def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
     """Here while it waits for an answer; while it imports, as any other."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        command = [sys.executable, "-m", "outrider", "healthcheck", f"http://127.0.0.1:{silent.getsockname()[1]}"]
+        command = [sys.executable, "-m", "outrider", "healthcheck", f"127.0.0.1:{silent.getsockname()[1]}"]
         with subprocess.Popen([*command, "-t", "3600"], stderr=subprocess.PIPE, text=True) as process:
             try:
                 silent.settimeout(60)
                 connection, _ = silent.accept()
-                process.send_signal(signal.SIGINT)
-                connection.close()
-                assert process.wait(60) == 130
+                with connection:
+                    process.send_signal(signal.SIGINT)
+                    assert process.wait(60) == 130
                 assert process.stderr.read() == ""
             finally:
                 process.kill()
