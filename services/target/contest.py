@@ -49,18 +49,22 @@ HINTED = (Way.WAIT, Way.GO)  # what needs drafters
 
 
 class Prompts:
-    """What a row of a prompt takes, in seconds, by way; and how many rows come with a token."""
+    """What a row of a prompt takes, in seconds, where drafters read it, too, and where not; and how many a token needs.
+
+    Prompts of one turn may be twice as dear as those of another, so that ways are told apart by nothing else.
+    """
 
     def __init__(self) -> None:
-        self._rows = dict.fromkeys(Way, 0.0)
-        self._seconds = dict.fromkeys(Way, 0.0)
+        self._rows = {True: 0.0, False: 0.0}  # by whether drafters read them
+        self._seconds = {True: 0.0, False: 0.0}
         self._all_rows = 0.0
         self._tokens = 0.0  # committed, as long as all rows are remembered
 
     def read(self, way: Way, rows: int, seconds: float) -> None:
         """Take in a step. seconds: that its prompts took."""
-        self._rows[way] = self._rows[way] * _KEPT_PROMPTS + rows
-        self._seconds[way] = self._seconds[way] * _KEPT_PROMPTS + seconds
+        hinted = way in HINTED
+        self._rows[hinted] = self._rows[hinted] * _KEPT_PROMPTS + rows
+        self._seconds[hinted] = self._seconds[hinted] * _KEPT_PROMPTS + seconds
         self._all_rows = self._all_rows * _KEPT_PROMPTS + rows
         self._tokens *= _KEPT_PROMPTS
 
@@ -74,7 +78,8 @@ class Prompts:
         if not rows or not self._tokens:
             return 0.0
         usual = sum(self._seconds.values()) / rows
-        own = (self._seconds[way] + _PRIOR_ROWS * usual) / (self._rows[way] + _PRIOR_ROWS)
+        hinted = way in HINTED
+        own = (self._seconds[hinted] + _PRIOR_ROWS * usual) / (self._rows[hinted] + _PRIOR_ROWS)
         return own * self._all_rows / self._tokens
 
 

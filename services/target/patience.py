@@ -63,7 +63,8 @@ class Patience:
         self._awaited: set[int] = set()
         self._missed: dict[int, int] = {}  # by session: waits in vain since its last fresh answer
         self._drafted: set[int] = set()
-        self._computing = 0.0  # seconds of a step without prompts, waits left out
+        self._computing = 0.0  # seconds of a step without prompts, waits left out ...
+        self._committing = 1.0  # ... and the tokens of each session that come of it
         self._ended = self._began = self._deadline = clock()
 
     @property
@@ -153,7 +154,9 @@ class Patience:
             elif count and not prompts and self._judges(bool(drafted)):
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
-            self._computing += (0.2 if self._computing else 1.0) * (computing / steps - self._computing)
+            new = 0.2 if self._computing else 1.0
+            self._computing += new * (computing / steps - self._computing)
+            self._committing += new * (tokens / count / steps - self._committing)
         awaited = drafted
         if self._longest is not None and not self._silent:
             awaited = {one for one in wanted if self._missed.get(one, 0) < _MISSED}
@@ -165,7 +168,9 @@ class Patience:
         """All steps, measured or not, tell what trials cost and when the next are due. computing, waited: seconds."""
         contest = self._contests.get(self._load)
         if prompts:
-            self._prompts.read(self.way, prompts, max(0.0, computing - self._computing * (count > 0)))
+            # Beside prompts there may be no drafts, so it is the step's tokens that take the time of others.
+            others = self._computing * tokens / (count * self._committing) if tokens else 0.0
+            self._prompts.read(self.way, prompts, max(0.0, computing - others))
             if contest is not None:
                 contest.read(computing)
         elif count and contest is not None:

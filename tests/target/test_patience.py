@@ -248,6 +248,37 @@ def test_prompts_that_take_longer_because_of_the_drafter_count_too(rows, plain):
     assert share > 0.9 if plain else share < 0.1
 
 
+def test_prompts_that_happen_to_be_long_tell_nothing_of_ways_without_drafters():
+    """Nobody but the target reads prompts where it works plainly, or drafts itself."""
+    clock = Clock()
+    patience = Patience((Way.SELF, Way.PLAIN), clock)
+    ways = []
+    for _ in range(100):
+        patience.begin()
+        clock.now += 2000 * (0.0003 if patience.way is Way.PLAIN else 0.0002)
+        patience.end([1], 0, 0, prompts=2000)
+        for _ in range(TURN):
+            ways.append(patience.way)
+            patience.begin()
+            clock.now += 0.030 if patience.way is Way.PLAIN else 0.066
+            patience.end([1], 1, 1 if patience.way is Way.PLAIN else 2)
+    assert ways.count(Way.PLAIN) > 0.9 * len(ways)
+
+
+def test_tokens_beside_prompts_take_the_time_of_as_many_tokens():
+    """Drafts of its own bring two tokens in twice a plain step's time, but beside prompts it does not draft."""
+    clock = Clock()
+    patience = Patience((Way.SELF, Way.PLAIN), clock)
+    for _ in range(100):
+        for prompts in (0, 0, 0, 500):
+            drafts = patience.way is Way.SELF and not prompts
+            patience.begin()
+            clock.now += 0.030 * (1 + drafts) + 0.0002 * prompts
+            patience.end([1], 1, 1 + drafts, prompts=prompts)
+    rows_a_token = patience._prompts._all_rows / patience._prompts._tokens
+    assert patience._prompts.seconds(Way.SELF) == pytest.approx(0.0002 * rows_a_token)
+
+
 @pytest.mark.parametrize("dear", [{"answer": 0.025, "drafting": 0.010}, {"answer": 0.030, "drafting": 0.060}])
 def test_trials_of_ways_that_are_behind_take_a_hundredth_of_the_time_at_most(dear):
     clock, steps = Clock(), 1024 * TURN
