@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+_COMMENT = b": keep-alive\n\n"  # which clients skip
+_SILENCE = 15.0  # seconds; proxies cut streams that say nothing for 30 or 60
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -28,8 +31,13 @@ class ClientGone(Exception):
     """The client closed its connection before the answer was complete."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The work's result. Raises ClientGone if the client goes away first, which cancels the work."""
+async def unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, Result], beside: Callable[[], Awaitable[float]] | None = None
+) -> Result:
+    """The work's result. Raises ClientGone if the client goes away first, which cancels the work.
+
+    beside: awaited meanwhile; says after how many seconds it is to be awaited again
+    """
 
     async def gone() -> None:
         message: Message = {}
@@ -38,7 +46,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Re
 
     task, watch = asyncio.create_task(work), asyncio.create_task(gone())
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        done: set[asyncio.Task[Any]] = set()
+        while not done:
+            seconds = await beside() if beside is not None else None
+            done, _ = await asyncio.wait({task, watch}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
@@ -81,14 +92,11 @@ async def respond(
     try:
         reply.start(generator)
         if stream:
-            events = reply.events()
-            # What is wrong before the first event still has a status of its own.
-            first = await unless_gone(request.receive, _first(events))
-            return EventStream(reply, first, events, failed)
+            return EventStream(reply, failed)
         whole = await unless_gone(request.receive, reply.whole())
     except ClientGone:
         reply.close()
-        return Response(status_code=499)  # nobody reads it
+        return _nobody_reads_it()
     except BaseException:
         reply.close()
         raise
@@ -96,52 +104,74 @@ async def respond(
     return Response(whole, media_type="application/json")
 
 
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
+def _nobody_reads_it() -> Response:
+    return Response(status_code=499)
 
 
 class EventStream(Response):
-    """Server-sent events of a reply, one message an event. Closes the reply, however it ends."""
+    """Server-sent events of a reply, one message an event. Closes the reply, however it ends.
+
+    It begins with the first event, or when that has been waited for long; from then on no silence lasts longer.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        reply: Reply,
-        first: bytes,
-        rest: AsyncIterator[bytes],
-        failed: Callable[[OutriderError], bytes] = failed,
+        self, reply: Reply, failed: Callable[[OutriderError], bytes] = failed, *, silence: float = _SILENCE
     ) -> None:
-        """first: the first event, which has come; the status depended on it. rest: the others.
+        """reply: has been started. failed: what is said instead of further events, if an error ends them.
 
-        failed: what is said instead of further ones, if an error ends them
+        silence: seconds after which a comment is sent where nothing else is
         """
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._reply = reply
-        self._first = first
-        self._rest = rest
         self._failed = failed
+        self._silence = silence
+        self._started = False
+        self._due = 0.0  # when a comment is, by the event loop's clock; never while something else is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until there are no more, or the client is gone."""
-        del scope
+        """Send the events until there are no more, or the client is gone. Raises what is wrong before it begins."""
+        self._due = asyncio.get_running_loop().time() + self._silence
         try:
-            with contextlib.suppress(ClientGone):
-                await unless_gone(receive, self._send(send))
+            await unless_gone(receive, self._send(send), partial(self._keep_alive, send))
+        except ClientGone:
+            if not self._started:
+                await _nobody_reads_it()(scope, receive, send)
         finally:
             self._reply.close()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        clock, silence = asyncio.get_running_loop().time, self._silence
         try:
-            async for event in self._rest:
+            async for event in self._reply.events():
+                self._due = math.inf
+                if not self._started:
+                    await self._start(send)
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-        except OutriderError as error:
-            await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
+                self._due = clock() + silence
         except Exception as error:
-            log.error("a stream failed", exc_info=error)
-            body = self._failed(EngineFault("the gateway failed; see its log"))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._due = math.inf
+            if not self._started:
+                raise  # it still has a status of its own
+            if not isinstance(error, OutriderError):
+                log.error("a stream failed", exc_info=error)
+                error = EngineFault("the gateway failed; see its log")
+            await send({"type": "http.response.body", "body": self._failed(error), "more_body": True})
+        self._due = math.inf
         await send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, send: Send) -> None:
+        self._started = True
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _keep_alive(self, send: Send) -> float:
+        """Send a comment if it is due. Returns seconds until one may be."""
+        clock = asyncio.get_running_loop().time
+        if clock() >= self._due:
+            self._due = clock() + self._silence
+            if not self._started:
+                await self._start(send)
+            await send({"type": "http.response.body", "body": _COMMENT, "more_body": True})
+        return min(self._due - clock(), self._silence)

@@ -496,10 +496,6 @@ async def test_what_nobody_expected_is_told_without_details_and_ends_the_connect
 
 
 async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
-    async def events():
-        raise ValueError("a path of this machine")
-        yield b""
-
     async def receive():
         await asyncio.Event().wait()
 
@@ -508,14 +504,18 @@ async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
     async def send(message):
         sent.append(message)
 
-    class Nothing:
+    class Failing:
         closed = False
+
+        async def events(self):
+            yield b"data: {}\n\n"
+            raise ValueError("a path of this machine")
 
         def close(self):
             self.closed = True
 
-    reply = Nothing()
-    await EventStream(reply, b"data: {}\n\n", events())({"type": "http"}, receive, send)
+    reply = Failing()
+    await EventStream(reply)({"type": "http"}, receive, send)
     first, told, done, end = b"".join(message.get("body", b"") for message in sent).split(b"\n\n")
     assert (first, done, end) == (b"data: {}", b"data: [DONE]", b"")
     assert json.loads(told.removeprefix(b"data: "))["error"]["code"] == "internal_error"

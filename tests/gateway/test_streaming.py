@@ -1,0 +1,149 @@
+"""Streams in which nothing happens for a while: what keeps their connections open is nothing to clients."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+
+from gateway.api.streaming import EventStream
+from outrider.errors import Overloaded
+
+HELLO = [{"role": "user", "content": "hello"}]
+COMMENT = b": keep-alive\n\n"
+LONG = 60.0  # seconds of silence that no test lasts
+
+
+class Reply:
+    """Events, before each of which `pause` is awaited; then an error, if there is one."""
+
+    def __init__(self, events, pause, error=None):
+        self._events, self._pause, self._error = events, pause, error
+        self.closed = False
+
+    async def events(self):
+        for event in self._events:
+            await self._pause()
+            yield event
+        if self._error is not None:
+            await self._pause()
+            raise self._error
+
+    def close(self):
+        self.closed = True
+
+
+class Line:
+    """What is sent, and a wait for the next comment."""
+
+    def __init__(self):
+        self.sent = []
+        self._comment = asyncio.Event()
+
+    async def send(self, message):
+        self.sent.append(message)
+        if message.get("body") == COMMENT:
+            self._comment.set()
+
+    async def receive(self):
+        await asyncio.Event().wait()
+
+    async def silence(self):
+        self._comment.clear()
+        await self._comment.wait()
+
+    @property
+    def body(self):
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def silent(events, error=None):
+    """Bodies that are sent where there is silence before each of these events, and before the error."""
+    line = Line()
+    reply = Reply(events, line.silence, error)
+    await EventStream(reply, silence=0.001)({"type": "http"}, line.receive, line.send)
+    assert reply.closed
+    assert [message["type"] for message in line.sent[:2]] == ["http.response.start", "http.response.body"]
+    assert not line.sent[-1].get("more_body")
+    return line.body
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "create"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, lambda client: client.chat.completions.create),
+        ("/v1/completions", {"prompt": "A"}, lambda client: client.completions.create),
+        ("/v1/responses", {"input": "A"}, lambda client: client.responses.create),
+    ],
+)
+def test_comments_are_nothing_to_clients(gateway, route, asked, create):
+    body = {"model": "default", "stream": True, **asked}
+    content = gateway.client.post(route, json={**body, "max_tokens": 30, "temperature": 0}).content
+    events = [event + b"\n\n" for event in content.split(b"\n\n") if event]
+    kept = asyncio.run(silent(events))
+    assert kept.replace(COMMENT, b"") == content
+    assert kept.count(COMMENT) >= len(events) > 2
+
+    def answers(content):
+        reply = httpx.Response(200, content=content, headers={"content-type": "text/event-stream"})
+        http = httpx.Client(transport=httpx.MockTransport(lambda _: reply))
+        with openai.OpenAI(base_url="http://gateway/v1", api_key="none", http_client=http) as client:
+            return [event.model_dump() for event in create(client)(**body)]
+
+    assert answers(kept) == answers(content)
+
+
+async def test_an_error_behind_a_silence_ends_the_stream_and_one_before_it_has_a_status():
+    body = await silent([], Overloaded("no room"))
+    assert body.startswith(COMMENT)
+    said, done = body.replace(COMMENT, b"").removesuffix(b"\n\n").split(b"\n\n")
+    assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "overloaded"
+    assert done == b"data: [DONE]"
+
+    async def at_once():
+        pass
+
+    line = Line()
+    reply = Reply([], at_once, Overloaded("no room"))
+    with pytest.raises(Overloaded):
+        await EventStream(reply, silence=LONG)({"type": "http"}, line.receive, line.send)
+    assert reply.closed
+    assert not line.sent
+
+
+async def test_whoever_leaves_while_nothing_is_said_is_no_longer_answered():
+    line = Line()
+
+    async def gone():
+        return {"type": "http.disconnect"}
+
+    reply = Reply([b"data: {}\n\n"], line.silence)
+    await EventStream(reply, silence=LONG)({"type": "http"}, gone, line.send)
+    assert reply.closed
+    assert line.sent[0]["status"] == 499
+
+
+async def test_no_comment_comes_between_the_parts_of_a_message_that_waits_for_its_client():
+    """What is sent waits where the client does not read; behind the answer's end nothing may be sent."""
+    line, reads, asked = Line(), asyncio.Event(), []
+
+    async def send(message):
+        await line.send(message)
+        if message.get("body") == b"data: {}\n\n":
+            await reads.wait()
+
+    async def at_once():
+        pass
+
+    class Watched(EventStream):
+        async def _keep_alive(self, send):
+            asked.append(len(line.sent))
+            if len(asked) == 5:
+                reads.set()
+            return await super()._keep_alive(send) and 0.001  # looks often
+
+    stream = Watched(Reply([b"data: {}\n\n"], at_once), silence=0.0005)
+    await stream({"type": "http"}, line.receive, send)
+    assert line.body.replace(COMMENT, b"") == b"data: {}\n\n"
+    assert line.body.endswith(b"data: {}\n\n")
