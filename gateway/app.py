@@ -80,7 +80,7 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(stop_on_signals().wait())
     edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
-    doors = Doors(config, edge, shared=peers.several)
+    doors = Doors(config, _across_origins(edge, config.allowed_origins), shared=peers.several)
     doubles, metrics = facades(config.grpc_facades), Metrics()
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
@@ -122,7 +122,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
         await peers.serve(answers_for(generator, control))
-        edge.app = _guarded(rest.build(generator, facts, control), keys, config.allowed_origins)
+        edge.app = Gate(rest.build(generator, facts, control), keys)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)
@@ -149,13 +149,12 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await doors.close()
 
 
-def _guarded(app: ASGIApp, keys: Keys, origins: Sequence[str]) -> ASGIApp:
-    """The app behind a look at callers' keys; browsers ask first, without any."""
-    guarded = Gate(app, keys)
+def _across_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The app for pages of these origins, too. Outermost, for browsers hide every answer that does not name them."""
     if not origins:
-        return guarded
+        return app
     return CORSMiddleware(
-        guarded,
+        app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "PUT", "OPTIONS"],
         allow_headers=["*"],

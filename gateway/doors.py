@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from gateway.api.middleware import Edge
 from outrider.config import GatewayConfig
 from outrider.serving.ports import host_and_port, take_port
 from outrider.serving.rpc import GrpcServer
@@ -22,11 +22,11 @@ _GRACE = 5  # seconds that requests get to end when the gateway stops
 class Doors:
     """Servers of one process. Use: add services to `grpc.server`, `open`, `set_serving`, `close`."""
 
-    def __init__(self, config: GatewayConfig, edge: Edge, *, shared: bool = False) -> None:
-        """shared: other processes listen on the same ports."""
+    def __init__(self, config: GatewayConfig, app: ASGIApp, *, shared: bool = False) -> None:
+        """app: answers HTTP. shared: other processes listen on the same ports."""
         self.grpc = GrpcServer(shared=shared)
         self._config = config
-        self._edge = edge
+        self._app = app
         self._shared = shared
         self._health = GrpcServer() if config.health_listen is not None else None
         self._rest: tuple[_Server, asyncio.Task[None]] | None = None
@@ -39,13 +39,13 @@ class Doors:
             await self._health.start(self._config.health_listen or "", ())
 
     async def open(self, names: Sequence[str], tls: ServerTls | None) -> None:
-        """Listen where clients come; 503 is answered until the edge has an app. Raises ConfigError for ports in use.
+        """Listen where clients come; the app answers from now on. Raises ConfigError for ports in use.
 
         names: of the gRPC services that were added.
         """
         config = self._config
         listening = take_port(config.host, config.port, "--port", shared=self._shared, listens=True)
-        self._rest = start_rest(self._edge, listening, tls)
+        self._rest = start_rest(self._app, listening, tls)
         self._open = True
         await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 
@@ -85,7 +85,9 @@ class _Server(uvicorn.Server):
             connection.shutdown()
 
 
-def start_rest(app: Edge, listener: socket.socket, tls: ServerTls | None = None) -> tuple[_Server, asyncio.Task[None]]:
+def start_rest(
+    app: ASGIApp, listener: socket.socket, tls: ServerTls | None = None
+) -> tuple[_Server, asyncio.Task[None]]:
     """Answer HTTP on a socket, or HTTPS."""
     files: dict[str, Any] = {}
     if tls is not None:

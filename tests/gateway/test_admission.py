@@ -13,7 +13,7 @@ import pytest
 from outrider.client import Client
 from outrider.errors import Unauthenticated
 from tests.gateway.engines import expected, tokenizer
-from tests.gateway.services import Gateway, until
+from tests.gateway.services import Gateway, answers, until
 
 A = tokenizer().encode("A").ids
 LONG = {"prompt": "A", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
@@ -135,6 +135,30 @@ def test_pages_of_allowed_origins_alone_may_ask(guarded, gateway):
     assert "access-control-allow-origin" not in preflight(gateway, "https://page.example").headers
     answer = guarded.client.get("/v1/models", headers={"origin": "https://page.example", **KEY})
     assert answer.headers["access-control-allow-origin"] == "https://page.example"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", b" " * (5 << 20)), ("/v1/models", b"")])
+def test_pages_are_told_why_they_are_refused(guarded, path, body):
+    """Of whatever lies before the routes, and where there are none yet; browsers hide what does not name its origin."""
+    refused = guarded.client.request("POST", path, content=body, headers={"origin": "https://page.example"})
+    assert refused.status_code == (413 if body else 401)
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"
+    assert "x-request-id" in refused.headers["access-control-expose-headers"].lower()
+    assert refused.headers["x-request-id"]
+
+
+def test_pages_are_told_that_the_gateway_starts(folder):
+    gateway = Gateway(folder, [f"unix:{folder}/nobody"], allowed_origins=["https://page.example"])
+    origin = {"origin": "https://page.example"}
+    try:
+        until(lambda: answers(gateway, "/health/live") == 200, seconds=60)
+        refused = gateway.client.get("/v1/models", headers=origin)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (503, "https://page.example")
+        assert gateway.client.options(
+            "/v1/models", headers={**origin, "access-control-request-method": "GET"}
+        ).is_success
+    finally:
+        assert gateway.stop() == 0
 
 
 # --- how many at a time ---

@@ -1,6 +1,5 @@
 """What does not fit is refused at start-up: one clear line and exit code 2."""
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from outrider.client import Client
 from outrider.errors import ConfigError, Unavailable
 from outrider.serving.ports import take_port
-from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
+from tests.gateway.services import Draft, Gateway, Service, Target, answers, free_port, until
 
 
 def refused(*flags, code=2):
@@ -123,7 +122,7 @@ def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, targ
     gateway = Gateway(folder, [target.address], [draft.address])
     try:
         until(lambda: gateway.log.exists() and "draft" in gateway.log.read_text(), seconds=60)
-        until(lambda: _answers(gateway, "/health") == 503, seconds=60)
+        until(lambda: answers(gateway, "/health") == 503, seconds=60)
         assert gateway.text("A", max_tokens=3) == "BCD"
         draft.start()
         gateway.wait()
@@ -137,9 +136,9 @@ def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, targ
 def test_a_gateway_without_a_target_lives_but_is_not_ready(folder):
     gateway = Gateway(folder, [f"unix:{folder}/nobody"])
     try:
-        until(lambda: _answers(gateway, "/health/live") == 200, seconds=60)
+        until(lambda: answers(gateway, "/health/live") == 200, seconds=60)
         for path in ("/health", "/health/ready", "/health_generate"):
-            assert _answers(gateway, path) == 503
+            assert answers(gateway, path) == 503
         refused = gateway.client.post("/v1/completions", json={"prompt": "A"})
         assert refused.status_code == 503
         assert 1 <= int(refused.headers["retry-after"]) <= 60
@@ -148,11 +147,6 @@ def test_a_gateway_without_a_target_lives_but_is_not_ready(folder):
         assert 1 <= caught.value.retry_after <= 60
     finally:
         assert gateway.stop() == 0
-
-
-def _answers(gateway, path):
-    with contextlib.suppress(httpx.TransportError):
-        return gateway.client.get(path).status_code
 
 
 def test_the_served_name_can_be_chosen(folder, target):
