@@ -18,7 +18,7 @@ from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
 from gateway.api.native import NativeBody
 from gateway.api.responses import ResponseReply, ResponsesBody
-from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody, conversation_options
+from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
 from gateway.api.streaming import respond
 from gateway.api.unicode import WHOLE
 from gateway.api.voices import Voice
@@ -93,8 +93,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         generator.check_model(body.model)
         body.check_supported()
         body.timeout = body.timeout or _timeout(request)
-        options = conversation_options(None, None, body.chat_template_kwargs)
-        prompt = body.cut(await chats.prompt(body.messages(), None, options))
+        prompt = body.cut(await chats.prompt(body.messages(), None, body.template_options()))
         reply = ResponseReply(
             body,
             body.request(prompt, 0),

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.errors import body_of
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
-from gateway.api.schemas import Count, Flag, GenerationBody, Items, Message, TextPart, few
+from gateway.api.schemas import Count, Flag, GenerationBody, Items, Message, TextPart, conversation_options, few
 from gateway.generation import Generation, GenerationRequest, Part
 from gateway.generator import Generator
 from gateway.report import Detail
@@ -64,6 +64,12 @@ class InputItem(BaseModel):
         return Message(role=self.role, content=[TextPart(type="text", text=part.text) for part in self.content])
 
 
+class ReasoningBody(BaseModel):
+    """How much the model is to reason; what it reasons is not summed up here."""
+
+    effort: str | None = None
+
+
 class ResponsesBody(GenerationBody):
     """POST /v1/responses."""
 
@@ -75,6 +81,7 @@ class ResponsesBody(GenerationBody):
     top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)
     metadata: Annotated[dict[str, str], few(16)] | None = None  # as many as OpenAI allows
     store: Flag | None = None
+    reasoning: ReasoningBody | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check_supported(self) -> None:
@@ -96,6 +103,16 @@ class ResponsesBody(GenerationBody):
         if isinstance(self.input, str):
             return [*first, Message(role="user", content=self.input)]
         return [*first, *(item.message() for item in self.input)]
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model is to reason, as the request says."""
+        return self.reasoning.effort if self.reasoning is not None else None
+
+    def template_options(self) -> dict[str, Any]:
+        """What the template is told besides the messages, under the names that chats have. Raises InvalidRequest."""
+        named = {"reasoning_effort": self.effort} if self.effort is not None else {}
+        return named | conversation_options(None, None, self.chat_template_kwargs)
 
     def asked_limit(self) -> int | None:
         """Under the name that it has here, or the older one."""
@@ -164,7 +181,7 @@ class ResponseReply:
             "metadata": body.metadata or {},
             "parallel_tool_calls": True,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": body.format()},

@@ -115,6 +115,7 @@ def test_a_form_reaches_the_target(client, target):
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"const": 1 << 70}}}}, "text"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": 3}}, "reasoning"),
         ({"extra_body": {"n": 2}}, "n"),
     ],
 )

@@ -268,8 +268,9 @@ def test_what_goes_on_keeps_its_first_space(tmp_path):
         service.stop()
 
 
-def test_documents_reach_the_template_and_a_prompt_can_go_without_its_begin_token(tmp_path):
-    files = tokenizer_files("{{ documents[0].text }}{{ messages[0].content }}")
+def test_documents_and_efforts_reach_the_template_and_a_prompt_can_go_without_its_begin_token(tmp_path):
+    documents = "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
+    files = tokenizer_files(documents + "{{ messages[0].content }}{{ reasoning_effort }}")
     files["tokenizer_config.json"] = json.dumps(
         json.loads(files["tokenizer_config.json"]) | {"add_bos_token": True}
     ).encode()
@@ -283,6 +284,15 @@ def test_documents_reach_the_template_and_a_prompt_can_go_without_its_begin_toke
         assert bare["choices"][0]["prompt_token_ids"] == ids("AB")
         answer = gateway.client.post("/v1/chat/completions", json=chat | told).json()
         assert answer["prompt_token_ids"] == ids("ABCD")
+        answer = gateway.client.post("/v1/chat/completions", json=chat | told | {"reasoning_effort": "low"}).json()
+        assert answer["prompt_token_ids"] == ids("ABCDlow")
+        asked = {"input": "CD", "max_output_tokens": 1, "reasoning": {"effort": "low", "summary": "auto"}}
+        answer = gateway.client.post("/v1/responses", json=asked).json()
+        assert answer["reasoning"] == {"effort": "low", "summary": None}
+        assert service.engine.seen[-1].tokens.tolist() == ids("CDlow")
+        own = {"chat_template_kwargs": {"reasoning_effort": "high"}}
+        gateway.client.post("/v1/responses", json=asked | own)
+        assert service.engine.seen[-1].tokens.tolist() == ids("CDhigh")
     finally:
         gateway.stop()
         service.stop()
