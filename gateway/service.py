@@ -15,6 +15,7 @@ from gateway.generation import GenerationRequest, Part
 from gateway.generator import Generator
 from gateway.pace import as_long_again
 from gateway.spans import spanning_call
+from gateway.text.encoding import MAX_PIECES
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.serving.rpc import statuses
@@ -143,6 +144,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             case "token_ids":
                 return list(request.token_ids.ids)
             case "chat":
+                if len(request.chat.messages) > MAX_PIECES:
+                    raise InvalidRequest(f"at most {MAX_PIECES} messages are allowed", param="chat.messages")
                 messages = [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in request.chat.messages]
                 if not messages:
                     raise InvalidRequest("the conversation is empty; send at least one message", param="chat.messages")

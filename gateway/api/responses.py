@@ -16,7 +16,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.errors import body_of
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
-from gateway.api.schemas import Count, Flag, GenerationBody, Items, Message, TextPart, conversation_options, few
+from gateway.api.schemas import (
+    BOUNDED,
+    Count,
+    Flag,
+    GenerationBody,
+    Items,
+    Message,
+    TextPart,
+    conversation_options,
+    few,
+)
 from gateway.generation import Generation, GenerationRequest, Part
 from gateway.generator import Generator
 from gateway.report import Detail
@@ -73,7 +83,7 @@ class ReasoningBody(BaseModel):
 class ResponsesBody(GenerationBody):
     """POST /v1/responses."""
 
-    input: str | Items[InputItem] = Field(min_length=1)
+    input: Annotated[str | Items[InputItem], BOUNDED] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: Count | None = Field(None, ge=1)
     text: dict[str, Any] | None = None

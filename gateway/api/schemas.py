@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from gateway.api.grammars import grammar_of
 from gateway.api.tools import Tools, tools_of
 from gateway.generation import GenerationRequest
+from gateway.text.encoding import MAX_PIECES
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
 from outrider.speculation.sampling import MAX_BIASED_TOKENS, SamplingParams
@@ -41,6 +42,18 @@ def few(most: int) -> BeforeValidator:
 
     return BeforeValidator(check)
 
+
+def _bounded(value: Any) -> Any:
+    """Refuses a conversation of more pieces, messages and what they consist of, before it looks at each."""
+    if isinstance(value, list):
+        parts = (message.get(name) for message in value if isinstance(message, dict) for name in _PIECES)
+        if len(value) + sum(len(part) for part in parts if isinstance(part, list)) > MAX_PIECES:
+            raise PydanticCustomError("too_many", f"at most {MAX_PIECES} messages, parts and calls are allowed")
+    return value
+
+
+_PIECES = ("content", "tool_calls")
+BOUNDED = BeforeValidator(_bounded)
 
 Biases = Annotated[dict[str, Number], few(MAX_BIASED_TOKENS)]
 
@@ -369,7 +382,7 @@ class Message(BaseModel):
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
-    messages: Items[Message] = Field(min_length=1)
+    messages: Annotated[Items[Message], BOUNDED] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, ge=1)
     logprobs: Flag | None = None
     top_logprobs: Count | None = Field(None, ge=0, le=MAX_LOGPROBS)

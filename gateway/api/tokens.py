@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.api.schemas import Count, Flag, Items, Message, conversation_options
+from gateway.api.schemas import BOUNDED, Count, Flag, Items, Message, conversation_options
 from gateway.api.unicode import WHOLE
 from gateway.generator import Generator
 from gateway.text.encoding import worked
@@ -23,7 +23,7 @@ class TokenizeBody(BaseModel):
 
     model: str | None = None
     prompt: str | Items[str] | None = None
-    messages: Items[Message] | None = Field(None, min_length=1)
+    messages: Annotated[Items[Message] | None, BOUNDED] = Field(None, min_length=1)
     add_special_tokens: Flag = True
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None

@@ -12,6 +12,10 @@ from outrider.text.tokenizer import LONG_TEXT
 
 Result = TypeVar("Result")
 
+# Messages of a conversation, with parts of their contents and calls. More of them, whatever they say, would take too
+# much of the event loop's time, in which nobody else is answered (16384 calls take 0.2 s).
+MAX_PIECES = 1 << 14
+
 _MANY = 64  # pieces of work that take long whatever their length
 
 

@@ -17,6 +17,7 @@ from gateway.api.responses import ResponsesBody
 from gateway.api.schemas import ChatBody, CompletionBody
 from gateway.api.streaming import EventStream
 from gateway.api.tokens import DetokenizeBody, TokenizeBody
+from gateway.text.encoding import MAX_PIECES
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until
 
@@ -255,7 +256,11 @@ def test_of_many_wrong_values_one_is_told_of(body, fields):
 
 
 def test_too_many_entries_are_refused_by_name(gateway):
+    many = [HELLO[0]] * (MAX_PIECES + 1)
     for path, changes, param in (
+        ("/v1/chat/completions", {"messages": many}, "messages"),
+        ("/v1/responses", {"input": many, "prompt": None}, "input"),
+        ("/tokenize", {"messages": many, "prompt": None}, "messages"),
         ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
         ("/v1/completions", {"speculation": WRONG}, "speculation"),
         ("/generate", {"sampling_params": WRONG}, "sampling_params"),
@@ -263,6 +268,36 @@ def test_too_many_entries_are_refused_by_name(gateway):
         asked = {"prompt": "A", "text": "A"} | changes
         error = error_of(gateway.client.post(path, json=asked), 400)
         assert (error["param"], "at most" in error["message"]) == (param, True)
+
+
+def pieces(name, piece):
+    """A conversation of as many pieces as there may be, of one message."""
+    return [{"role": "user", name: [piece] * (MAX_PIECES - 1)}]
+
+
+PLAIN = {"role": "user", "content": "x"}
+PARTS = pieces("content", {"type": "text", "text": ""})
+CALLS = pieces("tool_calls", {"function": {"name": "f"}})
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "fits"),
+    [
+        (ChatBody, "messages", [PLAIN] * MAX_PIECES),
+        (ChatBody, "messages", PARTS),
+        (ChatBody, "messages", CALLS),
+        (TokenizeBody, "messages", PARTS),
+        (ResponsesBody, "input", [PLAIN] * MAX_PIECES),
+        (ResponsesBody, "input", PARTS),
+    ],
+)
+def test_conversations_are_bounded_before_anybody_looks_at_their_messages(body, param, fits):
+    """A million of them would take the event loop seconds."""
+    body.model_validate({param: fits})
+    with pytest.raises(ValidationError) as error:
+        body.model_validate({param: [*fits, 5]})
+    (told,) = error.value.errors()
+    assert (told["loc"], str(MAX_PIECES) in told["msg"]) == ((param,), True)
 
 
 def nested(count):

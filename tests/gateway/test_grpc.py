@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.text.encoding import MAX_PIECES
 from outrider.client import AsyncClient, Client
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from tests.gateway.engines import REFUSED, expected, tokenizer
@@ -85,6 +86,7 @@ def test_limits_default_to_the_rest_of_the_context(client):
         (InvalidRequest, [300], {}),
         (InvalidRequest, [REFUSED], {}),
         (InvalidRequest, [], {}),
+        (InvalidRequest, [{"role": "user", "content": "x"}] * (MAX_PIECES + 1), {}),
         (InvalidRequest, "A", {"max_tokens": 0}),
         (ContextTooLong, [5] * 500, {}),
         (ModelNotFound, "A", {"model": "gpt-7"}),
