@@ -24,6 +24,8 @@ from outrider.serving.messages import Grammar
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams
 
+PROMPT = "prompt"  # what services call it in errors
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -37,6 +39,7 @@ class GenerationRequest:
     grammar, logprobs, prompt_logprobs, priority, max_draft_tokens: as in OpenSession.
     watched: rounds tell what the draft guessed.
     begins: the text is one of its own, as an answer in a chat is, and does not go on where the prompt ends.
+    prompt_field: what the client calls the prompt, for errors.
     """
 
     prompt: Sequence[int]
@@ -59,6 +62,7 @@ class GenerationRequest:
     max_draft_tokens: int | None = None
     watched: bool = False
     begins: bool = False
+    prompt_field: str = PROMPT
 
 
 class Part(NamedTuple):
@@ -101,9 +105,11 @@ class Generation:
         timeout: float | None = None,
         *,
         silent: bool = False,
+        prompt_field: str = PROMPT,
     ) -> None:
-        """timeout: of the answer, seconds. silent: its one new token is not told of."""
+        """timeout: of the answer, seconds. silent: its new token is not told of. prompt_field: as in the request."""
         self._silent = silent
+        self._prompt_field = prompt_field
         self._timeout = timeout
         self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
         self._orchestrator = orchestrator
@@ -129,6 +135,8 @@ class Generation:
             tokens, finish, rounds, told = await (session.next() if self._deadline is None else self._in_time())
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
+            if error.param == PROMPT:
+                error.param = self._prompt_field
             if self.refused and error.retry_after is None:
                 error.retry_after = self.come_back()
             raise

@@ -102,7 +102,7 @@ class Generator:
             raise ContextTooLong(
                 f"this model's context has {self.max_session_tokens} tokens; a prompt of {len(request.prompt)} tokens"
                 f"{answer} does not fit; shorten it",
-                param="prompt",
+                param=request.prompt_field,
             )
         stop = StopConditions(max(max_tokens, 1), request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
@@ -145,7 +145,15 @@ class Generator:
         text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
         timeout = min((t for t in (request.timeout, self._timeout) if t is not None), default=None)
         silent = request.max_tokens == 0
-        generation = Generation(self.orchestrator, self.metrics, session, text, timeout, silent=silent)
+        generation = Generation(
+            self.orchestrator,
+            self.metrics,
+            session,
+            text,
+            timeout,
+            silent=silent,
+            prompt_field=request.prompt_field,
+        )
         self._running.setdefault(request_id, set()).add(generation)
         generation.on_close = partial(self._forget, request_id, generation)
         generation.come_back = self.admission.come_back
@@ -171,9 +179,13 @@ class Generator:
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+            raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
         biased = [token for token, _ in request.sampling.logit_bias]
-        named = ((request.prompt, "prompt"), (request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias"))
+        named = (
+            (request.prompt, request.prompt_field),
+            (request.stop_token_ids, "stop_token_ids"),
+            (biased, "logit_bias"),
+        )
         for tokens, param in named:
             self._check_tokens(tokens, param)
         if len(request.stops) > MAX_STOPS:

@@ -93,7 +93,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         generator.check_model(body.model)
         body.check_supported()
         body.timeout = body.timeout or _timeout(request)
-        prompt = body.cut(await chats.prompt(body.messages(), None, body.template_options()))
+        prompt = body.cut(await chats.prompt(body.messages(), None, body.template_options(), body.prompt_field))
         reply = ResponseReply(
             body,
             body.request(prompt, 0),

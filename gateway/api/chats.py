@@ -12,6 +12,7 @@ from gateway.generator import Generator
 from gateway.speech.reasoning import BEGIN, END, Reasoning, ThinkingTokens
 from gateway.speech.speech import MARKS, Speech, form_of, reasons
 from outrider.config import GatewayOptions
+from outrider.errors import InvalidRequest
 
 _TAIL = 8  # tokens at the end of a prompt in which reasoning may be opened
 
@@ -31,14 +32,20 @@ class Chats:
         self._always_inside = options.reasoning_parser == "deepseek-r1"
         self._marks = (tokenizer.id_of(BEGIN), tokenizer.id_of(END))
 
-    async def prompt(self, messages: Sequence[Message], tools: Tools | None, options: dict[str, Any]) -> list[int]:
-        """Tokens of a conversation. Raises InvalidRequest."""
+    async def prompt(
+        self, messages: Sequence[Message], tools: Tools | None, options: dict[str, Any], field: str = "messages"
+    ) -> list[int]:
+        """Tokens of a conversation. field: what the client calls it. Raises InvalidRequest."""
         rendered = [message.rendered() for message in messages]
         if not self._knows_tools:
             rendered = introduced(rendered, tools)
         elif tools is not None:
             options = {"tools": tools.offered} | options
-        return await self._generator.encode_chat(rendered, **options)
+        try:
+            return await self._generator.encode_chat(rendered, **options)
+        except InvalidRequest as error:
+            error.param = field if error.param == "messages" else error.param
+            raise
 
     def voices(self, body: ChatBody, tools: Tools | None, prompt: Sequence[int]) -> Callable[[], Voice] | None:
         """What tells the choices of an answer; None if they are content and nothing else."""

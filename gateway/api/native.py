@@ -105,6 +105,11 @@ class NativeBody(BaseModel):
         given = self.text if self.text is not None else self.input_ids
         return isinstance(given, list) and (not given or isinstance(given[0], list | str))
 
+    @property
+    def prompt_field(self) -> str:
+        """What the prompts came as."""
+        return "text" if self.text is not None else "input_ids"
+
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each as text or as token ids. Raises InvalidRequest unless they are given, once, and few."""
         if (self.text is None) == (self.input_ids is None):
@@ -112,7 +117,7 @@ class NativeBody(BaseModel):
         given: Any = self.text if self.text is not None else self.input_ids
         prompts = list(given) if self.several else [given]
         if not prompts:
-            raise InvalidRequest("the prompt is empty", param="text")
+            raise InvalidRequest("the prompt is empty", param=self.prompt_field)
         if (count := self._answers(len(prompts))) > MAX_GENERATIONS:
             raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {count}", param="n")
         return prompts
@@ -207,6 +212,7 @@ def _request(
         include_stop=given.no_stop_trim,
         verbatim=not given.skip_special_tokens,
         timeout=timeout,
+        prompt_field=body.prompt_field,
         # There higher numbers go first.
         priority=-(body.priority or 0),
     )

@@ -83,6 +83,8 @@ class ReasoningBody(BaseModel):
 class ResponsesBody(GenerationBody):
     """POST /v1/responses."""
 
+    prompt_field = "input"
+
     input: Annotated[str | Items[InputItem], BOUNDED] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: Count | None = Field(None, ge=1)

@@ -6,14 +6,14 @@ A field that would change the text and is not supported is refused by name, neve
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from gateway.api.grammars import grammar_of
 from gateway.api.tools import Tools, tools_of
-from gateway.generation import GenerationRequest
+from gateway.generation import PROMPT, GenerationRequest
 from gateway.text.encoding import MAX_PIECES
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
@@ -111,6 +111,7 @@ class GenerationBody(BaseModel):
     """What both kinds of requests share."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
+    prompt_field: ClassVar[str] = PROMPT
 
     model: str | None = None
     max_tokens: Count | None = Field(None, ge=1)
@@ -243,6 +244,7 @@ class GenerationBody(BaseModel):
             max_draft_tokens=self._most_drafted(),
             watched=self.reports_steps,
             begins=self.begins,
+            prompt_field=self.prompt_field,
         )
 
     def grammar(self) -> Grammar | None:
@@ -381,6 +383,8 @@ class Message(BaseModel):
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
+
+    prompt_field = "messages"
 
     messages: Annotated[Items[Message], BOUNDED] = Field(min_length=1)
     max_completion_tokens: Count | None = Field(None, ge=1)

@@ -158,6 +158,21 @@ def test_too_long_for_the_context(gateway, prompt, options, count):
     assert count in error["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "asked", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
+        ("/v1/responses", {"input": "x" * 500}, "input"),
+        ("/generate", {"input_ids": LONG}, "input_ids"),
+    ],
+)
+def test_prompts_that_are_too_long_have_the_names_that_they_came_by(gateway, route, asked, param, stream):
+    error = error_of(gateway.client.post(route, json=asked | {"stream": stream}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 @pytest.mark.parametrize("limit", [1000, 2**70])
 @pytest.mark.parametrize(
     ("route", "name"),
@@ -564,8 +579,10 @@ def test_a_model_without_chat_template(folder):
     gateway = Gateway(folder, [service.address])
     try:
         gateway.wait()
-        error = error_of(gateway.client.post("/v1/chat/completions", json={"messages": HELLO}), 400)
-        assert "chat template" in error["message"]
+        for route, asked in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": HELLO})):
+            error = error_of(gateway.client.post(route, json=asked), 400)
+            assert "chat template" in error["message"]
+            assert error["param"] in asked
         assert gateway.text("A", max_tokens=2) == "BC"
     finally:
         assert gateway.stop() == 0

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.gateway.engines import EOS, VOCAB, expected, tokenizer
+from tests.gateway.engines import EOS, REFUSED, VOCAB, expected, tokenizer
 from tests.gateway.services import until
 
 TOKENIZER = tokenizer()
@@ -129,8 +129,10 @@ def test_events_tell_everything_so_far(gateway):
         ({}, "text"),
         ({"text": "A", "input_ids": A}, "text"),
         ({"text": []}, "text"),
-        ({"input_ids": []}, "text"),
-        ({"input_ids": [VOCAB]}, "prompt"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [VOCAB]}, "input_ids"),
+        ({"input_ids": [REFUSED]}, "input_ids"),  # refused by the target
+        ({"text": "A" * 500}, "text"),
         ({"text": ["A", "K"], "rid": ["one"]}, "rid"),
         ({"text": ["A"] * 1025}, "n"),
         ({"text": ["A"] * 513, "sampling_params": {"n": 2}}, "n"),
