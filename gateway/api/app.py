@@ -70,7 +70,9 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         generator.check_model(body.model)
         body.check_supported()
         tools = body.offered()
-        prompt = body.cut(await chats.prompt(body.messages, tools, body.template_options()))
+        prompt = body.cut(
+            await chats.prompt(body.messages, tools, body.template_options()), generator.max_session_tokens
+        )
         voices = chats.voices(body, tools, prompt)
         if voices is not None and chats.marks_are_special:
             body.skip_special_tokens = False
@@ -83,7 +85,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         body.check_supported()
         given = body.prompts()
         whole = await generator.encode_all(given, special=body.add_special_tokens is not False)
-        prompts = [body.cut(tokens) for tokens in whole]
+        prompts = [body.cut(tokens, generator.max_session_tokens) for tokens in whole]
         texts = await _texts(generator, given, whole, prompts) if body.echoes else [""] * len(prompts)
         return await _answer(generator, facts, COMPLETION, body, list(zip(prompts, texts, strict=True)), request)
 
@@ -93,7 +95,8 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         generator.check_model(body.model)
         body.check_supported()
         body.timeout = body.timeout or _timeout(request)
-        prompt = body.cut(await chats.prompt(body.messages(), None, body.template_options(), body.prompt_field))
+        whole = await chats.prompt(body.messages(), None, body.template_options(), body.prompt_field)
+        prompt = body.cut(whole, generator.max_session_tokens)
         reply = ResponseReply(
             body,
             body.request(prompt, 0),

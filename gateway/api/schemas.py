@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from gateway.api.grammars import grammar_of
 from gateway.api.tools import Tools, tools_of
 from gateway.generation import PROMPT, GenerationRequest
+from gateway.text import encoding
 from gateway.text.encoding import MAX_PIECES
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
@@ -132,7 +133,7 @@ class GenerationBody(BaseModel):
     include_stop_str_in_output: Flag | None = None
     no_stop_trim: Flag | None = None
     skip_special_tokens: Flag | None = None
-    truncate_prompt_tokens: Count | None = Field(None, ge=1)
+    truncate_prompt_tokens: Count | None = Field(None, ge=-1)
     priority: Count | None = Field(None, ge=-(2**31), lt=2**31)
     timeout: Number | None = Field(None, gt=0)
     speculation: Annotated[SpeculationBody, few(16)] | Literal["off", "auto"] | None = None
@@ -171,9 +172,12 @@ class GenerationBody(BaseModel):
         """True if the answer tells which tokens were drafted."""
         return isinstance(self.speculation, SpeculationBody) and self.speculation.report
 
-    def cut(self, prompt: list[int]) -> list[int]:
-        """The part of a prompt that is wanted: its last tokens."""
-        return prompt if self.truncate_prompt_tokens is None else prompt[-self.truncate_prompt_tokens :]
+    def cut(self, prompt: list[int], context: int) -> list[int]:
+        """The part of a prompt that is wanted: its last tokens. Raises InvalidRequest.
+
+        context: tokens that prompt and answer may have
+        """
+        return encoding.cut(prompt, self.truncate_prompt_tokens, context - (self.limit() or 1))
 
     def check_supported(self) -> None:
         """Raise InvalidRequest for a field that is not supported and not neutral."""

@@ -16,6 +16,7 @@ from gateway.facade.knowledge import model_facts, now
 from gateway.facade.reading import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
 from gateway.facade.telling import Answers
 from gateway.generation import GenerationRequest
+from gateway.text.encoding import cut
 from outrider.errors import InvalidRequest
 
 # Pictures, and prompts that another worker has read.
@@ -83,8 +84,9 @@ async def _request(backend: Backend, request: Any) -> GenerationRequest:
     params = request.sampling_params
     temperature = params.temperature if params.HasField("temperature") else 1.0
     most = tokens_limit(params, "max_tokens")
+    length = params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else None
     return GenerationRequest(
-        _cut(await _prompt(backend, request), params, backend.generator.max_session_tokens - (most or 1)),
+        cut(await _prompt(backend, request), length, backend.generator.max_session_tokens - (most or 1)),
         sampling_of(params, temperature, params.top_k, params.logit_bias.items()),
         most,
         min_tokens=params.min_tokens,
@@ -109,15 +111,3 @@ async def _prompt(backend: Backend, request: Any) -> list[int]:
         case "text":
             return await backend.generator.encode(request.text)
     raise InvalidRequest("set one of tokenized and text", param="input")
-
-
-def _cut(prompt: list[int], params: Any, room: int) -> list[int]:
-    """The end of a prompt, where it may be cut. room: the most that fits, in tokens."""
-    if not params.HasField("truncate_prompt_tokens"):
-        return prompt
-    length = params.truncate_prompt_tokens
-    if length == -1:
-        length = max(room, 1)
-    if length < 1:
-        raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more", param="truncate_prompt_tokens")
-    return prompt[-length:]

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gateway.text.tokenizer import ModelTokenizer
+from outrider.errors import InvalidRequest
 from outrider.text.tokenizer import LONG_TEXT
 
 Result = TypeVar("Result")
@@ -36,6 +37,20 @@ async def encode_chat(
     """Tokens of a conversation. options: as of encode_chat. Raises InvalidRequest."""
     # Templates render calls, tools and whatever else they are told, too.
     return await worked([str(messages), str(options)], partial(tokenizer.encode_chat, messages, **options))
+
+
+def cut(prompt: list[int], length: int | None, room: int) -> list[int]:
+    """The last tokens of a prompt: so many, with -1 as many as fit, and with None all of it. Raises InvalidRequest.
+
+    room: what the context has beside the answer, in tokens
+    """
+    if length is None:
+        return prompt
+    if length == -1:
+        length = max(room, 1)
+    if length < 1:
+        raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more", param="truncate_prompt_tokens")
+    return prompt[-length:]
 
 
 async def worked(material: Sequence[Sized], work: Callable[[], Result]) -> Result:

@@ -71,6 +71,7 @@ def error_of(response, status):
         ({"repetition_penalty": "high"}, "repetition_penalty"),
         ({"echo": "yes"}, "echo"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"priority": 0.5}, "priority"),
         ({"timeout": 0}, "timeout"),
         ({"speculation": "sometimes"}, "speculation"),

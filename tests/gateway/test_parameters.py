@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from tests.gateway.engines import EOS, SPECIAL, VOCAB, expected, tokenizer
+from tests.gateway.engines import CONTEXT, EOS, SPECIAL, VOCAB, expected, tokenizer
 from tests.gateway.services import until
 
 TOKENIZER = tokenizer()
@@ -60,6 +60,23 @@ def test_the_end_of_a_prompt_can_be_enough(gateway):
     assert body["choices"][0]["token_ids"] == [21, 22]
     assert body["choices"][0]["text"] == TOKENIZER.decode([7, 20, 21, 22])
     assert gateway.complete([20], max_tokens=2, truncate_prompt_tokens=9)["usage"]["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "rest"),
+    [
+        ("/v1/completions", {"prompt": [5] * 500}, 16),
+        ("/v1/completions", {"prompt": [5] * 500, "max_tokens": 7}, 7),
+        ("/v1/completions", {"prompt": [5] * 500, "max_tokens": 0, "echo": True}, 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}]}, 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}], "max_completion_tokens": 7}, 7),
+        ("/v1/responses", {"input": "x" * 500, "max_output_tokens": 7}, 7),
+    ],
+)
+def test_as_much_of_a_prompt_as_fits_can_be_enough(gateway, target, route, asked, rest):
+    response = gateway.client.post(route, json=asked | {"truncate_prompt_tokens": -1})
+    assert response.status_code == 200, response.text
+    assert target.engine.seen[-1].prompt_length == CONTEXT - rest
 
 
 def test_an_answer_goes_on_from_the_last_message(gateway, target):
