@@ -66,13 +66,8 @@ def grammar(params: Any) -> Grammar | None:
 
 
 def tokens_limit(params: Any, name: str) -> int | None:
-    """A limit of new tokens; None is the rest of the context. Raises InvalidRequest."""
-    if not params.HasField(name):
-        return None
-    limit = int(getattr(params, name))
-    if limit < 1:
-        raise InvalidRequest(f"{name} must be 1 or more", param=name)
-    return limit
+    """A limit of new tokens; None is the rest of the context, 0 tells of the prompt alone."""
+    return int(getattr(params, name)) if params.HasField(name) else None
 
 
 def likeliest(count: int, name: str) -> int:

@@ -84,6 +84,8 @@ async def _request(backend: Backend, request: Any) -> GenerationRequest:
     params = request.sampling_params
     temperature = params.temperature if params.HasField("temperature") else 1.0
     most = tokens_limit(params, "max_tokens")
+    if most == 0:  # in vLLM, too
+        raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
     length = params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else None
     return GenerationRequest(
         cut(await _prompt(backend, request), length, backend.generator.max_session_tokens - (most or 1)),

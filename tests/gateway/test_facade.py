@@ -282,7 +282,21 @@ def test_sglang_tells_of_the_prompt_from_a_place_on(sglang):
     assert not sglang.whole(told=1, max_new_tokens=1, fields={"logprob_start_len": -1}).HasField("input_logprobs")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_sglang_tells_of_the_prompt_alone(sglang, stream):
+    chunks, (end,) = sglang.chunks_and_ends([20, 30, *A], stream=stream, told=1, max_new_tokens=0)
+    assert [(list(chunk.token_ids), chunk.completion_tokens) for chunk in chunks] == [([], 0)] * stream
+    assert (list(end.output_ids), end.completion_tokens, end.finish_reason) == ([], 0, "length")
+    assert [p.value for p in end.input_logprobs.token_logprobs] == [0, -0.25, -0.5]
+    assert not end.HasField("output_logprobs")
+
+
 # --- errors ---
+
+
+def test_a_limit_that_vllm_refuses(vllm):
+    code, message = refusal(vllm.ask(max_tokens=0))
+    assert (code, "max_tokens must be 1 or more" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +312,10 @@ def test_sglang_tells_of_the_prompt_from_a_place_on(sglang):
         (A, {"told": 21}, "logprobs"),
         (A, {"regex": ""}, "regex"),
         (A, {"structural_tag": "{}"}, "structural_tag"),
-        (A, {"limit": 0}, "must be 1 or more"),
         (A, {"fields": {"data_parallel_rank": 1}}, "one rank"),
     ],
 )
 def test_the_callers_mistakes(engine, prompt, params, named):
-    params = {engine.limit if name == "limit" else name: value for name, value in params.items()}
     code, message = refusal(engine.ask(prompt, **params))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert named in message
