@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -78,7 +79,7 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 
 
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
-    stop = asyncio.create_task(stop_on_signals().wait())
+    stop = asyncio.create_task(_stop_or_leave().wait())
     edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
     doors = Doors(config, _across_origins(edge, config.allowed_origins), shared=peers.several)
     doubles, metrics = facades(config.grpc_facades), Metrics()
@@ -147,6 +148,23 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await orchestrator.stop()
         await peers.stop()
         await doors.close()
+
+
+def _stop_or_leave() -> asyncio.Event:
+    """An event that a signal sets. A Ctrl-C behind it ends the process where it stands, and what is under way with it.
+
+    A second SIGTERM does not: whoever ends a group of processes may send one beside that of their supervisor.
+    """
+    stop = stop_on_signals()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            log.warning("interrupted again; what is under way is cut")
+            process.leave()
+        stop.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted)
+    return stop
 
 
 def _across_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

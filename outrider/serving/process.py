@@ -58,10 +58,10 @@ def run_plainly(
     except KeyboardInterrupt:
         return 130
     except Abandoned:
-        _leave()
+        leave()
 
 
-def _leave() -> NoReturn:
+def leave() -> NoReturn:
     """End the process at once, as a stop does: the interpreter's own end would break into what its threads compute."""
     logging.shutdown()
     sys.stdout.flush()

@@ -1,6 +1,7 @@
 """Who is let in: keys, origins, how many at a time, and how the gateway takes its leave."""
 
 import json
+import signal
 import subprocess
 import threading
 from contextlib import contextmanager
@@ -195,6 +196,25 @@ def test_no_answer_takes_longer_than_the_server_allows(folder, target, draft):
 
 
 # --- taking leave ---
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_ctrl_c_behind_a_signal_ends_it_at_once(folder, target, draft, first):
+    gateway = Gateway(folder, [target.address], [draft.address], drain_timeout=600).wait()
+    asked = {**LONG, "stream": True}
+    try:
+        with slow(target, 1.0), httpx.stream("POST", f"{gateway.url}/v1/completions", json=asked, timeout=60) as answer:
+            assert answer.status_code == 200
+            gateway.process.send_signal(first)
+            until(lambda: gateway.client.get("/health/ready").status_code == 503)  # signals at once have no order
+            gateway.process.send_signal(signal.SIGTERM)  # once more, as from a supervisor, is no hurry
+            assert gateway.client.get("/health/ready").status_code == 503
+            gateway.process.send_signal(signal.SIGINT)
+            assert gateway.process.wait(30) == 0
+    finally:
+        gateway.process.kill()
+    assert gateway.stop() == 0  # and its log has no traceback
+    until(lambda: target.sessions == 0)
 
 
 def test_who_is_in_finishes_and_nobody_else_comes_in(folder, target, draft):
