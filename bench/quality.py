@@ -132,7 +132,7 @@ def distributions(engine: TargetEngine, text: list[int], first: int) -> Tensor:
 def levels_of(folder: Path) -> int:
     """Most values that weights of the checkpoint's first linear layers take in a block of 32 along their inputs."""
     most = 0
-    for path in sorted(folder.glob("*.safetensors"))[:1]:
+    for path in checkpoint.weight_files(folder)[:1]:
         with safe_open(path, "pt") as tensors:
             for name in [name for name in tensors.keys() if name.endswith("_proj.weight")][:LAYERS_READ]:  # noqa: SIM118
                 rows = tensors.get_tensor(name)[:ROWS_READ]

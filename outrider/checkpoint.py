@@ -36,7 +36,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
 _PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
-_HUB_DOUBLES = ["*/*.safetensors", "consolidated*.safetensors"]  # the same weights, as others' code reads them
+_DOUBLES = "consolidated*.safetensors"  # the same weights, as others' code reads them
+_HUB_DOUBLES = ["*/*.safetensors", _DOUBLES]
 
 
 def cache_folder() -> Path:
@@ -88,6 +89,8 @@ def load_json(path: Path) -> dict[str, Any]:
 def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
     """The safetensors files of a folder; those of the index where there is one. Raises ConfigError.
 
+    Without an index, all are but those that Mistral publishes beside them, with tensors by names of its own.
+
     torch_files: where there are none, what `torch.save` wrote will do
     """
     kinds = {"model.safetensors": "*.safetensors"} | (
@@ -101,7 +104,7 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
             if missing:
                 raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
             return files
-        if files := sorted(folder.glob(pattern)):
+        if files := sorted(file for file in folder.glob(pattern) if not file.match(_DOUBLES)):
             return files
     raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it")
 
@@ -158,7 +161,7 @@ def _from_hub(repository: str, revision: str | None, torch_files: bool = False) 
         folder = Path(
             snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DOUBLES)
         )
-        if torch_files and not any(folder.glob("*.safetensors")):
+        if torch_files and all(file.match(_DOUBLES) for file in folder.glob("*.safetensors")):
             snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
         return folder
     except Exception as error:

@@ -70,6 +70,18 @@ def test_no_weights_are_fetched_twice():
     assert list(wanted) == files
 
 
+def test_weights_that_lie_there_twice_are_read_once(folder):
+    """In the form of other code beside ours, or in that form alone."""
+    before = checkpoint.fingerprint(folder)
+    for name in ("consolidated.safetensors", "consolidated-00001-of-00002.safetensors"):
+        save_file({"tok_embeddings.weight": np.zeros(3, np.float32)}, folder / name)
+    assert [file.name for file in checkpoint.weight_files(folder)] == ["model.safetensors"]
+    assert checkpoint.fingerprint(folder) == before
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no weights"):
+        checkpoint.resolve(str(folder))
+
+
 def test_fingerprints_tell_checkpoints_apart(folder):
     first = checkpoint.fingerprint(folder)
     assert first == checkpoint.fingerprint(folder)
