@@ -12,9 +12,10 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.api.fields import Biases, Count, Flag, Items, Number, few
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import finite, rows
-from gateway.api.schemas import Biases, Count, Flag, Items, Number, biases, few
+from gateway.api.schemas import biases
 from gateway.api.streaming import DONE
 from gateway.generation import Generation, GenerationRequest, Part, merged
 from gateway.generator import Generator

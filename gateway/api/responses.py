@@ -14,19 +14,10 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.errors import body_of
+from gateway.api.fields import BOUNDED, Count, Flag, Items, few
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
-from gateway.api.schemas import (
-    BOUNDED,
-    Count,
-    Flag,
-    GenerationBody,
-    Items,
-    Message,
-    TextPart,
-    conversation_options,
-    few,
-)
+from gateway.api.schemas import GenerationBody, Message, TextPart, conversation_options
 from gateway.generation import Generation, GenerationRequest, Part
 from gateway.generator import Generator
 from gateway.report import Detail

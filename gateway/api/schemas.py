@@ -6,57 +6,22 @@ A field that would change the text and is not supported is refused by name, neve
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.api.fields import BOUNDED, Biases, Count, Flag, Items, Number, few
 from gateway.api.grammars import grammar_of
 from gateway.api.tools import Tools, tools_of
 from gateway.generation import PROMPT, GenerationRequest
 from gateway.text import encoding
-from gateway.text.encoding import MAX_PIECES
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
-from outrider.speculation.sampling import MAX_BIASED_TOKENS, SamplingParams
+from outrider.speculation.sampling import SamplingParams
 
 MAX_CHOICES = 128  # as OpenAI has it
 MAX_GENERATIONS = 128  # of all prompts of a request
 COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as OpenAI has it
-
-Count = Annotated[int, Field(strict=True)]
-Flag = Annotated[bool, Field(strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Item = TypeVar("Item")
-# The first wrong entry is told of, and no other is looked for: telling of a million of them takes half a minute, in
-# which nobody else is answered.
-Items = Annotated[list[Item], Field(fail_fast=True)]
-
-
-def few(most: int) -> BeforeValidator:
-    """Refuses an object of more entries before it looks at each, for the same reason."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError("too_many", f"at most {most} entries are allowed")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _bounded(value: Any) -> Any:
-    """Refuses a conversation of more pieces, messages and what they consist of, before it looks at each."""
-    if isinstance(value, list):
-        parts = (message.get(name) for message in value if isinstance(message, dict) for name in _PIECES)
-        if len(value) + sum(len(part) for part in parts if isinstance(part, list)) > MAX_PIECES:
-            raise PydanticCustomError("too_many", f"at most {MAX_PIECES} messages, parts and calls are allowed")
-    return value
-
-
-_PIECES = ("content", "tool_calls")
-BOUNDED = BeforeValidator(_bounded)
-
-Biases = Annotated[dict[str, Number], few(MAX_BIASED_TOKENS)]
 
 # Fields that are not supported, and the values with which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
