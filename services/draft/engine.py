@@ -11,6 +11,7 @@ engine rests once no leaf is likely enough, or every tree is as large as it may 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,6 +35,7 @@ _WISHES_A_SESSION = 16
 # A round of waiting counts as this much log-probability, so that no session waits for ever behind likelier nodes.
 _PATIENCE = 0.1
 _MOST_WAITING = 1 << 30  # bytes of hidden states of all sessions that wait for a place
+_MOST_TURNS = 1024  # sessions that keep their turns until they are opened again; not all are
 
 
 class DraftEngine(Engine):
@@ -50,6 +52,8 @@ class DraftEngine(Engine):
         self._records = [Record(drafter.name) for drafter in self.drafters]
         self._quick_was_last = False
         self._failures: list[SessionFailure] = []
+        self._newest = itertools.count()  # turns of new sessions
+        self._turns: dict[int, int] = {}  # of those that are to be opened again
         self.tracing: Tracing | None = None  # where spans of sessions go
 
     # --- sessions ---
@@ -64,11 +68,14 @@ class DraftEngine(Engine):
 
         Raises InvalidRequest for a session without tokens.
         """
-        self.close(request.session_id)
         if not 1 <= request.prompt_length <= len(request.tokens):
+            self.close(request.session_id)
             raise InvalidRequest("a session needs at least one token to draft for", param="prompt")
+        self._leave(request.session_id, comes_again=True)
         frontiers = [self._frontier(drafter) for drafter in self.drafters]
-        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers)
+        turn = self._turns.pop(request.session_id, None)
+        turn = next(self._newest) if turn is None else turn
+        session = DraftSession(request, self.limits, self.drafter.eos_token_ids, frontiers, turn)
         for places in self._places:
             places.enter(session)
         if any(session in places for places in self._places):  # nobody waits for one that was never drafted for
@@ -86,13 +93,22 @@ class DraftEngine(Engine):
 
     def close(self, session_id: int) -> None:
         """Forget a session and free what it holds."""
+        self._leave(session_id)
+        self._admit()
+
+    def _leave(self, session_id: int, *, comes_again: bool = False) -> None:
+        """What `close` does for a session itself. comes_again: it goes before all that came later then."""
         session = self._sessions.pop(session_id, None)
-        if session is not None:
-            for places in self._places:
-                places.leave(session)
-            self._admit()
-            if self.tracing is not None and session.traceparent:
-                spans.tell(self.tracing, session, [drafter.name for drafter in self.drafters])
+        if session is None:
+            return
+        for places in self._places:
+            places.leave(session)
+        if comes_again:
+            self._turns[session_id] = session.turn
+            if len(self._turns) > _MOST_TURNS:
+                del self._turns[next(iter(self._turns))]
+        if self.tracing is not None and session.traceparent:
+            spans.tell(self.tracing, session, [drafter.name for drafter in self.drafters])
 
     def _admit(self) -> None:
         for places in self._places:
@@ -114,6 +130,7 @@ class DraftEngine(Engine):
             session = self._sessions.get(commit.session_id)
             if session is not None:
                 self._commit(session, commit)
+        self._admit()  # one that has given its pages back may have made room
 
     def receive_features(self, blocks: Sequence[FeatureBlock]) -> None:
         """Keep hidden states of the target for a drafter that feeds on them."""
@@ -175,7 +192,8 @@ class DraftEngine(Engine):
             self._feed(session)
 
     def _fail(self, session: DraftSession, reason: str) -> None:
-        self.close(session.id)
+        self._leave(session.id, comes_again=True)
+        self._admit()
         error = Unavailable(f"the draft service lost track of the session: {reason}; open it again")
         self._failures.append(SessionFailure(session.id, error))
 

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class Places:
-    """The sessions of one drafter. One is held while there is a place and pages; otherwise it waits."""
+    """The sessions of one drafter. One is held while there is a place and pages; otherwise it waits for its turn."""
 
     def __init__(self, drafter: Drafter, index: int, most: int) -> None:
         """index: of the drafter's frontier in a session. most: sessions that are held together."""
@@ -29,14 +29,23 @@ class Places:
     def enter(self, session: DraftSession) -> None:
         """Queue a session, unless it is longer than the drafter can follow."""
         if not self._too_long(session):
-            self.waiting[session.id] = session
+            self._queue(session)
+
+    def _queue(self, session: DraftSession) -> None:
+        """Let a session wait before all those that came later, also if it has had a place before."""
+        later = [other for other in self.waiting.values() if other.turn > session.turn]
+        self.waiting[session.id] = session
+        for other in later:
+            self.waiting[other.id] = self.waiting.pop(other.id)
+        if next(iter(self.waiting.values())) is session:
+            self._blocked = False  # another one was
 
     def leave(self, session: DraftSession) -> None:
         """Forget a session and free what it holds."""
         self.waiting.pop(session.id, None)
         if self.held.pop(session.id, None) is not None:
             self._release(session)
-            self._blocked = False
+        self._blocked = False  # there may be pages now, or it was the one that found none
 
     def admit(self) -> list[DraftSession]:
         """Hold waiting sessions as long as there is room. Returns those that are held now."""
@@ -70,8 +79,9 @@ class Places:
             del self.held[session.id]
             self._release(session)
             session.features.give_up()  # those that were used are gone
-            self.waiting[session.id] = session
-            self._blocked = bool(self.held)
+            self._queue(session)
+            # If it is the first, no pages came home but those that were too few for it.
+            self._blocked = bool(self.held) and next(iter(self.waiting.values())) is session
             return False
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:

@@ -34,9 +34,14 @@ class DraftSession:
         limits: TreeLimits,
         eos_token_ids: tuple[int, ...],
         frontiers: Sequence[Frontier] = (),
+        turn: int = 0,
     ) -> None:
-        """frontiers: of its drafters, the main one's last; by default one that grows from what it has expanded."""
+        """frontiers: of its drafters, the main one's last; by default one that grows from what it has expanded.
+
+        turn: of those that wait for a place, the lowest comes first.
+        """
         self.id = request.session_id
+        self.turn = turn
         self.sampling = request.sampling
         self.stop = request.stop
         self.stop_ids = request.stop.stop_ids(eos_token_ids)

@@ -371,6 +371,27 @@ def test_pages_run_out_and_come_back(model):
     assert engine.drafter.prefix.allocator.leased_pages == 0
 
 
+def test_a_session_that_found_no_pages_keeps_none_from_others_once_it_is_gone(model):
+    engine = standalone(model)
+    engine.drafter.prefix = PrefixCache(PageAllocator(12, 16))
+    engine.open(request(1, PROMPT, max_tokens=500))
+    engine.open(request(2, PROMPT * 10, max_tokens=500))
+    engine.open(request(3, PROMPT, max_tokens=500))
+    assert (set(engine.running), list(engine._places[-1].waiting)) == ({1}, [2, 3])
+    engine.close(2)
+    assert set(engine.running) == {1, 3}
+    for session_id in (1, 3):
+        engine.close(session_id)
+    engine.check()
+
+
+def test_a_session_that_is_opened_again_keeps_its_place(model):
+    engine = standalone(model, max_running_requests=1)
+    for session_id in (1, 2, 1):
+        engine.open(request(session_id, PROMPT, max_tokens=500))
+    assert (set(engine.running), list(engine._places[-1].waiting)) == ({1}, [2])
+
+
 def test_sessions_beyond_the_context_are_left_alone(model):
     engine = standalone(model)
     limit = engine.drafter.max_session_tokens

@@ -202,6 +202,33 @@ def test_a_session_that_gave_its_pages_back_is_fed_again(head):
     engine.check()
 
 
+def test_a_session_that_gave_its_pages_back_keeps_its_turn(head):
+    """Those that came later do not go before it, neither while it waits nor when it is opened again to be fed."""
+    make, twin = head
+    engine = make()
+    engine.drafter.prefix = PrefixCache(PageAllocator(48, 4), enabled=False)
+    for session_id in (1, 2, 3, 4):
+        start(engine, PROMPT, session_id)
+    assert set(engine.running) == {1, 2}
+    new = list(range(4, 34))
+    engine.receive([], [commit_of(PROMPT, new, session_id=1)])
+    assert list(engine._places[-1].waiting) == [1, 3, 4]
+    engine.close(2)
+    (failure,) = failures(settle(engine))
+    assert failure.session_id == 1
+    assert set(engine.running) == {3, 4}, "meanwhile there are places for others"
+    start(engine, PROMPT, 5)
+    start(engine, [*PROMPT, *new], 1)
+    assert list(engine._places[-1].waiting) == [1, 5]
+    engine.close(3)
+    engine.close(4)
+    assert not failures(settle(engine)), "it was fed while it waited"
+    check_tree(engine, twin, 50)
+    for session_id in (1, 5):
+        engine.close(session_id)
+    engine.check()
+
+
 def test_a_prompt_of_one_token(head):
     make, twin = head
     engine = make()
