@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.paging.allocator import PageAllocator
+from outrider.paging.allocator import NULL_PAGE, PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
@@ -18,6 +19,7 @@ from services.target.batch import Work, build
 from services.target.kernels import plan
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape, pages_that_fit
 from services.target.layout import tree_mask
@@ -122,6 +124,40 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     fused = plan(batch)(q, cache.keys[0], cache.values[0], **options)
     np.testing.assert_allclose(twin.numpy(), expected, atol=1e-5)
     np.testing.assert_allclose(fused.numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("kernel", [lambda batch: partial(paged_attention, batch=batch), GroupedAttention])
+def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, window, dtype):
+    """A draft may name tokens that the model makes no numbers of."""
+    rng = np.random.default_rng(1)
+    works = random_works(rng, 16, 12)
+    batch = build(works, CPU)
+    pages = works[0].chunk.session.table._allocator.total_pages
+    cache = KVCache([LayerShape(2, 16, 16)], pages, 16, dtype, CPU)
+    pools = cache.keys[0], cache.values[0]
+    for pool in pools:
+        pool.copy_(torch.randn(pool.shape))
+    q = torch.randn(len(batch), 4, 16).to(dtype)
+    expected = kernel(batch)(q, *pools, scaling=0.2, window=window)
+    broken = np.zeros(len(batch), bool)
+    for span in batch.spans:
+        if span.nodes:
+            node = int(rng.integers(span.nodes))
+            below = span.tree_mask[:, node]
+            if window is not None:
+                positions = span.positions[span.committed :]
+                below = below & (positions < positions[node] + window)
+            broken[span.first + span.committed : span.first + span.rows] = below
+            pool = pools[int(rng.integers(2))]
+            pool.flatten(0, 1)[int(span.slots[span.start + span.committed + node])] = torch.nan
+    for pool in pools:
+        pool[NULL_PAGE] = torch.nan
+    found = kernel(batch)(q, *pools, scaling=0.2, window=window)
+    assert broken.any()
+    assert torch.equal(found[~broken], expected[~broken])
+    assert found[broken].isnan().flatten(1).any(1).all()
 
 
 @pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")

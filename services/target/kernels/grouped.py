@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from outrider.paging.allocator import NULL_PAGE
 from services.target.batch import Batch
 from services.target.kernels import reference
 from services.target.kv_cache import gather
@@ -31,9 +30,11 @@ class _Group:
         self.spans = spans
         self.rows = spans[0].rows
         self.keys = max(span.keys for span in spans)
-        slots = np.full((len(spans), self.keys), NULL_PAGE, dtype=np.int64)
+        self.nodes = any(span.nodes for span in spans)
+        slots = np.empty((len(spans), self.keys), dtype=np.int64)
         for i, span in enumerate(spans):
             slots[i, : span.keys] = span.slots
+            slots[i, span.keys :] = span.slots[0]  # padding is a key that all rows see: nobody else's may be no numbers
         self.slots = torch.from_numpy(slots).to(device).flatten()  # [B * K]
         rows = np.concatenate([np.arange(span.first, span.first + span.rows) for span in spans])
         self.take = torch.from_numpy(rows).to(device)  # [B * R]
@@ -50,6 +51,11 @@ class _Group:
         if key not in self._masks:
             self._masks[key] = self._build_mask(window, repeat, like)
         return self._masks[key]
+
+    def sees(self, keys: Tensor, window: int | None, like: Tensor) -> Tensor:
+        """Which rows see any of some keys. keys: [B, K] bool. Returns [B, R] bool."""
+        mask = self.mask(window, 1, like)
+        return (keys[:, None] & (True if mask is None else mask[:, 0] == 0)).any(-1).expand(-1, self.rows)
 
     def _build_mask(self, window: int | None, repeat: int, like: Tensor) -> Tensor | None:
         seen = torch.zeros(len(self.spans), 1, self.rows, self.keys, dtype=torch.bool, device=like.device)
@@ -101,6 +107,10 @@ class GroupedAttention:
             gather(pool, group.slots, q.dtype).unflatten(0, (spans, group.keys)).transpose(1, 2)
             for pool in (k_pool, v_pool)
         )  # [B, kv_heads, K, D]
+        broken = None
+        if group.nodes:  # elsewhere a row breaks all behind it
+            broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1)).all(1)  # [B, K]
+            k, v = (part.masked_fill(broken[:, None, :, None], 0.0) for part in (k, v))
         q = q.view(spans, rows, heads, -1).transpose(1, 2)  # [B, heads, R, D]
         if rows > _PACKED_ROWS:
             causal = group.plain_prompt and (window is None or window >= group.keys)
@@ -111,6 +121,8 @@ class GroupedAttention:
             q = q.reshape(spans, kv_heads, shared * rows, -1)
             out = scaled_dot_product_attention(q, k, v, group.mask(window, shared, q), scale=scaling)
             out = out.reshape(spans, heads, rows, -1)
+        if broken is not None:
+            out = out.masked_fill(group.sees(broken, window, q)[:, None, :, None], torch.nan)
         return out.transpose(1, 2).reshape(spans * rows, heads, -1)
 
 

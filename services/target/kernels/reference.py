@@ -49,6 +49,7 @@ def paged_attention(
     in any format that a cache may have (kv_cache.py), converted as they are read;
     heads is a multiple of kv_heads. window: see `visible`. softcap: scores become softcap * tanh(score / softcap).
     sinks: [heads], logits of a key without value. Scores and softmax in float32 (float64 if q is).
+    What is not finite in a key or value breaks the rows that see it, and no other.
     Returns [T, heads, Dv] in q's dtype.
     """
     kv_heads = k_pool.shape[2]
@@ -60,11 +61,18 @@ def paged_attention(
         scores = torch.einsum("rhgd,khd->hgrk", queries, gather(k_pool, slots, wide)) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~visible(span, window, q.device), -torch.inf)
-        weights = _softmax(scores, sinks)
-        attended = torch.einsum("hgrk,khd->rhgd", weights, gather(v_pool, slots, wide))
+        seen = visible(span, window, q.device)
+        weights = _softmax(scores.masked_fill(~seen, -torch.inf), sinks)
+        attended = _combine(weights, gather(v_pool, slots, wide), seen)
         out[span.first : span.first + span.rows] = attended.flatten(1, 2).to(q.dtype)
     return out
+
+
+def _combine(weights: Tensor, values: Tensor, seen: Tensor) -> Tensor:
+    """weights: [kv, group, rows, keys]; values: [keys, kv, Dv]; seen: [rows, keys]. Returns [rows, kv, group, Dv]."""
+    broken = ~values.isfinite().flatten(1).all(1)  # of which a weight of 0 makes no 0
+    combined = torch.einsum("hgrk,khd->rhgd", weights, values.masked_fill(broken[:, None, None], 0.0))
+    return combined.masked_fill((seen & broken).any(1)[:, None, None, None], torch.nan)
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
