@@ -52,4 +52,4 @@ class Stepper:
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _logits(config, paging, params, pools, inputs):
     x, pools = states(Constants(config, paging, 1, config.vocab_size), params, pools, inputs)
-    return head(params, x, 2**31 - 1, config.softcap), pools
+    return head(params, x, 2**31 - 1, config.softcap, config.factor), pools

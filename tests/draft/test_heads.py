@@ -1,5 +1,7 @@
 """EAGLE and EAGLE-3 heads in JAX against a NumPy twin: prefill, the tree on own features, commits, corrections."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -46,6 +48,22 @@ def build(kind, folder, target):
 
 def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [({"logits_scaling": 8.0}, 1 / 8), ({"logit_scale": 0.25}, 0.25)])
+def test_states_that_stand_for_the_target_s_give_its_logits(tmp_path, scaling, factor):
+    """Some targets scale them. A norm or matrix of a head's own has learnt to."""
+    target = write_model(tmp_path / "target", tie_word_embeddings=False)
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | scaling))
+    tokens = [5, 6, 7, 8]
+    for kind, own in (("EAGLE", factor), ("EAGLE3", 1.0)):
+        config, tensors = MAKERS[kind](target)
+        draft = build(kind, write_head(tmp_path / kind, config, tensors), target)
+        features = np.random.default_rng(1).standard_normal((3, draft.config.hidden_size)).astype(np.float32)
+        model = Stepper(draft.config, draft.load(jnp.float32), tokens)
+        found = model.run(4, feed=3, features=features)[:3]
+        close(found, own * Twin.of(kind, config, tensors, target).logits(tokens, features))
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -1,5 +1,6 @@
 """The draft in training against the draft as it is served: row for row, on true features and on its own."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -16,8 +17,7 @@ from services.draft.model.formats.decoders import read_decoder
 from services.draft.model.formats.eagle import read_eagle
 from services.draft.model.formats.eagle3 import read_eagle3
 from services.draft.model.formats.mtp import read_mtp
-from services.draft.model.formats.target import read_target
-from services.draft.train.algorithms.base import target_logits
+from services.draft.model.formats.target import read_target, target_logits
 from services.draft.train.batches import Batch, PackShape, build
 from services.draft.train.objective import Objective
 from services.draft.train.unroll import unroll
@@ -128,11 +128,18 @@ def test_what_counts(tmp_path, target):
     np.testing.assert_array_equal(tally.counts, expected)
 
 
-def test_the_loss_is_cross_entropy(tmp_path, target):
-    algorithm, ids, params = head_of(target)
+@pytest.mark.parametrize(("name", "factor"), [("EAGLE3", 1.0), ("EAGLE", 0.25)])
+def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor):
+    """Also where what reads the states is the target's head, whose logits have a factor."""
+    target = target_of(tmp_path / "target")
+    file = target.folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"logit_scale": factor}))
+    algorithm, ids, params = head_of(target, name=name)
+    monkeypatch.setattr(algorithm, "imitation", 0.0)
     shared = shared_of(target, ids)
-    records, batch = pack_of(tmp_path / "answers", ids=ids)
-    total, tally = Objective(algorithm, AHEAD, 1.0, narrow=False)(params, shared, batch)
+    records, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1)
+    objective = Objective(algorithm, AHEAD, 1.0, False, *target_logits(target))
+    total, tally = objective(params, shared, batch)
     feature = algorithm.feature(params, states_of(batch))
     said = list(unroll(algorithm.model, params, shared.embed, feature, batch, [32] * AHEAD))
     head, expected = np.asarray(shared.head), np.zeros(AHEAD)
@@ -145,8 +152,9 @@ def test_the_loss_is_cross_entropy(tmp_path, target):
         final = records[segment - 1].rows.view(ml_dtypes.bfloat16)[:, -48:].astype(np.float32)
         position = int(batch.positions[0, batch.rows[0, row]])
         for k in range(min(AHEAD, int(batch.reach[0, row]))):
-            p = np.exp(log_softmax(final[position + 1 + k] @ head))
-            expected[k] -= p @ log_softmax(np.asarray(head_logits(params, said[k].state[0, row], 2**31 - 1)))
+            p = np.exp(log_softmax(factor * final[position + 1 + k] @ head))
+            logits = head_logits({"head": head} | params, said[k].state[0, row], 2**31 - 1)
+            expected[k] -= p @ log_softmax(factor * np.asarray(logits))
     np.testing.assert_allclose(tally.losses, expected, rtol=1e-4)
     np.testing.assert_allclose(total, expected.sum(), rtol=1e-4)
 

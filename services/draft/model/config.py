@@ -153,6 +153,7 @@ class ModelConfig:
     stacked:    each layer predicts a token further from the target's features (model/stacked.py); else they follow one
                 another
     softcap: bound of the logits, which tanh bends towards it
+    factor:  of the logits, before that
     """
 
     architecture: str
@@ -165,6 +166,7 @@ class ModelConfig:
     stacked: bool = False
     eos_token_ids: tuple[int, ...] = ()
     softcap: float | None = None
+    factor: float = 1.0
 
     def cache_numbers(self) -> int:
         """Numbers that the caches keep a token."""

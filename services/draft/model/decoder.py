@@ -133,18 +133,21 @@ def layer_output(description: Layer, layer: dict[str, Any], residual: jax.Array,
     return x + said
 
 
-def all_logits(params: Params, x: jax.Array, softcap: float | None = None) -> jax.Array:
+def all_logits(params: Params, x: jax.Array, softcap: float | None = None, factor: float = 1.0) -> jax.Array:
     """As `head`, but that padding may look likely."""
     logits = product(x, params["head"], jnp.float32)
+    logits = logits if factor == 1 else factor * logits
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def head(params: Params, x: jax.Array, vocab_limit: int, softcap: float | None = None) -> jax.Array:
+def head(
+    params: Params, x: jax.Array, vocab_limit: int, softcap: float | None = None, factor: float = 1.0
+) -> jax.Array:
     """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and never likely.
 
-    softcap: as of ModelConfig
+    softcap, factor: as of ModelConfig
     """
-    logits = all_logits(params, x, softcap)
+    logits = all_logits(params, x, softcap, factor)
     ids = params.get("ids")
     if ids is None:
         if vocab_limit >= logits.shape[-1]:

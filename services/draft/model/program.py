@@ -73,10 +73,10 @@ def _step(
     x = jnp.take_along_axis(x, inputs.head_rows[..., None], axis=1)  # [S, R, H]
     sampling = Sampling(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, inputs.keys)
     if constants.paging.backend == "cpu":
-        logits = all_logits(params, x, constants.config.softcap)
+        logits = all_logits(params, x, constants.config.softcap, constants.config.factor)
         ids, limit = params.get("ids"), constants.vocab_limit
         return cpu_candidates(logits, sampling, constants.children, ids, limit), pools
-    logits = head(params, x, constants.vocab_limit, constants.config.softcap)
+    logits = head(params, x, constants.vocab_limit, constants.config.softcap, constants.config.factor)
     return candidates(logits, sampling, constants.children, params.get("ids")), pools
 
 

@@ -20,10 +20,9 @@ from outrider.config import TrainConfig
 from outrider.errors import ConfigError, EngineFault
 from outrider.serving.features import FeatureFormat, decode
 from services.draft.devices import choose_devices
-from services.draft.model.formats.target import read_target
+from services.draft.model.formats.target import read_target, target_logits
 from services.draft.train import report
 from services.draft.train.algorithms import Algorithm, Shape, algorithm_of
-from services.draft.train.algorithms.base import target_logits
 from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batch, Batches, learnt_rows
 from services.draft.train.evaluate import CHAIN, TREE, replay

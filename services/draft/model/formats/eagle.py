@@ -1,7 +1,8 @@
 """EAGLE-1 and -2 heads: layers of a Llama behind `fc`, which joins the embedding and the target's normed state.
 
 What differs from a Llama: layer 0 has no input norm, there is no final norm, `fc` has a bias unless it is said not to,
-embedding and head are the target's, and names lack `model.` except in files that were converted for SGLang.
+embedding and head are the target's, and names lack `model.` except in files that were converted for SGLang. What comes
+out stands for the target's state, so its logits have the target's factor.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of, check_activation
 from services.draft.model.formats.base import Draft
-from services.draft.model.formats.target import Target, check_fit
+from services.draft.model.formats.target import Target, check_fit, target_logits
 from services.draft.model.heads import EagleHead, Params
 from services.draft.model.tensors import Tensors
 from services.draft.model.weights import layer_params, layer_shapes, putter
@@ -65,6 +66,7 @@ def _config(raw: dict[str, Any], tensors: Tensors, target: Target) -> ModelConfi
         context=int(raw.get("max_position_embeddings", 2048)),
         head=EagleHead(epsilon),
         eos_token_ids=target.eos_token_ids,
+        factor=target_logits(target)[0],
     )
 
 

@@ -85,6 +85,17 @@ def read_norm(target: Target) -> NDArray[Any]:
         return tensors.read(name, (target.hidden_size,)).astype(np.float32) + np.float32(offset)
 
 
+def target_logits(target: Target) -> tuple[float, float | None]:
+    """What a target's logits are beside products of its states: their factor, and their softcap if there is one."""
+    raw = load_json(target.folder / "config.json")
+    raw = raw.get("text_config") or raw
+    # Granite divides; Cohere and Falcon-H1 multiply.
+    factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
+        raw.get("logits_scaling") or 1.0
+    )
+    return factor, raw.get("final_logit_softcapping")
+
+
 def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int) -> None:
     """Raise ConfigError unless a head's numbers are the target's."""
     wrong = [

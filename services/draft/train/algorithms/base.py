@@ -105,16 +105,6 @@ def target_config(target: Target) -> dict[str, Any]:
     return inner
 
 
-def target_logits(target: Target) -> tuple[float, float | None]:
-    """What a target's logits are beside products of its states: their factor, and their softcap if there is one."""
-    raw = target_config(target)
-    # Granite divides; Cohere and Falcon-H1 multiply.
-    factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
-        raw.get("logits_scaling") or 1.0
-    )
-    return factor, raw.get("final_logit_softcapping")
-
-
 def llama_config(raw: Mapping[str, Any], architecture: str, hidden: int, inner: int, layers: int) -> dict[str, Any]:
     """The part of a published config.json that drafts in Llama's manner share. raw: the target's.
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
-from services.draft.model.formats.target import Target
+from services.draft.model.formats.target import Target, target_logits
 from services.draft.model.heads import EagleHead, Params
 from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, plain, write_folder
@@ -44,6 +44,7 @@ class Eagle(LastStateHead):
             context=self.config["max_position_embeddings"],
             head=EagleHead(epsilon),
             eos_token_ids=target.eos_token_ids,
+            factor=target_logits(target)[0],
         )
 
     def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:

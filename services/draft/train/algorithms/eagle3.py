@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
-from services.draft.model.formats.target import Target, read_norm
+from services.draft.model.formats.target import Target, read_norm, target_logits
 from services.draft.model.heads import Eagle3Head, Params
 from services.draft.model.narrow import product
-from services.draft.train.algorithms.base import Algorithm, Shape, llama_config, target_config, target_logits
+from services.draft.train.algorithms.base import Algorithm, Shape, llama_config, target_config
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, plain, write_folder
 
 _STATES = 3

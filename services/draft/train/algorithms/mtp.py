@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
 from services.draft.model.config import Layer, Mlp, ModelConfig, attention_of
-from services.draft.model.formats.target import Target, read_norm
+from services.draft.model.formats.target import Target, read_norm, target_logits
 from services.draft.model.heads import MtpHead, Params
-from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config, target_logits
+from services.draft.train.algorithms.base import LastStateHead, Shape, llama_config, target_config
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, write_folder
 
 _PREFIX = "model.mtp_layers.0."
