@@ -1,7 +1,9 @@
 """What the target is asked, in which order, and how answers are kept on disk."""
 
+import errno
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -214,6 +216,29 @@ def test_one_training_writes_at_a_time_and_many_read(tmp_path):
     second.add(2, [records[2]])
     same(first.read().record(1), records[1])
     same(second.read().record(2), records[2])
+
+
+class Full:
+    """Tokens for which there is no room."""
+
+    def __len__(self):
+        return 12
+
+    def astype(self, _):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_answer_that_a_full_disk_cuts_off_leaves_nothing(tmp_path):
+    records = some_records()
+    store = store_of(tmp_path, records[:2])
+    sizes = {path: path.stat().st_size for path in tmp_path.glob("*.bin")}
+    with pytest.raises(OSError, match="No space"):
+        store.add(7, [records[2], replace(records[2], tokens=Full())])
+    assert {path: path.stat().st_size for path in tmp_path.glob("*.bin")} == sizes
+    store.add(8, [records[2]])
+    assert (len(store), store.jobs) == (3, {0, 1, 8})
+    for index, record in enumerate(records[:3]):
+        same(store.read().record(index), record)
 
 
 # --- vocabulary and batches ---

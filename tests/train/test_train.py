@@ -1,6 +1,8 @@
 """The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
 
+import errno
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from outrider.config import DraftConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
@@ -21,10 +24,11 @@ from outrider.paging.prefix import PrefixCache
 from services.draft.app import build
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.formats.target import read_target
-from services.draft.train import app, evaluate
+from services.draft.train import app, evaluate, optimize
 from services.draft.train.algorithms import Shape, algorithm_of
 from services.draft.train.algorithms.served import initial_head
 from services.draft.train.batches import Batches
+from services.draft.train.disk import told_when_full
 from services.draft.train.evaluate import CHAIN, TREE, replay
 from services.draft.train.learning import Learning
 from services.draft.train.objective import Objective, Shared
@@ -247,6 +251,39 @@ def test_a_run_that_goes_on_takes_the_very_same_steps(tmp_path):
         second.take_step(stream)
     for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(second.state), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    target = target_of(tmp_path / "target")
+    trainer, batches = trainer_of(target, tmp_path / "a", [random_record(np.random.default_rng(0), 30, 4)])
+    trainer.save(tmp_path / "checkpoint", {"note": "x"})
+    trainer.take_step(batches.since(0))
+
+    def write(_, part, *__):
+        part.write_bytes(b"as much as there is room for")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(optimize, "save_file", write)
+    with (
+        pytest.raises(EngineFault, match="no room left on the disk of here; make room and start again"),
+        told_when_full("here"),
+    ):
+        trainer.save(tmp_path / "checkpoint", {"note": "y"})
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [optimize.CHECKPOINT]
+    assert trainer.load(tmp_path / "checkpoint")["note"] == "x"
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, EngineFault), (errno.EDQUOT, EngineFault), (errno.EIO, OSError)]
+)
+def test_a_training_tells_of_a_full_disk(models, monkeypatch, number, kind):
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(app, "_train", fail)
+    with pytest.raises(kind):
+        app.train(TrainConfig(model_path=str(models / "target"), output="there"))
 
 
 def test_a_run_goes_on_with_the_answers_that_it_began_with(tmp_path):

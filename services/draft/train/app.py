@@ -31,6 +31,7 @@ from outrider import checkpoint
 from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig
 from outrider.errors import ConfigError
 from outrider.serving import process
+from services.draft.train.disk import told_when_full
 from services.draft.train.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,13 @@ def train(config: TrainConfig) -> int:
     """Train from what is there already to the end. Returns 0. Raises OutriderError."""
     check(config)
     keep_freed_memory()
+    with told_when_full(f"--output {config.output} or of its answers"):
+        _train(config)
+    print(f"the draft is in {Path(config.output).expanduser()}")  # noqa: T201
+    return 0
+
+
+def _train(config: TrainConfig) -> None:
     # JAX reads the number of its threads when it is imported, which is after the process has been put on its cores.
     from services.draft.train.learning import Learning
     from services.draft.train.optimize import CHECKPOINT
@@ -72,8 +80,6 @@ def train(config: TrainConfig) -> int:
     learning.publish(output)
     learning.report(output, settings(config), time.monotonic() - began)
     shutil.rmtree(output / "checkpoint", ignore_errors=True)
-    print(f"the draft is in {output}")  # noqa: T201
-    return 0
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:

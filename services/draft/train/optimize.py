@@ -129,8 +129,11 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         leaves = {f"{i:04}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(self.state))}
         part = folder / "state.part"
-        save_file(leaves, part, {"facts": json.dumps(facts | {"step": self.step})})
-        part.replace(folder / CHECKPOINT)
+        try:
+            save_file(leaves, part, {"facts": json.dumps(facts | {"step": self.step})})
+            part.replace(folder / CHECKPOINT)
+        finally:
+            part.unlink(missing_ok=True)  # what there is of it would only take room
 
     def load(self, folder: Path) -> dict[str, Any] | None:
         """Go on where a checkpoint ends. Returns its facts; None if there is none. Raises ConfigError."""

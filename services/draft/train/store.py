@@ -134,13 +134,27 @@ class Store:
             self._unlock()
 
     def add(self, job: int, records: Sequence[Record]) -> None:
-        """Append what a job has led to. The store must not be closed."""
+        """Append what a job has led to, all of it or nothing. The store must not be closed."""
         last = self._entries[-1] if len(self._entries) else None
         number = int(last["file"]) if last is not None else 0
         row = int(last["row_start"] + last["rows"]) if last is not None else 0
         token = int(last["token_start"] + last["tokens"]) if last is not None else 0
         if row * self.row_bytes > _FILE_BYTES:
             number, row = number + 1, 0
+        ends = {self._rows_file(number): row * self.row_bytes, self._path("tokens.bin"): 4 * token}
+        ends[self._path("records.bin")] = self._entries.nbytes
+        try:
+            entries = self._append(job, records, number, row, token)
+        except OSError:  # of a full disk, perhaps: what comes next begins where this one did
+            for path, end in ends.items():
+                _cut(path, end)
+            raise
+        self._entries = np.concatenate([self._entries, entries])
+        self.jobs.add(job)
+        self.token_count += sum(record.learnt for record in records)
+
+    def _append(self, job: int, records: Sequence[Record], number: int, row: int, token: int) -> NDArray[Any]:
+        """Write records. number: of the file of rows; row, token: where they begin. Returns their entries."""
         entries = np.zeros(len(records), _ENTRY)
         with self._rows_file(number).open("ab") as rows, self._path("tokens.bin").open("ab") as tokens:
             for entry, record in zip(entries, records, strict=True):
@@ -155,9 +169,7 @@ class Store:
                 token, row = token + len(record.tokens), row + len(record.rows)
         with self._path("records.bin").open("ab") as out:
             out.write(entries.tobytes())
-        self._entries = np.concatenate([self._entries, entries])
-        self.jobs.add(job)
-        self.token_count += sum(record.learnt for record in records)
+        return entries
 
     def tokens(self, index: int) -> NDArray[np.uint32]:
         """The tokens of a record."""
