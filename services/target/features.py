@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -86,6 +87,7 @@ class Features:
         self._model = model
         self._fusions: dict[int, Fusion] = {}
         self._wanted: dict[int, _Wanted] = {}
+        self._used: Counter[Fusion] = Counter()  # by how many of them: steps ask what all want
         self._ready: list[FeatureBlock] = []
         # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its chunks,
         # if its rows wait.
@@ -121,8 +123,7 @@ class Features:
 
     def _forget_unused(self) -> None:
         """Keep a few specifications: a drafter that comes back in another version leaves its last one behind."""
-        used = {wanted.fusion for wanted in self._wanted.values()}
-        unused = [name for name, fusion in self._fusions.items() if fusion not in used]
+        unused = [name for name, fusion in self._fusions.items() if fusion not in self._used]
         for name in unused[: max(0, len(self._fusions) - _MOST_SPECS + 1)]:
             del self._fusions[name]
 
@@ -139,7 +140,9 @@ class Features:
             return request
         first = request.features_from
         # Rows that are not sent are computed, too, where others may find their page.
+        assert request.session_id not in self._wanted, "one of the same id is closed before"
         self._wanted[request.session_id] = _Wanted(fusion, first, 0 if self._store is not None else first)
+        self._used[fusion] += 1
         space = f"{request.cache_salt}\0features {request.feature_spec:x}"
         if self._store is not None:
             self._store.open(request.session_id)
@@ -162,6 +165,9 @@ class Features:
         if self._store is not None:
             self._store.close(session_id)
         del self._wanted[session_id]
+        self._used[wanted.fusion] -= 1
+        if not self._used[wanted.fusion]:
+            del self._used[wanted.fusion]
 
     def forget(self) -> None:
         """The weights have changed: what is kept for cached pages is no longer true. What was sent stays sent."""
@@ -213,7 +219,7 @@ class Features:
             if drafts:
                 self._late_first[work.chunk.session.id] = rows
             rows += len(work.chunk) + len(work.draft.tokens)
-        fusions = {wanted.fusion for wanted in self._wanted.values()}
+        fusions = set(self._used)
         if self._usual is None or self._usual[:2] != (fusions, rows):
             self._usual = fusions, rows, _capture(fusions, range(rows))
         return self._usual[2]
@@ -274,7 +280,7 @@ class Features:
     def flush(self, *, late: bool = False) -> list[FeatureBlock]:
         """What is ready to be sent at a step's end, in order of position. late: no hints are wanted from here on."""
         self._host.clear()
-        if not late or self._unfused_rows >= _MOST_UNFUSED or not all(w.fusion.fuses for w in self._wanted.values()):
+        if not late or self._unfused_rows >= _MOST_UNFUSED or not all(fusion.fuses for fusion in self._used):
             self._catch_up()
         ready, self._ready = self._ready, []
         return ready

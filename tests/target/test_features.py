@@ -13,6 +13,7 @@ from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, 
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target import features
+from services.target.fusion import Fusion
 from services.target.patience import Patience, Way
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree
 from tests.tiny import VOCAB, write_model
@@ -489,6 +490,32 @@ def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model,
             assert sum(map(len, reader.rows[1])) == len(reader.tokens[1]) - 1
     rows = reader.states(1)
     np.testing.assert_allclose(rows, truth(reader.tokens[1])[4][: len(rows)], rtol=2e-3, atol=2e-3)
+
+
+def test_steps_ask_of_all_sessions_together_what_they_want(model):
+    """Not of each: there may be many."""
+    engine = engine_of(model)
+    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
+    asked = []
+
+    class Watched(Fusion):
+        @property
+        def fuses(self):
+            asked.append(1)
+            return True
+
+    fusion = engine.features._fusions[wanted]
+    del fusion.fuses
+    fusion.__class__ = Watched
+    for session_id in range(6):
+        engine.open(replace(opening(session_id, [5, 6, session_id + 7], max_tokens=8), feature_spec=wanted))
+    steps = 0
+    while not engine.idle:
+        steps += len(engine.step().commits) > 0
+    assert steps >= 8
+    assert 0 < len(asked) <= steps
+    assert not engine.features._used
 
 
 # --- frames ---
