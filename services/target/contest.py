@@ -26,6 +26,7 @@ _LATEST = 300.0  # seconds, at most
 # is given up for long only once it has been behind again and again: its first pause is so many seconds at most, or
 # `_SOONEST` turns of the best way, each further one so many times as long.
 _DOUBT, _DOUBTS_LESS = 1.0, 4.0
+_MOST_DOUBTS = 8  # that count: pauses are `_LATEST` by then, and powers of a count without end leave all numbers behind
 _FIRST_REST = 30.0  # seconds that a load lasts before hints are tried where they are dear: that takes one or so
 _MUCH = 1.5  # by so much less do twice as many sessions gain: they are tried at once where that leaves a gain
 _LEAD = 1.02  # that hints must have: what is gained by less may be noise, and costs drafters their time
@@ -213,7 +214,8 @@ class Contest:
         if way is Way.PLAIN and best is Way.SELF:  # nobody but the target itself takes part in either
             return measured.trial.ended + pause
         doubt = max(self._doubt, _SOONEST * self._measured[best].trial.seconds)
-        return measured.trial.ended + min(pause, doubt * _DOUBTS_LESS ** max(measured.behind - 1 + worst, 0))
+        doubts = min(max(measured.behind - 1 + worst, 0), _MOST_DOUBTS)
+        return measured.trial.ended + min(pause, doubt * _DOUBTS_LESS**doubts)
 
     def _lost(self, way: Way, rate: float) -> float:
         """Seconds that a way's last turn cost beside one of so many tokens a session and second."""

@@ -55,6 +55,18 @@ def test_turns_are_as_quickly_told_after_years():
     assert contest.steps == TURN
 
 
+@pytest.mark.parametrize("loser", [Way.GO, Way.SELF])
+def test_what_has_lost_for_years_is_tried_all_the_same(loser):
+    contest = Contest((loser, Way.PLAIN), loser, Prompts())
+    tried = 0
+    for _ in range(20_000):
+        tried += contest.way is loser
+        seconds = 0.001 * contest.steps * (1.2 if contest.way is loser else 1.0)
+        contest.spend(contest.steps, seconds)
+        contest.end_turn(contest.steps, seconds)
+    assert tried > 600
+
+
 def test_it_changes_its_mind():
     clock = Clock()
     patience = Patience(clock=clock)
