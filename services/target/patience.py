@@ -21,6 +21,7 @@ from services.target.contest import HINTED, TURN, Contest, Prompts, Way
 # Steps at the beginning of a turn that are not measured: drafters have yet to be told, or do first what they do once.
 _SETTLING = 2
 _UNANSWERED = 2  # turns after which hints that have not come at all are a measure, too
+_HELD_UP = 4.0  # times a way's usual step: what takes longer counts as one
 _MISSED = 3  # waits in vain, one after another, after which a session is no longer waited for
 _MANY = 2  # as of `_contests`: three sessions and more
 LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
@@ -57,7 +58,7 @@ class Patience:
         self._prompts = Prompts()
         self._load = self._coming = -1  # logarithms of sessions: of those that are measured, and that are here
         self._begin_turn()
-        self._step_seconds = 0.0
+        self._usual: dict[Way, float] = {}  # seconds of a measured step at this load
         self._has_drafter = False
         self._silent = False  # a step was held for the longest time, and nobody has ever answered
         self._awaited: set[int] = set()
@@ -186,7 +187,7 @@ class Patience:
 
     def _meet(self, load: int) -> None:
         """Go on at another load."""
-        way, self._load, self._step_seconds = self.way, load, 0.0
+        way, self._load, self._usual = self.way, load, {}
         new = load not in self._contests
         self._begin_turn(settling=_SETTLING if new else 0)
         if new:
@@ -196,11 +197,11 @@ class Patience:
             self._contests[load] = Contest(ways, way, self._prompts, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
-        # The first step after a pause is long; a step that waited is hardly longer than one that did not.
-        if self._step_seconds and seconds > 4 * steps * self._step_seconds:
-            seconds = steps * self._step_seconds
-        each = seconds / steps
-        self._step_seconds = 0.9 * self._step_seconds + 0.1 * each if self._step_seconds else each
+        # The first step after a pause is long. A long chain is, too, so that each way has its own measure.
+        usual = self._usual.get(self.way, seconds / steps)
+        self._usual[self.way] = usual + 0.1 * (min(seconds / steps, _HELD_UP * usual) - usual)
+        if seconds > _HELD_UP * steps * usual:
+            seconds = steps * usual
         self._steps += steps
         if self._steps <= 0:
             return

@@ -67,6 +67,32 @@ def test_what_has_lost_for_years_is_tried_all_the_same(loser):
     assert tried > 600
 
 
+@pytest.mark.parametrize(("step", "tokens", "pays"), [(0.05, 2, False), (0.05, 8, True), (0.03, 2, False)])
+def test_steps_that_are_long_by_nature_count_as_long(step, tokens, pays):
+    """However few tokens those of another way take: no other process has held them up."""
+    clock = Clock()
+    patience = Patience((Way.SELF, Way.PLAIN), clock)
+    ways = []
+    for _ in range(64 * TURN):
+        ways.append(patience.way)
+        patience.begin(1)
+        clock.now += step if patience.way is Way.SELF else 0.01
+        patience.end([], 1, tokens if patience.way is Way.SELF else 1)
+    late = ways[32 * TURN :]
+    assert late.count(Way.SELF if pays else Way.PLAIN) > 0.8 * len(late)
+
+
+def test_a_step_that_was_held_up_counts_as_a_usual_one():
+    clock = Clock()
+    patience = Patience((Way.SELF, Way.PLAIN), clock)
+    for number in range(64 * TURN):
+        patience.begin(1)
+        clock.now += (0.02 if patience.way is Way.SELF else 0.03) + 5.0 * (number % 100 == 50)
+        patience.end([], 1, 1)
+    rates = {way: measured.tokens / measured.seconds for way, measured in patience._contests[0]._measured.items()}
+    assert rates == pytest.approx({Way.SELF: 50.0, Way.PLAIN: 1 / 0.03}, rel=0.2)
+
+
 def test_it_changes_its_mind():
     clock = Clock()
     patience = Patience(clock=clock)
