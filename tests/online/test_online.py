@@ -1,5 +1,6 @@
 """A draft that learns while it serves: its hints become better, and the text stays what it is."""
 
+import errno
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from outrider.config import DraftConfig, ServeConfig
 from outrider.errors import ConfigError
@@ -209,6 +211,18 @@ def test_weights_are_never_kept_without_a_word_of_where_they_come_from(tmp_path)
     head = SimpleNamespace(publish=lambda params, ids, folder: seen.append((folder / ORIGIN).read_text()))
     keeper(head, tmp_path / "kept", "a draft")({})
     assert seen == ["a draft\n"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("os error 28")])
+def test_where_nothing_can_be_kept_learning_goes_on(tmp_path, caplog, error):
+    def publish(*_):
+        raise error
+
+    keeper(SimpleNamespace(publish=lambda *_: None), tmp_path / "kept", "a draft")({})
+    keeper(SimpleNamespace(publish=publish), tmp_path / "kept", "a draft")({})
+    assert (tmp_path / "kept" / ORIGIN).read_text() == "a draft\n"
+    assert "could not be kept" in caplog.text
+    assert str(error) in caplog.text
 
 
 def test_it_learns_in_a_thread_behind_a_gateway(models, learnt, tmp_path):

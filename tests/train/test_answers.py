@@ -10,6 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError
 from services.draft.train.batches import Batches, learnt_rows
+from services.draft.train.disk import write_whole
 from services.draft.train.prompts import is_held_out, jobs, read_conversations, read_openings
 from services.draft.train.store import Store
 from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
@@ -239,6 +240,20 @@ def test_an_answer_that_a_full_disk_cuts_off_leaves_nothing(tmp_path):
     assert (len(store), store.jobs) == (3, {0, 1, 8})
     for index, record in enumerate(records[:3]):
         same(store.read().record(index), record)
+
+
+def test_a_full_disk_leaves_what_a_file_said(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    write_whole(file, "first")
+
+    def fill(path, text):
+        path.write_bytes(text[:3].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(file), "write_text", fill)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(file, "second")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "first")]
 
 
 # --- vocabulary and batches ---

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from outrider.serving.messages import OnlineLoad
 from services.draft.model.heads import Params
@@ -30,6 +31,7 @@ from services.draft.online.ring import Pieces, Ring
 from services.draft.online.swap import Offer, Served
 from services.draft.train.algorithms.served import ServedHead
 from services.draft.train.batches import Batch, PackShape, build, learnt_rows, plan
+from services.draft.train.disk import write_whole
 from services.draft.train.objective import Objective, Shared
 from services.draft.train.optimize import Steady, Trainer
 
@@ -196,13 +198,23 @@ def is_better(old: NDArray[np.int64], new: NDArray[np.int64]) -> bool:
 
 
 def keeper(head: ServedHead, folder: Path | None, origin: str) -> Callable[[Params], None]:
-    """Writes weights into a folder, with the fingerprint of the draft that they come from."""
+    """Writes weights into a folder, with the fingerprint of the draft that they come from.
+
+    Where that cannot be, as with a full disk, those that were written last stay, and learning goes on.
+    """
 
     def keep(params: Params) -> None:
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / ORIGIN).write_text(origin + "\n")  # first: weights without it are taken for another draft's
+            write_whole(folder / ORIGIN, origin + "\n")  # first: weights without it are taken for another draft's
             head.publish(jax.tree.map(np.asarray, params), np.zeros(0, np.int64), folder)
+        except (OSError, SafetensorError) as error:
+            log.warning(
+                "what was learnt serves, but could not be kept in %s: %s; make room there, the next weights are "
+                "written again", folder, error,
+            )  # fmt: skip
 
     return keep
 

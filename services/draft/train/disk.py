@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from safetensors import SafetensorError
 
@@ -25,6 +26,16 @@ def told_when_full(folders: str) -> Iterator[None]:
             f"there is no room left on the disk of {folders}; make room and start again with the same flags: answers "
             "and the last checkpoint are kept, and what was lost is done again"
         ) from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file, in one piece or not at all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def is_full(error: Exception) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.errors import ConfigError
+from services.draft.train.disk import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -267,9 +268,7 @@ def _check(path: Path, about: dict[str, Any]) -> None:
     """Raise ConfigError if the folder holds answers to something else."""
     about = json.loads(json.dumps(about))
     if not path.is_file():
-        part = path.with_name("about.part")
-        part.write_text(json.dumps(about, indent=1))
-        part.replace(path)  # in one piece: what is half written would be the end of the folder
+        write_whole(path, json.dumps(about, indent=1))  # what is half written would be the end of the folder
         return
     found = json.loads(path.read_text())
     wrong = [

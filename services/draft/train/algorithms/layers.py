@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from services.draft.model.config import Attention, Layer, Mlp
 from services.draft.model.heads import Params
+from services.draft.train.disk import write_whole
 
 _OUTPUTS = 0.5  # of what layers add, at first
 
@@ -107,7 +108,7 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
     safetensors.numpy.save_file(arrays | dict(whole or {}), part, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
     part.replace(folder / "model.safetensors")
 
 

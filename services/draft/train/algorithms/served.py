@@ -33,6 +33,7 @@ from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.heads import Eagle3Head, EagleHead, Params
 from services.draft.model.tensors import Tensors
 from services.draft.train.algorithms.base import Algorithm
+from services.draft.train.disk import write_whole
 
 # Of the parameters that the service runs these are the target's, or stand for the target's tokens.
 _TARGETS = ("embed", "head", "ids")
@@ -106,7 +107,7 @@ class ServedHead(Algorithm):
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.safetensors.part"
         safetensors.numpy.save_file(arrays, part, {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
         part.replace(folder / "model.safetensors")
 
     def known_as(self, name: str) -> str:
