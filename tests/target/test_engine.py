@@ -417,6 +417,20 @@ def test_broken_logits_end_one_session_and_no_other(tmp_path):
     engine.check()
 
 
+@pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"attention_backend": "torch_native"}], ids=str)
+@pytest.mark.parametrize("nodes", [[300], [300, 5], [9, 300, 5]], ids=str)
+def test_a_hint_that_the_model_makes_no_numbers_of_ends_nothing(tmp_path, flags, nodes):
+    model = load_model(write_model(tmp_path, tie_word_embeddings=False), **flags)
+    table = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(0))
+    table[300] = float("nan")
+    model.runner.update({"model.embed_tokens.weight": table})
+    requests = [opening(1, [5, 6, 7], max_tokens=12)]
+    plain = run(engine_of(model), requests)
+    hinted = run(engine_of(model), requests, lambda session_id, tokens: [chain(session_id, tokens, nodes)])
+    assert hinted.new == plain.new
+    assert hinted.verified > 0
+
+
 def test_warm_up_leaves_nothing_behind(model):
     engine = engine_of(model)
     warm_up(engine)

@@ -128,11 +128,22 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("kernel", [lambda batch: partial(paged_attention, batch=batch), GroupedAttention])
-def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, window, dtype):
+@pytest.mark.parametrize("shape", ["trees", "chains"])
+@pytest.mark.parametrize("kernel", ["plain", "grouped", "native"])
+def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window, dtype, multiplied_by):
     """A draft may name tokens that the model makes no numbers of."""
+    if kernel == "native" and not library.available():
+        pytest.skip("the CPU kernels cannot be had on this machine")
+    kernel = {
+        "plain": lambda batch: partial(paged_attention, batch=batch), "grouped": GroupedAttention,
+        "native": NativeAttention,
+    }[kernel]  # fmt: skip
     rng = np.random.default_rng(1)
-    works = random_works(rng, 16, 12)
+    works = random_works(rng, 16, 12, longest=300)
+    if shape == "chains":
+        for work in works:
+            work.draft.parents[:] = np.arange(-1, len(work.draft) - 1)
+            work.draft.depths[:] = np.arange(1, len(work.draft) + 1)
     batch = build(works, CPU)
     pages = works[0].chunk.session.table._allocator.total_pages
     cache = KVCache([LayerShape(2, 16, 16)], pages, 16, dtype, CPU)
@@ -150,8 +161,8 @@ def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, window, dtype)
                 positions = span.positions[span.committed :]
                 below = below & (positions < positions[node] + window)
             broken[span.first + span.committed : span.first + span.rows] = below
-            pool = pools[int(rng.integers(2))]
-            pool.flatten(0, 1)[int(span.slots[span.start + span.committed + node])] = torch.nan
+            for pool in pools:
+                pool.flatten(0, 1)[int(span.slots[span.start + span.committed + node])] = torch.nan
     for pool in pools:
         pool[NULL_PAGE] = torch.nan
     found = kernel(batch)(q, *pools, scaling=0.2, window=window)

@@ -137,6 +137,7 @@ class AttentionWorker {
   // Keys that the first so many query vectors see in the order in which they lie.
   void cached(int64_t from, int count, int queries) {
     batch_.slots(span_, from, from + count, slot_);
+    set_aside_broken(from, count);
     if constexpr (!kOnMatrixUnit<T>) {
       switch (queries) {
         case 1: return direct<1>(from, count);
@@ -153,6 +154,34 @@ class AttentionWorker {
       for (int i = 0; i < some; ++i) take_weights(query + i, i, scores_ + i * kMaxColumns, from, count);
       combine<T>(some, weights_, values_, wide_, (count + kStep - 1) / kStep, sum_ + query * wide_);
     }
+    break_queries(from, queries);
+  }
+
+  // Of the keys of slot_[0 .. count), nodes that are no numbers give way to a key that all rows see: a weight of 0 makes no 0
+  // of them, and rows before them see nothing of them.
+  void set_aside_broken(int64_t from, int count) {
+    broken_count_ = 0;
+    for (int column = int(std::max<int64_t>(0, own_ - from)); column < count; ++column) {
+      if (finite(key_at()(column), call_.shape.key_dim) && finite(value_at(slot_)(column), call_.shape.value_dim)) continue;
+      slot_[column] = batch_.slot(span_, 0);
+      broken_[broken_count_++] = column;
+    }
+  }
+
+  // A row that sees what was set aside is no numbers either.
+  void break_queries(int64_t from, int queries) {
+    for (int i = 0; i < broken_count_; ++i) {
+      const int64_t key = from + broken_[i];
+      for (int query = 0; query < queries; ++query) {
+        if (first_[query] <= key && key < last_[query]) state_[query].sum = std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+  }
+
+  static bool finite(const P* from, int64_t dim) {
+    Floats sum = floats();  // 0 times what is no number is none
+    for (int64_t d = 0; d < dim; d += kLanes) sum = fmadd(load(from + d, lanes(dim - d)), floats(), sum);
+    return sum_of(sum) == 0.0f;
   }
 
   // N query vectors and the keys of slot_[0 .. count).
@@ -162,6 +191,7 @@ class AttentionWorker {
     score_directly<T, P, N>(query_, words_, shape.key_dim, count, key_at(), scores_, coming_);
     for (int i = 0; i < N; ++i) take_weights(i, i, scores_ + i * kMaxColumns, from, count);
     combine_directly<T, P, N>(weights_, shape.value_dim, count, value_at(slot_), sum_, coming_);
+    break_queries(from, N);
   }
 
   // A split in which paths stand that are no chain: keys of the cache and nodes are laid out once, and each row takes them in its own order.
@@ -287,7 +317,7 @@ class AttentionWorker {
   int count_ = 0;  // keys of the row at hand
   int64_t row_[kMaxQueries], first_[kMaxQueries], last_[kMaxQueries];
   int64_t slot_[kMaxColumns], order_[kSplit];
-  int column_[kSplit];
+  int column_[kSplit], broken_[kSplit], broken_count_ = 0;
   Softmax state_[kMaxQueries], total_[kMaxQueries];  // of the split at hand; of those before it
   // The matrix unit takes 16 query vectors even where there are fewer; results of those behind the last are nobody's.
   static constexpr int kBehind = kOnMatrixUnit<T> ? kTogether<T> : 1;
