@@ -25,6 +25,7 @@ from outrider.wire.v1 import common_pb2, draft_pb2
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 4  # times that a service may lose track of a session before it is believed to do so always
+_FORGIVEN = 256  # tokens that it has followed a session between two losses, for the first ones not to count any more
 
 
 class Drafting:
@@ -86,7 +87,10 @@ class Drafting:
             return
         log.info("session %d on the draft at %s: %s", session.id, draft.address, failure.error.message)
         self._places.move(session, session.target, None)
+        if len(session.tokens) - session.draft_failed_at >= _FORGIVEN:  # a busy draft runs out of pages now and then
+            session.draft_failures = 0
         session.draft_failures += 1
+        session.draft_failed_at = len(session.tokens)
         if isinstance(failure.error, Unavailable) and session.draft_failures < ATTEMPTS:
             self._open_again([session])
 

@@ -82,6 +82,7 @@ class Session:
         self.losses = 0  # of targets, one after another, without a token in between
         self.refused_by: set[TargetLink] = set()  # targets whose queue was full
         self.draft_failures = 0
+        self.draft_failed_at = 0  # how many tokens there were then
         self.verified = 0
         self.accepted = 0
         self.finish = FinishReason.RUNNING

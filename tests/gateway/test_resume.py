@@ -384,6 +384,20 @@ async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
     assert known == {session.id: [1, 2, 3, 4] for session in (sessions[-1:] if lost else sessions)}
 
 
+@pytest.mark.parametrize(("tokens", "goes_on"), [(8, False), (300, True)])
+async def test_a_draft_that_lost_a_session_now_and_then_is_asked_again(tokens, goes_on):
+    """One that does so whenever it has been opened is not: each time it would read the whole text again."""
+    target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
+    target.up = draft.up = True
+    orchestrator = Orchestrator([target], [draft], Metrics())
+    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(4000))
+    error = common_pb2.SessionError(session_id=session.id, code=14, message="lost track")
+    for _ in range(12):
+        await tell(target, session, len(session.tokens), [3] * tokens)
+        await draft.on_frame(draft_pb2.ProposeResponse(errors=[error]))
+    assert (session.draft is draft) == goes_on
+
+
 @pytest.mark.parametrize(("limit", "known", "again"), [(0, True, True), (2, True, False), (0, False, False)])
 async def test_only_what_can_be_fed_is_computed_again_for_a_draft(limit, known, again):
     """Not a session that is longer than the draft follows, nor one on a target that has no such states."""
