@@ -67,9 +67,18 @@ class GatewayOptions(TlsOptions):
     """Seconds to wait for the services at start-up."""
 
     def check(self) -> None:
-        """Raise ConfigError for numbers of workers and of ports that cannot be, and for keys that anybody has."""
-        if self.gateway_workers < 1:
-            raise ConfigError(f"--gateway-workers must be 1 or more, not {self.gateway_workers}")
+        """Raise ConfigError for numbers that cannot be or leave nobody served, and for keys that anybody has."""
+        counts = {
+            "--gateway-workers": self.gateway_workers,
+            "--max-body-bytes": self.max_body_bytes,
+            "--max-pending-requests": self.max_pending_requests,
+            "--max-requests-per-key": self.max_requests_per_key,
+        }
+        for flag, count in counts.items():
+            if count is not None and count < 1:
+                raise ConfigError(f"{flag} must be 1 or more, not {count}")
+        if self.request_timeout is not None and not self.request_timeout > 0:
+            raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):
             if not 0 <= port < 65536:  # the system would take another, so much lower
                 raise ConfigError(f"{flag} {port} is no port; the highest is 65535")

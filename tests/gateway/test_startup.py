@@ -89,6 +89,13 @@ def test_ports_that_cannot_be(flags, words, workers):
     assert words in refused("--target", "unix:nowhere", "--gateway-workers", workers, *flags)
 
 
+@pytest.mark.parametrize(
+    "flag", ["--max-body-bytes", "--max-pending-requests", "--max-requests-per-key", "--request-timeout"]
+)
+def test_limits_that_would_leave_nobody_served(flag):
+    assert f"{flag} must be" in refused("--target", "unix:nowhere", flag, 0)
+
+
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
 def test_a_port_in_use(target, flag):
     with socket.socket() as taken:
