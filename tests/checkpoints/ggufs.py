@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -20,10 +21,18 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def write_gguf(file: Path, folder: Path, plain: Path, kind: Type = Type.F32, scaling: tuple[str, float] | None = None):
+def write_gguf(
+    file: Path,
+    folder: Path,
+    plain: Path,
+    kind: Type = Type.F32,
+    scaling: tuple[str, float] | None = None,
+    ends: Sequence[str] = (),
+):
     """The model of `folder` as a GGUF file, its projections as a quantized type; `plain` gets what the file stands for.
 
     scaling: RoPE scaling as fields, its type and factor
+    ends: further control tokens, from 260 on
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -32,7 +41,7 @@ def write_gguf(file: Path, folder: Path, plain: Path, kind: Type = Type.F32, sca
     if scaling is not None:
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling[0]))
         writer.add_rope_scaling_factor(scaling[1])
-    _write_vocabulary(writer)
+    _write_vocabulary(writer, ends)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     stands_for = {}
     for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():
@@ -75,12 +84,12 @@ def _write_fields(writer: gguf.GGUFWriter, config) -> None:
         writer.add_sliding_window(config["sliding_window"])
 
 
-def _write_vocabulary(writer: gguf.GGUFWriter) -> None:
-    words = ["<|begin|>", "<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll"]
+def _write_vocabulary(writer: gguf.GGUFWriter, ends: Sequence[str]) -> None:
+    words = ["<|begin|>", "<|finish|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "ll", *ends]
     words += [f"<|unused{i}|>" for i in range(len(words), VOCAB)]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(words)
-    writer.add_token_types([3 if word.startswith("<|") else 1 for word in words])
+    writer.add_token_types([3 if len(word) > 1 and word.startswith("<") else 1 for word in words])
     writer.add_token_merges(["h e", "l l"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)

@@ -77,6 +77,18 @@ def test_the_tokenizer_and_what_ends_a_text(tiny_gguf, tmp_path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
+@pytest.mark.parametrize(("names", "ends"), [
+    (["<end_of_turn>"], {1, 260}),  # Gemma, whose file states <eos>
+    (["<|return|>", "<|call|>", "<|end|>"], {1, 260, 261}),  # gpt-oss, where <|end|> follows what it thinks
+    (["<|endoftext|>", "<|end|>"], {1, 260, 261}),  # Phi-3
+])  # fmt: skip
+def test_what_ends_a_turn_is_known_by_name(names, ends, tmp_path):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", ends=names)
+    assert gguf_facts.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    assert load_model(tmp_path / "out").eos_token_ids == tuple(sorted(ends))
+
+
 def rope_of(tmp_path, family, scaling):
     write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", family), tmp_path / "plain", scaling=scaling)
     convert.convert(tmp_path / "it.gguf", tmp_path / "out", Console(file=io.StringIO()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
     transformers.utils.logging.set_verbosity_error()
     with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
         config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        gguf_facts.apply(GGUFReader(gguf), config)
+        reader = GGUFReader(gguf)
+        gguf_facts.apply(reader, config)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
@@ -64,7 +65,7 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         phases.enter(_PHASES[3])
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         tokenizer.save_pretrained(folder)
-        model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer)
+        model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
         model.generation_config.save_pretrained(folder)
     mask = os.umask(0)
     os.umask(mask)
@@ -72,10 +73,10 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         file.chmod(0o666 & ~mask)
 
 
-def _eos_token_ids(config: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text, by configuration and tokenizer."""
+def _eos_token_ids(config: Any, tokenizer: Any, known: Set[int]) -> list[int]:
+    """Ids that end a text, by configuration and tokenizer, and those that are known to."""
     configured = config.get_text_config().eos_token_id
-    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id}
+    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id, *known}
     return sorted(token for token in ids if token is not None)
 
 

@@ -2,7 +2,7 @@
 
 RoPE scaling: Llama 3.1 and its successors store a factor for every frequency as a tensor; others state linear or YaRN
 scaling as fields. The width of heads, which some architectures state. And what no file states: by what Gemma's queries
-are scaled, which is known by size.
+are scaled, which is known by size, and all of the tokens that end a text, which are known by name.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 _CLOSE = 1e-3
 # The layers of those Gemmas (27B) whose queries are scaled by the model's width a head, not by the head's.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
+# Tokens that end a turn or a text wherever they are in a vocabulary, as llama.cpp has it: files state one, and for
+# Gemma and Phi-3 that is often not the one that ends a turn.
+_ENDS = {
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>",
+}  # fmt: skip
+_HARMONY = {"<|return|>", "<|call|>"}  # where there are both, <|end|> ends a part of an answer alone
 
 
 def apply(reader: GGUFReader, config: Any) -> None:
@@ -40,6 +47,14 @@ def apply(reader: GGUFReader, config: Any) -> None:
         parameters["full_attention"] |= scaling
     else:
         parameters |= scaling
+
+
+def end_token_ids(reader: GGUFReader) -> set[int]:
+    """Ids that end a text: those that the file states as such, and those whose tokens say so."""
+    stated = {_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    ids = {token: i for i, token in enumerate(_field(reader, "tokenizer.ggml.tokens") or ())}
+    names = _ENDS - {"<|end|>"} if ids.keys() >= _HARMONY else _ENDS
+    return {int(token) for token in stated} | {ids[name] for name in names & ids.keys()}
 
 
 def _from_factors(reader: GGUFReader, text: Any) -> dict[str, Any] | None:
@@ -77,6 +92,9 @@ def _from_fields(reader: GGUFReader) -> dict[str, Any] | None:
 
 def _read(reader: GGUFReader, name: str) -> Any:
     """A field of the file's architecture; None if it is not there."""
-    architecture = reader.get_field("general.architecture")
-    field = None if architecture is None else reader.get_field(f"{architecture.contents()}.{name}")
+    return _field(reader, f"{_field(reader, 'general.architecture')}.{name}")
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    field = reader.get_field(name)
     return None if field is None else field.contents()
