@@ -354,8 +354,9 @@ def test_models_that_cannot_follow_grammars_refuse_them_at_once(tmp_path):
         bare.open(opening(1, [5], grammar=JSON))
     assert bare.idle
     folder = write_tokenizer(write_model(tmp_path / "endless", eos_token_id=None))
-    settings = folder / "generation_config.json"
-    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "eos_token_id"}))
+    for name, key in (("generation_config.json", "eos_token_id"), ("tokenizer_config.json", "eos_token")):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({k: v for k, v in settings.items() if k != key}))
     with pytest.raises(InvalidRequest, match="end-of-sequence"):
         engine_of(load_model(folder)).open(opening(1, [5], grammar=JSON))
     with pytest.raises(InvalidRequest):

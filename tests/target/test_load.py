@@ -11,7 +11,7 @@ from outrider.errors import ConfigError
 from services.target.kv_cache import LayerShape
 from services.target.model.load import load, pick_device
 from tests.target.driving import engine_of, load_model, opening, run
-from tests.tiny import VOCAB, write_model
+from tests.tiny import VOCAB, write_model, write_tokenizer
 
 CPU = TargetConfig(device="cpu")
 
@@ -36,6 +36,23 @@ def test_several_eos_ids_and_a_shorter_context(tmp_path):
     model = load(folder, TargetConfig(device="cpu", context_length=100))
     assert model.eos_token_ids == (1, 7)
     assert engine_of(model).max_session_tokens == 100
+
+
+@pytest.mark.parametrize(("said", "ends"), [
+    ("<|assistant|>", (1, 7, 3)),
+    ({"content": "<|assistant|>", "lstrip": False}, (1, 7, 3)),
+    ("<|end|>", (1, 7)),
+    ("<|nowhere|>", (1, 7)),
+    (None, (1, 7)),
+])  # fmt: skip
+def test_the_tokenizers_end_ends_a_text_too(tmp_path, said, ends):
+    """Models that learnt another format of chats often state its end there alone."""
+    folder = write_tokenizer(write_model(tmp_path))
+    stated = {"generation_config.json": {"eos_token_id": [1, 7]}, "tokenizer_config.json": {"eos_token": said}}
+    for file, changes in stated.items():
+        settings = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(settings | changes))
+    assert load_model(folder).eos_token_ids == ends
 
 
 @pytest.mark.parametrize(("flag", "stored", "expected"), [

@@ -73,7 +73,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         vocab_size=vocab_size,
         hidden_size=module.config.get_text_config().hidden_size,
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(module),
+        eos_token_ids=_eos_token_ids(module, folder),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
         copied=program is not None and program.copied,
@@ -252,12 +252,16 @@ def _context_length(text: Any, wanted: int | None) -> int:
     return longest if wanted is None else wanted
 
 
-def _eos_token_ids(module: Any) -> tuple[int, ...]:
-    for source in (getattr(module, "generation_config", None), module.config.get_text_config()):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    return ()
+def _eos_token_ids(module: Any, folder: Path) -> tuple[int, ...]:
+    """The model's own, and the tokenizer's: a model that learnt a chat's format often has its end there alone."""
+    stated = [
+        getattr(source, "eos_token_id", None)
+        for source in (getattr(module, "generation_config", None), module.config.get_text_config())
+    ]
+    ids = next((one for one in stated if one is not None), ())
+    own = tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
+    end = support.tokenizer_eos(folder)
+    return own if end is None or end in own else (*own, end)
 
 
 def _names(keys: Any) -> str:

@@ -65,6 +65,14 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
         )
 
 
+def tokenizer_eos(folder: Path) -> int | None:
+    """Id of the token that the folder's tokenizer ends texts with; None if it has none."""
+    file = folder / "tokenizer_config.json"
+    token = checkpoint.load_json(file).get("eos_token") if file.is_file() else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return None if content is None else checkpoint.vocabulary(folder).get(content)
+
+
 def unexpected(names: Iterable[str], settings: Any) -> list[str]:
     """Those of the unused tensors that nobody needs: all but layers for drafting, which follow the model's own."""
     layers = settings.get_text_config().num_hidden_layers
