@@ -142,6 +142,33 @@ def test_rope_that_depends_on_the_batch_is_kept_below_its_change(tmp_path):
         load(folder, TargetConfig(device="cpu", context_length=256))
 
 
+@pytest.mark.parametrize(("rope", "usual", "longest"), [
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}, 2048, 2048),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512, 512),  # already multiplied
+    ({"rope_type": "yarn", "factor": 1.0}, 512, 512),
+    ({"rope_type": "linear", "factor": 4.0}, 512, 2048),
+    ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 128}, 512, 512),
+])  # fmt: skip
+def test_scaled_rope_reaches_further_than_the_positions_say(tmp_path, rope, usual, longest):
+    """As models' pages have one add it to config.json, beside max_position_embeddings as they were."""
+    folder = write_model(tmp_path)
+    edit_config(folder, rope_scaling=rope, rope_parameters=None)
+    assert load_model(folder).context_length == usual
+    assert load_model(folder, context_length=longest).context_length == longest
+    with pytest.raises(ConfigError, match=f"--context-length .*{longest}"):
+        load_model(folder, context_length=longest + 1)
+
+
+@pytest.mark.parametrize("kinds", [("dynamic", "default"), ("default", "dynamic")])
+def test_rope_of_one_kind_of_layers_that_depends_on_the_batch_is_kept_below_its_change(tmp_path, kinds):
+    types = ("full_attention", "sliding_attention")
+    common = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 128}
+    rope = {name: {"rope_type": kind} | common for name, kind in zip(types, kinds, strict=True)}
+    folder = write_model(tmp_path, "gemma3_text", rope_parameters=rope, layer_types=list(types), sliding_window=24)
+    assert load_model(folder).context_length == 128
+
+
 @pytest.mark.parametrize("name", ["abacus", "cuda:99", "meta"])
 def test_devices_that_are_not_there_are_refused(name):
     with pytest.raises(ConfigError, match=name):

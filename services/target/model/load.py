@@ -239,17 +239,31 @@ def pass_a_token(module: Any, device: torch.device) -> attention.Probe:
 
 def _context_length(text: Any, wanted: int | None) -> int:
     """Longest sequence, in tokens. Raises ConfigError for a length that would change other sessions' text."""
-    longest = int(
+    longest = usual = int(
         getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or wanted or 2048
     )
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-        longest = int(rope.get("original_max_position_embeddings") or longest)
-        if wanted is not None and wanted > longest:
-            raise ConfigError(f"--context-length {wanted}: this model's RoPE changes past {longest} tokens; lower it")
+    for rope in _rotations(text):
+        kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)
+        trained = int(rope.get("original_max_position_embeddings") or longest)
+        if kind in _LENGTH_DEPENDENT_ROPE:
+            longest = usual = min(longest, trained)
+            if wanted is not None and wanted > longest:
+                raise ConfigError(
+                    f"--context-length {wanted}: this model's RoPE changes past {longest} tokens; lower it"
+                )
+        elif kind == "yarn":  # who adds it to a configuration often leaves its positions as they were
+            longest = usual = max(longest, int(factor * trained))
+        elif kind == "linear":  # nothing says whether the positions have been multiplied
+            longest = max(longest, int(factor * longest))
     if wanted is not None and not 2 <= wanted <= longest:
         raise ConfigError(f"--context-length must lie in [2, {longest}], the model's positions, not {wanted}")
-    return longest if wanted is None else wanted
+    return usual if wanted is None else wanted
+
+
+def _rotations(text: Any) -> list[dict[str, Any]]:
+    """The parameters of RoPE of each kind of layer."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
 def _eos_token_ids(module: Any, folder: Path) -> tuple[int, ...]:
