@@ -17,7 +17,7 @@ from tests.tiny import VOCAB
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3, "phi3": gguf.MODEL_ARCH.PHI3,
 }  # fmt: skip
 
 
@@ -80,7 +80,9 @@ def _write_fields(writer: gguf.GGUFWriter, config) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(VOCAB)
-    if config["model_type"] == "gemma3_text":
+    if config.get("pad_token_id") is not None:
+        writer.add_pad_token_id(config["pad_token_id"])
+    if config["model_type"] in ("gemma3_text", "phi3"):
         writer.add_sliding_window(config["sliding_window"])
 
 

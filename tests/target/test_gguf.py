@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 
+import gguf
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -34,7 +36,7 @@ GEMMA = {"num_hidden_layers": 7, "sliding_window_pattern": 6}  # the pattern is 
 @pytest.mark.parametrize(("family", "kind", "changes"), [
     ("llama-2", Type.F32, {}), ("llama-2", Type.Q8_0, WIDE), ("llama-2", Type.Q4_0, WIDE), ("llama-2", Type.Q4_K, WIDE),
     ("llama-3.1", Type.F32, {}), ("qwen2.5", Type.F32, {}), ("qwen2.5", Type.Q4_K, WIDE), ("qwen3", Type.Q8_0, WIDE),
-    ("gemma-3", Type.F32, GEMMA), ("gemma-3", Type.Q8_0, GEMMA | WIDE),
+    ("gemma-3", Type.F32, GEMMA), ("gemma-3", Type.Q8_0, GEMMA | WIDE), ("phi-3", Type.F32, {}),
 ])  # fmt: skip
 def test_the_same_model(family, kind, changes, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.checkpoints.families.FAMILIES", unsharded())
@@ -119,6 +121,69 @@ def test_scaling_leaves_windows_alone(tmp_path):
 def test_scaling_that_is_not_known_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="longrope"):
         rope_of(tmp_path, "qwen2.5", ("longrope", 4.0))
+
+
+def facts_of(tmp_path, architecture, fields, tensors=()):
+    """A file of fields alone; those without a dot in front are the architecture's."""
+    writer = gguf.GGUFWriter(tmp_path / "facts.gguf", architecture)
+    for name, value in fields.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(name.removeprefix(".") if name.startswith(".") else f"{architecture}.{name}", value)
+    for name, tensor in dict(tensors).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFReader(tmp_path / "facts.gguf")
+
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 512,
+         "pad_token_id": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "model_type", "field", "value", "attribute", "expected"), [
+    ("phi3", "phi3", "attention.sliding_window", 24, "sliding_window", 24),
+    ("phi3", "phi3", "attention.sliding_window", 0, "sliding_window", None),
+    ("gemma2", "gemma2", "attn_logit_softcapping", 7.0, "attn_logit_softcapping", 7.0),
+    ("gemma2", "gemma2", "final_logit_softcapping", 7.0, "final_logit_softcapping", 7.0),
+    ("qwen2moe", "qwen2_moe", "expert_feed_forward_length", 48, "moe_intermediate_size", 48),
+    ("qwen2moe", "qwen2_moe", "expert_shared_feed_forward_length", 40, "shared_expert_intermediate_size", 40),
+    ("qwen3moe", "qwen3_moe", "expert_feed_forward_length", 48, "moe_intermediate_size", 48),
+    ("qwen2", "qwen2", "attention.key_length", 24, "head_dim", 24),
+    ("starcoder2", "starcoder2", "rope.freq_base", 999999.0, "rope_theta", 999999.0),
+    ("stablelm", "stablelm", "rope.freq_base", 40000.0, "rope_theta", 40000.0),
+    ("stablelm", "stablelm", "rope.dimension_count", 8, "partial_rotary_factor", 0.5),
+    ("nemotron", "nemotron", "rope.dimension_count", 4, "partial_rotary_factor", 0.25),
+    ("phi3", "phi3", "rope.dimension_count", 12, "partial_rotary_factor", 0.75),
+])  # fmt: skip
+def test_what_a_file_states_is_kept(architecture, model_type, field, value, attribute, expected, tmp_path):
+    config = AutoConfig.for_model(model_type, **SIZES)
+    gguf_facts.apply(facts_of(tmp_path, architecture, {field: value}), config)
+    assert {**vars(config), **config.rope_parameters}[attribute] == expected
+
+
+def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
+    factors = {f"rope_factors_{name}.weight": np.arange(1, 9, dtype=np.float32) * by
+               for name, by in (("short", 1), ("long", 3))}  # fmt: skip
+    fields = {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.25, "rope.dimension_count": 16}
+    config = AutoConfig.for_model("phi3", **SIZES)
+    gguf_facts.apply(facts_of(tmp_path, "phi3", fields, factors), config)
+    config.save_pretrained(tmp_path)
+    rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert (rope["rope_type"], rope["original_max_position_embeddings"], rope["attention_factor"]) == (
+        "longrope", 128, 1.25,
+    )  # fmt: skip
+    assert rope["short_factor"] == list(range(1, 9))
+    assert rope["long_factor"] == list(range(3, 25, 3))
+
+
+@pytest.mark.parametrize(("field", "value", "said"), [
+    ("rope.dimension_count", 8, "turns 8 of 16 .*safetensors"),
+])  # fmt: skip
+def test_files_whose_text_would_be_another_are_refused(field, value, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        gguf_facts.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):

@@ -1,8 +1,9 @@
 """What `transformers` leaves unread in a GGUF file, put into the model's configuration. Without it the text is another.
 
-RoPE scaling: Llama 3.1 and its successors store a factor for every frequency as a tensor; others state linear or YaRN
-scaling as fields. The width of heads, which some architectures state. And what no file states: by what Gemma's queries
-are scaled, which is known by size, and all of the tokens that end a text, which are known by name.
+RoPE: its base and how much of a head it turns; a factor for every frequency, which Llama 3.1 and successors store as a
+tensor, and Phi-3 as two; linear or YaRN scaling as fields. The width of heads, windows, caps and sizes of experts,
+which some architectures state. And what no file states: by what Gemma's queries are scaled, which is known by size, and
+all of the tokens that end a text, which are known by name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ from numpy.typing import NDArray
 from outrider.errors import ConfigError
 
 _FACTORS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+# Fields that become attributes of configurations that have them, but are read for few architectures or none.
+_ATTRIBUTES = {
+    "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping", "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _CLOSE = 1e-3
 # The layers of those Gemmas (27B) whose queries are scaled by the model's width a head, not by the head's.
@@ -31,22 +39,49 @@ _HARMONY = {"<|return|>", "<|call|>"}  # where there are both, <|end|> ends a pa
 
 
 def apply(reader: GGUFReader, config: Any) -> None:
-    """Complete a configuration from its file. Raises ConfigError for a RoPE scaling that is not known."""
+    """Complete a configuration from its file. Raises ConfigError if its text would be another all the same."""
     text = config.get_text_config()
+    for name, attribute in _ATTRIBUTES.items():
+        value = _read(reader, name)
+        if value is not None and hasattr(text, attribute) and not isinstance(value, list):
+            setattr(text, attribute, value or None)  # 0 is none
     head_dim = _read(reader, "attention.key_length")
-    if head_dim is not None and getattr(text, "head_dim", head_dim) != head_dim:
+    if head_dim is not None and _head_dim(text) != head_dim:
         text.head_dim = head_dim
     if text.model_type in _LARGEST_GEMMA:
         largest = text.num_hidden_layers == _LARGEST_GEMMA[text.model_type]
         text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads if largest else text.head_dim
-    scaling = _from_factors(reader, text) or _from_fields(reader)
-    if scaling is None:
+    parameters = getattr(text, "rope_parameters", None)
+    if parameters is None:
         return
-    parameters = text.rope_parameters
-    if "full_attention" in parameters:  # layers with a window keep theirs unscaled
-        parameters["full_attention"] |= scaling
-    else:
-        parameters |= scaling
+    nested = "full_attention" in parameters  # layers with a window have their own
+    if not nested:
+        parameters |= _turning(reader, text)
+    scaling = _from_factors(reader, text) or _from_two_factors(reader, text) or _from_fields(reader)
+    if scaling is not None:
+        (parameters["full_attention"] if nested else parameters).update(scaling)
+
+
+def _head_dim(text: Any) -> int | None:
+    own: int | None = getattr(text, "head_dim", None)
+    heads = getattr(text, "num_attention_heads", None)
+    return own or (text.hidden_size // heads if heads else None)
+
+
+def _turning(reader: GGUFReader, text: Any) -> dict[str, Any]:
+    """RoPE's base, and what part of a head it turns. Raises ConfigError where a part cannot be said."""
+    base, turned = _read(reader, "rope.freq_base"), _read(reader, "rope.dimension_count")
+    found: dict[str, Any] = {} if base is None else {"rope_theta": float(base)}
+    if turned is None or hasattr(text, "rotary_dim"):
+        return found
+    if "partial_rotary_factor" in text.rope_parameters:
+        return found | {"partial_rotary_factor": turned / _head_dim(text)}
+    if turned != _head_dim(text):
+        raise ConfigError(
+            f"its RoPE turns {turned} of {_head_dim(text)} numbers of a head, which {text.model_type} cannot; "
+            "take the checkpoint as safetensors instead"
+        )
+    return found
 
 
 def end_token_ids(reader: GGUFReader) -> set[int]:
@@ -57,16 +92,33 @@ def end_token_ids(reader: GGUFReader) -> set[int]:
     return {int(token) for token in stated} | {ids[name] for name in names & ids.keys()}
 
 
+def _tensor(reader: GGUFReader, name: str) -> NDArray[np.float64] | None:
+    """The numbers of a small tensor, in a row."""
+    stored = next((tensor.data for tensor in reader.tensors if tensor.name == name), None)
+    return None if stored is None else np.asarray(stored, np.float64).ravel()
+
+
 def _from_factors(reader: GGUFReader, text: Any) -> dict[str, Any] | None:
-    stored = next((tensor.data for tensor in reader.tensors if tensor.name == _FACTORS), None)
-    if stored is None or np.allclose(stored, 1.0):
+    factors = _tensor(reader, _FACTORS)
+    if factors is None or np.allclose(factors, 1.0):
         return None
-    factors = np.asarray(stored, np.float64).ravel()
     scaling = {"rope_type": "llama3", "factor": round(float(factors.max()), 4)} | _LLAMA3
     theta = float(text.rope_parameters["rope_theta"])
     if not np.allclose(llama3_factors(scaling, theta, 2 * len(factors)), factors, rtol=_CLOSE):
         raise ConfigError("its RoPE factors are not those of Llama 3.1; take the checkpoint as safetensors instead")
     return scaling
+
+
+def _from_two_factors(reader: GGUFReader, text: Any) -> dict[str, Any] | None:
+    """Phi-3's, for texts as long as it was first trained on, and for longer ones."""
+    short, long = _tensor(reader, _SHORT), _tensor(reader, _LONG)
+    if short is None or long is None:
+        return None
+    scaling = {"rope_type": "longrope", "short_factor": short.tolist(), "long_factor": long.tolist()}
+    original, attention = (_read(reader, f"rope.scaling.{name}") for name in ("original_context_length", "attn_factor"))
+    if original:
+        scaling["original_max_position_embeddings"] = text.original_max_position_embeddings = int(original)
+    return scaling | ({"attention_factor": float(attention)} if attention else {})
 
 
 def llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> NDArray[np.float64]:
