@@ -179,11 +179,19 @@ def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("field", "value", "said"), [
-    ("rope.dimension_count", 8, "turns 8 of 16 .*safetensors"),
+    (".split.count", 3, "one of 3 parts.*--merge"), ("rope.dimension_count", 8, "turns 8 of 16 .*safetensors"),
 ])  # fmt: skip
 def test_files_whose_text_would_be_another_are_refused(field, value, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         gguf_facts.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
+
+
+def test_tensors_that_would_not_be_read_are_refused(tmp_path, capsys):
+    folder = write_family(tmp_path / "original", "llama-2", mlp_bias=True)
+    write_gguf(tmp_path / "it.gguf", folder, tmp_path / "plain")
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 1
+    assert "ffn_down.bias" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):

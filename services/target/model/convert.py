@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from outrider.errors import ConfigError
 from services.target.model.progress import Phases
 
 _PHASES = ("reading weights", "loading weights", "writing weights", "building the tokenizer")
@@ -60,6 +61,11 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         )
         if report["missing_keys"]:  # they would be random
             raise ValueError(f"it lacks tensors that the model needs, such as {min(report['missing_keys'])}")
+        if spare := gguf_facts.unread(reader, model):  # the text would be another without them
+            raise ConfigError(
+                f"it has tensors that {type(model).__name__} of transformers does not read, such as {spare[0]}; "
+                "take the checkpoint as safetensors instead"
+            )
         phases.enter(_PHASES[2])
         model.save_pretrained(folder, max_shard_size=_SHARD)
         phases.enter(_PHASES[3])

@@ -19,6 +19,7 @@ from outrider.errors import ConfigError
 
 _FACTORS = "rope_freqs.weight"
 _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+_FACTS = {_FACTORS, _SHORT, _LONG, "output.weight"}  # the last is a head where one is tied in any case
 # Fields that become attributes of configurations that have them, but are read for few architectures or none.
 _ATTRIBUTES = {
     "attention.sliding_window": "sliding_window", "attn_logit_softcapping": "attn_logit_softcapping",
@@ -40,6 +41,9 @@ _HARMONY = {"<|return|>", "<|call|>"}  # where there are both, <|end|> ends a pa
 
 def apply(reader: GGUFReader, config: Any) -> None:
     """Complete a configuration from its file. Raises ConfigError if its text would be another all the same."""
+    parts = _field(reader, "split.count")
+    if parts and parts > 1:
+        raise ConfigError(f"it is one of {parts} parts of a model; join them with `llama-gguf-split --merge`")
     text = config.get_text_config()
     for name, attribute in _ATTRIBUTES.items():
         value = _read(reader, name)
@@ -140,6 +144,20 @@ def _from_fields(reader: GGUFReader) -> dict[str, Any] | None:
         original = _read(reader, "rope.scaling.original_context_length")
         return scaling | ({"original_max_position_embeddings": int(original)} if original else {})
     raise ConfigError(f"its RoPE scaling is {kind}, which is not known; take the checkpoint as safetensors instead")
+
+
+def unread(reader: GGUFReader, model: Any) -> list[str]:
+    """Tensors of a file that a model loaded from it has no use for, but for those that are facts."""
+    from transformers import modeling_gguf_pytorch_utils as files
+
+    architecture = _field(reader, "general.architecture")
+    processor = files.TENSOR_PROCESSORS.get(architecture, files.TensorProcessor)(config={})
+    try:
+        used = files.get_gguf_hf_weights_map(model, processor).keys() | _FACTS
+    except NotImplementedError:  # of architectures whose reader tells of them itself
+        return []
+    names = (tensor.name for tensor in reader.tensors)  # experts stand in the map without the end of their names
+    return sorted(name for name in names if name not in used and name.removesuffix(".weight") not in used)
 
 
 def _read(reader: GGUFReader, name: str) -> Any:
