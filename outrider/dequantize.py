@@ -34,6 +34,7 @@ BESIDE = ("weight_scale_inv", "weight_scale", "weight_shape", "weight_zero_point
 
 _WORD = 32  # bits
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns of eight that a word holds, from its lowest bits on
+_GPTQ_BITS = (4, 8, 2, 3, 5, 6, 7, 16)
 _BLOCK = (128, 128)  # of fp8 checkpoints that do not say
 _CHUNK = 1 << 19  # numbers that are computed at once: they and what they are made of stay in a core's cache
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
@@ -70,7 +71,7 @@ def plain_shape(
     rows, columns = shapes["qweight"]
     if settings.get("quant_method") == "awq":
         return columns * _WORD // _bits(settings), rows
-    return columns, shapes["g_idx"][0] if "g_idx" in shapes else rows * _WORD // _bits(settings)
+    return columns, shapes["g_idx"][0] if "g_idx" in shapes else rows * _WORD // _gptq_bits(shapes, settings)
 
 
 def dequantize(name: str, tensors: Mapping[str, Array], settings: Settings) -> NDArray[np.float32]:
@@ -104,7 +105,8 @@ class _Quantized:
 
 def _gptq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
     """checkpoint_format: gptq stores zero points less one, gptq_v2 as they are."""
-    bits, packed, scales = _bits(settings), tensors["qweight"], tensors["scales"]
+    bits = _gptq_bits({name: tensor.shape for name, tensor in tensors.items()}, settings)
+    packed, scales = tensors["qweight"], tensors["scales"]
     order, outs = tensors.get("g_idx"), packed.shape[1]
     ins = len(packed) * _WORD // bits if order is None else len(order)
     if order is not None and np.array_equal(order, np.arange(ins) * len(scales) // ins):
@@ -168,6 +170,20 @@ def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
 def _order(tensors: Mapping[str, Array]) -> Array | None:
     order = tensors.get("weight_g_idx")
     return None if order is None or order.min() < 0 else order  # -1 everywhere: groups of neighbours
+
+
+def _gptq_bits(shapes: Mapping[str, tuple[int, ...]], settings: Settings) -> int:
+    """Of a layer, by its tensors: it may have others than are said of all (GPTQModel's `dynamic`)."""
+    rows, outs = shapes["qweight"]
+    groups, zeros = shapes["qzeros"]
+    size = int(settings.get("group_size") or -1)
+    ins = shapes["g_idx"][0] if "g_idx" in shapes else groups * size if size > 0 else None
+
+    def fits(bits: int) -> bool:
+        return -(-outs * bits // _WORD) == zeros and ins in (None, rows * _WORD // bits)
+
+    said = _bits(settings)
+    return next((bits for bits in (said, *_GPTQ_BITS) if fits(bits)), said)
 
 
 def _bits(settings: Settings) -> int:

@@ -9,6 +9,7 @@ import torch
 from outrider import dequantize as module
 from outrider.dequantize import dequantize, plain_shape
 from outrider.errors import ConfigError
+from tests.checkpoints import quantizers
 from tests.checkpoints.quantizers import AWQ, COMPRESSED, FP8, GPTQ, PUBLISHED
 
 OUTS, INS = 160, 192  # several chunks of rows, if a chunk is small
@@ -108,6 +109,20 @@ def test_gptq(bits, less):
     np.testing.assert_allclose(dequantize("a", tensors, settings), expected, rtol=1e-5)
     del tensors["g_idx"]
     np.testing.assert_allclose(dequantize("a", tensors, settings), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("bits", "said"), [(8, 4), (4, 8), (3, 4), (2, 8)])
+def test_gptq_layers_of_other_bits_than_the_checkpoint_says_of_all(bits, said, ordered):
+    """As GPTQModel writes them, whose `dynamic` names layers by pattern."""
+    torch.manual_seed(1)
+    tensors, plain = quantizers.gptq(bits, symmetric=False)(torch.randn(OUTS, INS))
+    if not ordered:
+        del tensors["g_idx"]
+    settings = {"quant_method": "gptq", "bits": said}
+    found = dequantize("a", arrays(tensors), settings)
+    np.testing.assert_allclose(found, plain.numpy(), rtol=1e-6, atol=1e-6)
+    assert plain_shape({name: tuple(each.shape) for name, each in tensors.items()}, None, settings) == (OUTS, INS)
 
 
 def test_awq():
