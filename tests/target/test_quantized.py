@@ -18,6 +18,7 @@ from tests.checkpoints.families import write_family
 from tests.checkpoints.quantizers import GROUP, write_quantized
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.target.test_families import NEW, PROMPT, greedy
+from tests.tiny import write_model
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True}
@@ -207,3 +208,11 @@ def test_published_weights_are_packed_again_on_a_cpu(monkeypatch, tmp_path):
 
 def test_weights_are_left_alone_without_the_flag(monkeypatch):
     assert narrow(monkeypatch, None, device="cpu") == {}
+
+
+@needs_kernels
+@pytest.mark.parametrize("choice", ["int8", "int4"])
+def test_a_number_format_that_the_kernels_have_not_is_refused(choice, tmp_path):
+    folder = write_model(tmp_path)
+    with pytest.raises(ConfigError, match=f"--quantization {choice} .*float16; choose --dtype bfloat16"):
+        load(folder, TargetConfig(device="cpu", dtype="float16", quantization=choice))

@@ -28,7 +28,7 @@ from services.target.model.drafting import own_drafts
 from services.target.model.head import read_head
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import cpu_format, narrowed
+from services.target.model.narrow import check_dtype, cpu_format, narrowed
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     how = narrowed(config.quantization, settings, device)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     dtype = pick_dtype(config.dtype, settings, device)
+    check_dtype(config.quantization, dtype, device)
     module = _read_weights(folder, settings, dtype, remote, how)
     module.to(device).eval().requires_grad_(False)
     vocab_size = module.get_output_embeddings().weight.shape[0]

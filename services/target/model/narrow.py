@@ -16,6 +16,7 @@ from outrider.config import Quantization
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
+from services.target.model.linear import plain_format
 
 _FP8_CAPABILITY = (8, 9)
 _INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
@@ -49,6 +50,13 @@ def narrowed(choice: Quantization | None, settings: Any, device: torch.device) -
 
     how = {"fp8": ao.Float8WeightOnlyConfig, "int8": ao.Int8WeightOnlyConfig, "int4": ao.Int4WeightOnlyConfig}
     return {"quantization_config": TorchAoConfig(how[choice]()), "device_map": {"": device}}
+
+
+def check_dtype(choice: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError for a number format of the computation that weights cannot be narrowed for."""
+    if choice is not None and device.type == "cpu" and plain_format(dtype) is None:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"--quantization {choice} on a CPU has no kernels for {name}; choose --dtype bfloat16")
 
 
 def cpu_format(choice: Quantization | None) -> Format | None:
