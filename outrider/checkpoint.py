@@ -87,7 +87,8 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
-    """The safetensors files of a folder; those of the index where there is one. Raises ConfigError.
+    """The safetensors files of a folder: those of the index where there is one, if it is not of others beside a whole
+    model, which `transformers` passes over. Raises ConfigError.
 
     Without an index, all are but those that Mistral publishes beside them, with tensors by names of its own.
 
@@ -97,9 +98,11 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
         {"pytorch_model.bin": "pytorch_model*.bin"} if torch_files else {}
     )
     for name, pattern in kinds.items():
-        index = folder / f"{name}.index.json"
+        whole, index = folder / name, folder / f"{name}.index.json"
         if index.is_file():
-            files = sorted({folder / name for name in load_json(index)["weight_map"].values()})
+            files = _indexed(index)
+            if whole.is_file() and whole not in files:
+                return [whole]
             missing = [file.name for file in files if not file.is_file()]
             if missing:
                 raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
@@ -107,6 +110,10 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
         if files := sorted(file for file in folder.glob(pattern) if not file.match(_DOUBLES)):
             return files
     raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it")
+
+
+def _indexed(index: Path) -> list[Path]:
+    return sorted({index.parent / name for name in load_json(index)["weight_map"].values()})
 
 
 def fingerprint(folder: Path) -> str:

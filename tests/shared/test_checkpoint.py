@@ -34,6 +34,19 @@ def test_folders_are_taken_as_they_are(folder):
     ]
 
 
+def test_an_index_of_other_files_beside_a_whole_model_is_passed_over(folder):
+    """As `transformers` does, which the target's weights are read by: whoever reads others sees the same."""
+    shard(folder)
+    save_file({"a": np.ones(3, np.float32)}, folder / "model.safetensors")
+    assert checkpoint.weight_files(folder) == [folder / "model.safetensors"]
+    (folder / "model-2.safetensors").unlink()
+    assert checkpoint.weight_files(folder) == [folder / "model.safetensors"]
+    (folder / "model-1.safetensors").rename(folder / "mtp.safetensors")  # layers for drafting
+    index = {"weight_map": {"a": "model.safetensors", "b": "mtp.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert checkpoint.weight_files(folder) == [folder / "model.safetensors", folder / "mtp.safetensors"]
+
+
 def test_missing_pieces_are_named(folder):
     shard(folder)
     (folder / "model-2.safetensors").unlink()
