@@ -113,7 +113,10 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    return sorted({index.parent / name for name in load_json(index)["weight_map"].values()})
+    places = load_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigError(f"{index} names no weight files; get it again")
+    return sorted({index.parent / name for name in places.values()})
 
 
 def fingerprint(folder: Path) -> str:

@@ -47,6 +47,14 @@ def test_an_index_of_other_files_beside_a_whole_model_is_passed_over(folder):
     assert checkpoint.weight_files(folder) == [folder / "model.safetensors", folder / "mtp.safetensors"]
 
 
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": ["a"]}'])
+def test_an_index_that_names_no_files_is_refused_by_name(folder, index):
+    shard(folder)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json names no weight files"):
+        checkpoint.weight_files(folder)
+
+
 def test_missing_pieces_are_named(folder):
     shard(folder)
     (folder / "model-2.safetensors").unlink()
