@@ -23,12 +23,12 @@ class Chats:
     def __init__(self, generator: Generator, options: GatewayOptions) -> None:
         self._generator = generator
         tokenizer = generator.tokenizer
-        template = tokenizer.template.source
+        template = tokenizer.template.with_tools
         self._knows_tools = template is not None and "tools" in template
         form = form_of(options.tool_call_parser, template)
         # A template that knows no tools gets them described as text, and calls are asked for in this form.
         self._form = form or ("hermes" if options.tool_call_parser == "auto" else None)
-        self._reasons = reasons(options.reasoning_parser, template)
+        self._reasons = reasons(options.reasoning_parser, tokenizer.template.source)
         self._always_inside = options.reasoning_parser == "deepseek-r1"
         self._marks = (tokenizer.id_of(BEGIN), tokenizer.id_of(END))
 

@@ -30,9 +30,12 @@ class _Generation(Extension):
 class ChatTemplate:
     """Renders conversations as the model was trained on them."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """source: None if the model has no template. special_tokens: such as bos_token. Raises ConfigError."""
-        self.source = source
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str], with_tools: str | None = None) -> None:
+        """source: None if the model has no template. special_tokens: such as bos_token. Raises ConfigError.
+
+        with_tools: a template of its own for conversations with tools, if the model has one
+        """
+        self.source, self.with_tools = source, with_tools or source
         self._special_tokens = special_tokens
         extensions: list[type[Extension]] = [loopcontrols, _Generation]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -40,7 +43,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _now
         try:
-            self._template = environment.from_string(source) if source is not None else None
+            self._template, self._with_tools = (
+                None if one is None else environment.from_string(one) for one in (self.source, self.with_tools)
+            )
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
 
@@ -51,12 +56,13 @@ class ChatTemplate:
 
         continue_final_message: it ends with the last message's text, which the answer goes on from
         """
-        if self._template is None:
+        template = self._with_tools if options.get("tools") else self._template
+        if template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", param="messages")
         # Published templates ask `tools is not none`, which an undefined name would answer wrongly.
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
         try:
-            text = self._template.render(**(defaults | options | {"messages": messages}))
+            text = template.render(**(defaults | options | {"messages": messages}))
         except Exception as error:  # templates are programs, and fail as programs do
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from error
         return _until_end_of(messages[-1]["content"], text) if continue_final_message else text

@@ -37,7 +37,8 @@ class Tokenizer:
         self._begin = self._tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
         self._add_begin: bool | None = settings.get("add_bos_token")
         self.settings = settings
-        self.template = ChatTemplate(_template_source(files, settings), special)
+        sources = _template_sources(files, settings)
+        self.template = ChatTemplate(sources.get("default"), special, sources.get("tool_use"))
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Tokens of a raw prompt, with a begin token if the tokenizer puts one before texts, but never two.
@@ -98,11 +99,11 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _template_source(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
+def _template_sources(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: one for all conversations is "default", and "tool_use" is for those with tools."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+        return {"default": files["chat_template.jinja"].decode()}
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {entry["name"]: entry["template"] for entry in source}
-        source = named.get("default")
-    return source
+    if isinstance(source, list):
+        return {entry["name"]: entry["template"] for entry in source}
+    return {} if source is None else {"default": source}

@@ -1,17 +1,22 @@
 """Calls and reasoning in models' texts, however these are cut into pieces."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
+from gateway.api.chats import Chats
+from gateway.api.schemas import Message
 from gateway.api.tools import Tools, introduced, tools_of
 from gateway.speech.calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
 from gateway.speech.json_text import CallObject
 from gateway.speech.reasoning import Reasoning, ThinkingTokens
 from gateway.speech.speech import Speech, form_of, reasons
+from gateway.text.tokenizer import ModelTokenizer
+from outrider.config import GatewayOptions
 from outrider.errors import InvalidRequest
-from tests.gateway.engines import EOS, VOCAB, tokenizer
+from tests.gateway.engines import EOS, VOCAB, tokenizer, tokenizer_files
 
 SIZES = [1, 2, 3, 5, 11, 1000]
 WEATHER = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, {"a": 2}]}'
@@ -257,6 +262,19 @@ def test_a_template_that_knows_no_tools_gets_them_as_text():
     joined = introduced([{"role": "system", "content": "be kind"}, *messages], tools)
     assert joined[0]["content"].startswith("be kind\n\nYou can call")
     assert introduced(messages, None)[0] == messages[0]
+
+
+async def test_a_template_for_tools_alone_is_what_knows_them():
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    tokenizer = ModelTokenizer(tokenizer_files(named))
+
+    async def encode_chat(messages, **options):
+        return tokenizer.encode_chat(messages, **options)
+
+    chats = Chats(SimpleNamespace(tokenizer=tokenizer, encode_chat=encode_chat), GatewayOptions())
+    messages = [Message(role="user", content="hi")]
+    prompts = [await chats.prompt(messages, tools, {}) for tools in (None, tools_of(TOOLS, None, None))]
+    assert [tokenizer.decode(tokens) for tokens in prompts] == ["d", "f"]
 
 
 def test_forms_are_found_in_templates():

@@ -199,6 +199,17 @@ def test_what_published_templates_use(template, text):
     assert rendered(template) == text
 
 
+def test_of_several_templates_the_one_for_tools_gets_them():
+    """As Hermes and Command R publish theirs."""
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{{ tools | length }}"}]
+    assert rendered(named) == "d"
+    assert rendered(named, tools=TOOLS) == "t1"
+    assert rendered(named[:1], tools=TOOLS) == "d"
+    assert rendered(named[1:], tools=TOOLS) == "t1"
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        rendered(named[1:])
+
+
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü<", "parameters": {"b": [1, 2], "a": {}}}}]
 
 
