@@ -104,6 +104,8 @@ def _template_sources(files: Mapping[str, bytes], settings: Mapping[str, Any]) -
     if "chat_template.jinja" in files:
         return {"default": files["chat_template.jinja"].decode()}
     source = settings.get("chat_template")
+    if source is None:  # of models that see images too, beside their processor
+        source = load_settings(files, "chat_template.json").get("chat_template")
     if isinstance(source, list):
         return {entry["name"]: entry["template"] for entry in source}
     return {} if source is None else {"default": source}

@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
     "special_tokens_map.json",
     "config.json",

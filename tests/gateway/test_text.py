@@ -210,6 +210,13 @@ def test_of_several_templates_the_one_for_tools_gets_them():
         rendered(named[1:])
 
 
+@pytest.mark.parametrize(("own", "beside", "text"), [(None, "b", "b"), ("a", "b", "a"), (None, None, None)])
+def test_a_template_in_a_json_file_of_its_own(own, beside, text):
+    """As models that see images too publish theirs, beside the processor's settings."""
+    files = tokenizer_files(own) | {"chat_template.json": json.dumps({"chat_template": beside}).encode()}
+    assert ModelTokenizer(files).template.source == text
+
+
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü<", "parameters": {"b": [1, 2], "a": {}}}}]
 
 

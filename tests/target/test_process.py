@@ -30,6 +30,7 @@ from tests.tiny import VOCAB, write_model, write_tokenizer
 def folder(tmp_path_factory):
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("model")))
     # Larger than one part of the stream.
+    (folder / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
     (folder / "special_tokens_map.json").write_text(json.dumps({"filler": "x" * (1 << 20)}))
     return folder
 
@@ -86,6 +87,7 @@ async def test_tokenizer_files_arrive_whole(address, folder):
             files[part.file_name] = files.get(part.file_name, b"") + part.content
     assert set(files) == {
         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json",
+        "chat_template.json",
     }  # fmt: skip
     for name, content in files.items():
         assert content == (folder / name).read_bytes()

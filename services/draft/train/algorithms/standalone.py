@@ -25,7 +25,7 @@ from services.draft.train.algorithms.layers import Dice, first_layer, layer_tens
 
 _LAYERS, _HIDDEN, _HEAD_DIM = 4, 256, 64
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-              "generation_config.json")  # fmt: skip
+              "chat_template.json", "generation_config.json")  # fmt: skip
 _FIRST_LOGITS = 0.05  # size of a first embedding's numbers
 
 
