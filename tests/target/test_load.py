@@ -10,6 +10,7 @@ from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kv_cache import LayerShape
 from services.target.model.load import load, pick_device
+from services.target.service import describe
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
@@ -36,6 +37,17 @@ def test_several_eos_ids_and_a_shorter_context(tmp_path):
     model = load(folder, TargetConfig(device="cpu", context_length=100))
     assert model.eos_token_ids == (1, 7)
     assert engine_of(model).max_session_tokens == 100
+
+
+@pytest.mark.parametrize("ids", [-1, [-1, None], VOCAB, [VOCAB, 1 << 40]])
+def test_ends_that_are_no_tokens_end_nothing(tmp_path, ids):
+    folder = write_tokenizer(write_model(tmp_path))
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": ids}))
+    model = load_model(folder)
+    assert model.eos_token_ids == (1,)  # the tokenizer's
+    info = describe(folder, engine_of(model), TargetConfig(model_path=str(folder))).info
+    assert list(info.eos_token_ids) == [1]
 
 
 @pytest.mark.parametrize(("said", "ends"), [

@@ -74,7 +74,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         vocab_size=vocab_size,
         hidden_size=module.config.get_text_config().hidden_size,
         context_length=context_length,
-        eos_token_ids=_eos_token_ids(module, folder),
+        eos_token_ids=_eos_token_ids(module, folder, vocab_size),
         shapes=tuple(probe.shapes[layer] for layer in range(len(probe.shapes))),
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
         copied=program is not None and program.copied,
@@ -267,16 +267,19 @@ def _rotations(text: Any) -> list[dict[str, Any]]:
     return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
-def _eos_token_ids(module: Any, folder: Path) -> tuple[int, ...]:
-    """The model's own, and the tokenizer's: a model that learnt a chat's format often has its end there alone."""
+def _eos_token_ids(module: Any, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The model's own, and the tokenizer's: a model that learnt a chat's format often has its end there alone.
+
+    Others than tokens of the model, such as -1 for none, end nothing.
+    """
     stated = [
         getattr(source, "eos_token_id", None)
         for source in (getattr(module, "generation_config", None), module.config.get_text_config())
     ]
-    ids = next((one for one in stated if one is not None), ())
-    own = tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
-    end = support.tokenizer_eos(folder)
-    return own if end is None or end in own else (*own, end)
+    own = next((one for one in stated if one is not None), ())
+    ids = [*(own if isinstance(own, list | tuple) else [own]), support.tokenizer_eos(folder)]
+    known = dict.fromkeys(int(token) for token in ids if token is not None)
+    return tuple(token for token in known if 0 <= token < vocab_size)
 
 
 def _names(keys: Any) -> str:
