@@ -216,3 +216,13 @@ def test_a_number_format_that_the_kernels_have_not_is_refused(choice, tmp_path):
     folder = write_model(tmp_path)
     with pytest.raises(ConfigError, match=f"--quantization {choice} .*float16; choose --dtype bfloat16"):
         load(folder, TargetConfig(device="cpu", dtype="float16", quantization=choice))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "told"), [("qwen3-moe", True), ("granite", False)])
+def test_experts_that_are_not_narrowed_are_told_of(family, told, tmp_path, caplog):
+    folder = write_family(tmp_path, family)
+    load_model(folder)
+    assert "experts" not in caplog.text
+    load_model(folder, quantization="int8")
+    assert ("--quantization int8 leaves experts as they are; they take" in caplog.text) == told

@@ -28,7 +28,7 @@ from services.target.model.drafting import own_drafts
 from services.target.model.head import read_head
 from services.target.model.linear import pack
 from services.target.model.modules import ModuleRunner
-from services.target.model.narrow import check_dtype, cpu_format, narrowed
+from services.target.model.narrow import check_dtype, cpu_format, narrowed, tell_of_experts
 from services.target.upload import use_device
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     check_dtype(config.quantization, dtype, device)
     module = _read_weights(folder, settings, dtype, remote, how)
     module.to(device).eval().requires_grad_(False)
+    tell_of_experts(config.quantization, module)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     support.check_vocabulary(folder, vocab_size)
     if config.tp_size == 1:

@@ -8,9 +8,11 @@ quantized weights, which are unpacked there, may be packed again so; 4 bits in b
 from __future__ import annotations
 
 import importlib.util
+import logging
 from typing import Any
 
 import torch
+from torch import nn
 
 from outrider.config import Quantization
 from outrider.errors import ConfigError
@@ -18,7 +20,11 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
 from services.target.model.linear import plain_format
 
+log = logging.getLogger(__name__)
+
 _FP8_CAPABILITY = (8, 9)
+_EXPERTS = 3  # dimensions of a parameter that holds all experts of a layer
+_WIDE = (torch.float32, torch.bfloat16, torch.float16)
 _INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
 
 
@@ -57,6 +63,15 @@ def check_dtype(choice: Quantization | None, dtype: torch.dtype, device: torch.d
     if choice is not None and device.type == "cpu" and plain_format(dtype) is None:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--quantization {choice} on a CPU has no kernels for {name}; choose --dtype bfloat16")
+
+
+def tell_of_experts(choice: Quantization | None, module: nn.Module) -> None:
+    """Warn of experts, most of the weights of those models that have some, which keep their numbers."""
+    if choice is None:
+        return
+    wide = sum(tensor.nbytes for tensor in module.parameters() if tensor.ndim == _EXPERTS and tensor.dtype in _WIDE)
+    if wide:
+        log.warning("--quantization %s leaves experts as they are; they take %.0f MB", choice, wide / 1e6)
 
 
 def cpu_format(choice: Quantization | None) -> Format | None:
