@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from transformers import AutoModelForCausalLM
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
@@ -80,8 +82,6 @@ def test_dtype(tmp_path, flag, stored, expected):
 
 
 def test_sharded_weights(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     whole = write_model(tmp_path / "whole")
     AutoModelForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "shards", max_shard_size="60KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
@@ -146,12 +146,30 @@ def test_a_context_beyond_the_models_positions_is_refused(tmp_path, length):
 
 
 def test_rope_that_depends_on_the_batch_is_kept_below_its_change(tmp_path):
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
-            "original_max_position_embeddings": 128, "factor": 4.0}  # fmt: skip
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
     folder = write_model(tmp_path, rope_parameters=rope)
     assert load_model(folder).context_length == 128
     with pytest.raises(ConfigError, match="RoPE"):
         load(folder, TargetConfig(device="cpu", context_length=256))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch_native"])
+def test_longrope_turns_all_texts_as_long_ones_if_some_are_to_be(tmp_path, backend):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128, "factor": 4.0}  # fmt: skip
+    folder = write_model(tmp_path / "as it is", rope_parameters=rope)
+    long = write_model(tmp_path / "long", rope_parameters=rope | {"short_factor": rope["long_factor"]})
+    usual, stretched = (load_model(folder, context_length=n, attention_backend=backend) for n in (None, 400))
+    assert (usual.context_length, stretched.context_length) == (128, 400)
+    prompts = [np.random.default_rng(length).integers(4, VOCAB, length).tolist() for length in (30, 200)]
+    texts = run(engine_of(stretched), [opening(i, prompt) for i, prompt in enumerate(prompts)]).new
+    module = AutoModelForCausalLM.from_pretrained(long, dtype=torch.float32)
+    for i, prompt in enumerate(prompts):
+        told = module.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, eos_token_id=None)
+        assert texts[i] == told[0, len(prompt) :].tolist()
+    assert run(engine_of(usual), [opening(0, prompts[0])]).new[0] != texts[0]
+    with pytest.raises(ConfigError, match=r"--context-length .*512"):
+        load_model(folder, context_length=513)
 
 
 @pytest.mark.parametrize(("rope", "usual", "longest"), [

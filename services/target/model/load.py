@@ -21,7 +21,17 @@ from services.target import graphs
 from services.target.kernels import Planner, choose
 from services.target.kernels.cpu import library
 from services.target.kv_cache import pick_cache_dtype
-from services.target.model import attention, deterministic, latent, native, quantized, selfcheck, shards, support
+from services.target.model import (
+    attention,
+    deterministic,
+    latent,
+    native,
+    positions,
+    quantized,
+    selfcheck,
+    shards,
+    support,
+)
 from services.target.model.base import Model, Runner
 from services.target.model.company import check as check_company
 from services.target.model.drafting import own_drafts
@@ -34,8 +44,6 @@ from services.target.upload import use_device
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# RoPE whose frequencies change with the longest sequence of a batch: one session would change another's text.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _NAMED_TENSORS = 5
 
 
@@ -49,6 +57,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
+    positions.stretch(settings.get_text_config(), config.context_length)
     how = narrowed(config.quantization, settings, device)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     dtype = pick_dtype(config.dtype, settings, device)
@@ -63,7 +72,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     probe = pass_a_token(module, device)
     assert probe.dtype is not None
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
-    context_length = _context_length(module.config.get_text_config(), config.context_length)
+    context_length = positions.context_length(module.config.get_text_config(), config.context_length)
     runner = _runner(module, how, probe, planner, cache_dtype, context_length, config, device)
     program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
@@ -237,35 +246,6 @@ def pass_a_token(module: Any, device: torch.device) -> attention.Probe:
         if kind == "sliding_attention" and probe.windows[layer] is None:
             raise ConfigError(f"{type(module).__name__} does not say how wide the window of layer {layer} is")
     return probe
-
-
-def _context_length(text: Any, wanted: int | None) -> int:
-    """Longest sequence, in tokens. Raises ConfigError for a length that would change other sessions' text."""
-    longest = usual = int(
-        getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or wanted or 2048
-    )
-    for rope in _rotations(text):
-        kind, factor = rope.get("rope_type"), float(rope.get("factor") or 1.0)
-        trained = int(rope.get("original_max_position_embeddings") or longest)
-        if kind in _LENGTH_DEPENDENT_ROPE:
-            longest = usual = min(longest, trained)
-            if wanted is not None and wanted > longest:
-                raise ConfigError(
-                    f"--context-length {wanted}: this model's RoPE changes past {longest} tokens; lower it"
-                )
-        elif kind == "yarn":  # who adds it to a configuration often leaves its positions as they were
-            longest = usual = max(longest, int(factor * trained))
-        elif kind == "linear":  # nothing says whether the positions have been multiplied
-            longest = max(longest, int(factor * longest))
-    if wanted is not None and not 2 <= wanted <= longest:
-        raise ConfigError(f"--context-length must lie in [2, {longest}], the model's positions, not {wanted}")
-    return usual if wanted is None else wanted
-
-
-def _rotations(text: Any) -> list[dict[str, Any]]:
-    """The parameters of RoPE of each kind of layer."""
-    rope = getattr(text, "rope_parameters", None) or {}
-    return [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
 
 
 def _eos_token_ids(module: Any, folder: Path, vocab_size: int) -> tuple[int, ...]:
