@@ -109,7 +109,8 @@ def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
             return files
         if files := sorted(file for file in folder.glob(pattern) if not file.match(_DOUBLES)):
             return files
-    raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it")
+    hint = "" if torch_files else "; where there is pytorch_model.bin, save the model anew, as safetensors"
+    raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it{hint}")
 
 
 def _indexed(index: Path) -> list[Path]:

@@ -55,6 +55,13 @@ def test_an_index_that_names_no_files_is_refused_by_name(folder, index):
         checkpoint.weight_files(folder)
 
 
+def test_weights_that_torch_saved_are_for_drafts_alone(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert checkpoint.weight_files(folder, torch_files=True) == [folder / "pytorch_model.bin"]
+    with pytest.raises(ConfigError, match=r"no weights.*pytorch_model\.bin, save the model anew, as safetensors"):
+        checkpoint.resolve(str(folder))
+
+
 def test_missing_pieces_are_named(folder):
     shard(folder)
     (folder / "model-2.safetensors").unlink()
