@@ -28,11 +28,15 @@ def write_gguf(
     kind: Type = Type.F32,
     scaling: tuple[str, float] | None = None,
     ends: Sequence[str] = (),
+    pre: str | None = None,
+    begins: bool | None = None,
 ):
     """The model of `folder` as a GGUF file, its projections as a quantized type; `plain` gets what the file stands for.
 
     scaling: RoPE scaling as fields, its type and factor
     ends: further control tokens, from 260 on
+    pre: how texts are split, by name
+    begins: whether they begin with a token, where the file says so
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -42,6 +46,10 @@ def write_gguf(
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling[0]))
         writer.add_rope_scaling_factor(scaling[1])
     _write_vocabulary(writer, ends)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    if begins is not None:
+        writer.add_add_bos_token(begins)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     stands_for = {}
     for name, tensor in safetensors.torch.load_file(folder / "model.safetensors").items():

@@ -22,6 +22,7 @@ from transformers import AutoConfig
 
 from outrider import checkpoint
 from outrider.errors import ConfigError
+from outrider.text.tokenizer import Tokenizer
 from services.target.model import convert, gguf_facts
 from services.target.model.progress import Phases
 from tests.checkpoints.families import write_family
@@ -89,6 +90,20 @@ def test_what_ends_a_turn_is_known_by_name(names, ends, tmp_path):
     assert gguf_facts.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
     assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
     assert load_model(tmp_path / "out").eos_token_ids == tuple(sorted(ends))
+
+
+@pytest.mark.parametrize(("pre", "stated", "begins", "whole"), [
+    ("llama-bpe", None, True, True), ("llama-bpe", False, False, True), ("tekken", None, True, True),
+    ("qwen2", None, False, False), ("qwen2", True, True, False), (None, None, False, False),
+])  # fmt: skip
+def test_texts_begin_and_words_stay_whole_as_in_llama_3(pre, stated, begins, whole, tmp_path):
+    """Files of it do not say so; llama.cpp knows it by how texts are split. "lol" is a token that no merge makes."""
+    folder = write_family(tmp_path / "original", "llama-2")
+    write_gguf(tmp_path / "it.gguf", folder, tmp_path / "plain", ends=["lol"], pre=pre, begins=stated)
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    tokenizer = Tokenizer({file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()})
+    found = tokenizer.encode("lol")
+    assert (found[0] == 0, found[-1] == 260) == (begins, whole)
 
 
 def rope_of(tmp_path, family, scaling):

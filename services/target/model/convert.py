@@ -69,7 +69,11 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         phases.enter(_PHASES[2])
         model.save_pretrained(folder, max_shard_size=_SHARD)
         phases.enter(_PHASES[3])
-        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        whole = gguf_facts.words_are_whole(reader)
+        begin = {"add_bos_token": True} if whole else {}  # what the file states is stronger
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
+        if whole:
+            tokenizer.backend_tokenizer.model.ignore_merges = True
         tokenizer.save_pretrained(folder)
         model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
         model.generation_config.save_pretrained(folder)

@@ -36,6 +36,11 @@ _ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>",
 }  # fmt: skip
+# Ways of splitting texts, as files name them, of tokenizers that begin texts with a token unless the file denies it,
+# and whose words are tokens wherever there are such, merges or not; llama.cpp knows both by these names alone.
+_WHOLE = {
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+}  # fmt: skip
 _HARMONY = {"<|return|>", "<|call|>"}  # where there are both, <|end|> ends a part of an answer alone
 
 
@@ -94,6 +99,11 @@ def end_token_ids(reader: GGUFReader) -> set[int]:
     ids = {token: i for i, token in enumerate(_field(reader, "tokenizer.ggml.tokens") or ())}
     names = _ENDS - {"<|end|>"} if ids.keys() >= _HARMONY else _ENDS
     return {int(token) for token in stated} | {ids[name] for name in names & ids.keys()}
+
+
+def words_are_whole(reader: GGUFReader) -> bool:
+    """True for tokenizers like Llama 3's: words that are tokens stay whole, and texts begin with a token."""
+    return _field(reader, "tokenizer.ggml.pre") in _WHOLE
 
 
 def _tensor(reader: GGUFReader, name: str) -> NDArray[np.float64] | None:
