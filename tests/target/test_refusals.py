@@ -99,6 +99,15 @@ def test_attention_past_the_interface_is_noticed(tmp_path):
         load(folder, CPU)
 
 
+def test_a_window_that_attention_is_not_told_of_is_noticed(tmp_path):
+    folder = write_random(tmp_path / "model", "phimoe", num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
+    with pytest.raises(ConfigError, match=r"PhimoeForCausalLM.* window of 24 tokens; choose --context-length 24"):
+        load(folder, CPU)
+    assert load(folder, TargetConfig(device="cpu", context_length=24)).context_length == 24
+    folder = write_random(tmp_path / "wide", "phimoe", num_local_experts=4, num_experts_per_tok=2, sliding_window=128)
+    assert load(folder, CPU).context_length == 128
+
+
 def test_weights_that_overflow_are_noticed(tmp_path):
     folder = write_model(tmp_path / "model")
     tensors = safetensors.torch.load_file(folder / "model.safetensors")

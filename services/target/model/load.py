@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
     assert probe.dtype is not None
     cache_dtype = pick_cache_dtype(config.kv_cache_dtype, probe.dtype, device)
     context_length = positions.context_length(module.config.get_text_config(), config.context_length)
+    _check_window(module, probe, context_length)
     runner = _runner(module, how, probe, planner, cache_dtype, context_length, config, device)
     program = runner if isinstance(runner, native.ProgramRunner) else None
     model = Model(
@@ -246,6 +248,20 @@ def pass_a_token(module: Any, device: torch.device) -> attention.Probe:
         if kind == "sliding_attention" and probe.windows[layer] is None:
             raise ConfigError(f"{type(module).__name__} does not say how wide the window of layer {layer} is")
     return probe
+
+
+def _check_window(module: Any, probe: attention.Probe, context_length: int) -> None:
+    """Raise ConfigError for a model that masks by a window which it does not tell its attention of, as PhiMoE does."""
+    text = module.config.get_text_config()
+    window = getattr(text, "sliding_window", None)
+    masks = hasattr(sys.modules[type(module).__module__], "create_sliding_window_causal_mask")
+    if not window or not masks or getattr(text, "layer_types", None) or any(probe.windows.values()):
+        return
+    if window < context_length:
+        raise ConfigError(
+            f"{type(module).__name__} does not tell its attention of its window of {window} tokens; "
+            f"choose --context-length {window} or less"
+        )
 
 
 def _eos_token_ids(module: Any, folder: Path, vocab_size: int) -> tuple[int, ...]:
