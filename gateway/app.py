@@ -25,6 +25,7 @@ from gateway.api import app as rest
 from gateway.api.middleware import Edge, Gate
 from gateway.api.tracing import Traced
 from gateway.control import Control
+from gateway.defaults import FILE, OPENAI, SamplingDefaults, of_model
 from gateway.doors import Doors
 from gateway.facade import Backend, facades
 from gateway.facts import Facts
@@ -112,6 +113,7 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             max_session_tokens=target.info.max_session_tokens,
             admission=admission,
             timeout=config.request_timeout,
+            defaults=_defaults(config, target),
         )
         if not config.disable_vllm_metrics:
             metrics.registry.register(Vllm(metrics, generator.name))
@@ -148,6 +150,16 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
         await orchestrator.stop()
         await peers.stop()
         await doors.close()
+
+
+def _defaults(config: GatewayConfig, target: TargetLink) -> SamplingDefaults:
+    """How tokens are drawn for who does not say. Raises ConfigError."""
+    if config.sampling_defaults == "openai":
+        return OPENAI
+    defaults = of_model(target.tokenizer_files)
+    if defaults != OPENAI:
+        log.info("requests that do not say otherwise have %s, as the model's %s says", defaults, FILE)
+    return defaults
 
 
 def _stop_or_leave() -> asyncio.Event:

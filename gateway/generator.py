@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from gateway.admission import Admission
+from gateway.defaults import OPENAI, SamplingDefaults
 from gateway.generation import Generation, GenerationRequest
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
@@ -36,10 +37,11 @@ class Generator:
         max_session_tokens: int,
         admission: Admission | None = None,
         timeout: float | None = None,
+        defaults: SamplingDefaults = OPENAI,
     ) -> None:
         """name: of the served model. max_session_tokens: of prompt and answer, or more once a larger target was met.
 
-        timeout: of any answer, seconds.
+        timeout: of any answer, seconds. defaults: of what requests leave out.
         """
         self.admission = admission or Admission()
         self._timeout = timeout
@@ -47,6 +49,7 @@ class Generator:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.name = name
+        self.defaults = defaults
         self.vocab_size = vocab_size
         self._max_session_tokens = max_session_tokens
         self._running: dict[str, set[Generation]] = {}  # by request

@@ -20,7 +20,6 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.serving.rpc import statuses
 from outrider.speculation.proposal import FinishReason, Logprobs
-from outrider.speculation.sampling import SamplingParams
 from outrider.telemetry import REQUEST_ID
 from outrider.tracing import Tracing
 from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
@@ -108,14 +107,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         max_tokens = given("max_tokens")
         if max_tokens == 0:
             raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
-        sampling = SamplingParams(
-            given("temperature", 1.0),
-            given("top_k", 0),
-            given("top_p", 1.0),
-            given("min_p", 0.0),
+        sampling = self._ready().defaults.sampling(
+            given("temperature"),
+            given("top_k"),
+            given("top_p"),
+            given("min_p"),
+            given("repetition_penalty"),
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            repetition_penalty=given("repetition_penalty", 1.0),
             logit_bias=tuple(request.logit_bias.items()),
         )
         return GenerationRequest(

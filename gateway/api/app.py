@@ -99,7 +99,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         prompt = body.cut(whole, generator.max_session_tokens)
         reply = ResponseReply(
             body,
-            body.request(prompt, 0),
+            body.request(prompt, 0, generator.defaults),
             generator.tokenizer.pieces,
             request_id=body.request_id or body.rid or request.scope[REQUEST_ID],
             model=generator.name,
@@ -114,7 +114,7 @@ def _native_routes(app: FastAPI, generator: Generator) -> None:
         """SGLang's own form: text or token ids in and out."""
         body.check_supported()
         prompts = await generator.encode_all(body.prompts())
-        answers = native.wanted(body, prompts, request.scope[REQUEST_ID], _timeout(request))
+        answers = native.wanted(body, prompts, request.scope[REQUEST_ID], _timeout(request), generator.defaults)
         pieces = generator.tokenizer.pieces
         reply = native.NativeReply(answers, pieces, several=body.several, texts=body.return_text_in_logprobs)
         return await respond(request, reply, generator, stream=body.stream)
@@ -175,7 +175,8 @@ async def _answer(
 ) -> Response:
     """Start a generation for each try at each prompt, and answer with those to be told. prompts: tokens and text."""
     body.timeout = body.timeout or _timeout(request)
-    wanted = [body.request(prompt, index) for prompt, _ in prompts for index in range(body.tries)]
+    defaults = generator.defaults
+    wanted = [body.request(prompt, index, defaults) for prompt, _ in prompts for index in range(body.tries)]
     telling = Telling(
         generator.tokenizer.pieces,
         ids=body.return_token_ids,

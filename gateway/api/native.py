@@ -17,13 +17,13 @@ from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import finite, rows
 from gateway.api.schemas import biases
 from gateway.api.streaming import DONE
+from gateway.defaults import SamplingDefaults
 from gateway.generation import Generation, GenerationRequest, Part, merged
 from gateway.generator import Generator
 from gateway.text.pieces import Pieces
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS
 from outrider.speculation.proposal import FinishReason, Logprobs
-from outrider.speculation.sampling import SamplingParams
 
 DEFAULT_TOKENS = 128  # new tokens where nothing is said, as in SGLang
 MAX_GENERATIONS = 1024
@@ -49,13 +49,13 @@ class NativeSampling(BaseModel):
 
     max_new_tokens: Count | None = Field(DEFAULT_TOKENS, ge=0)
     min_new_tokens: Count = Field(0, ge=0)
-    temperature: Number = Field(1.0, ge=0)
-    top_p: Number = 1.0
-    top_k: Count = Field(-1, ge=-1)
-    min_p: Number = 0.0
+    temperature: Number | None = Field(None, ge=0)
+    top_p: Number | None = None
+    top_k: Count | None = Field(None, ge=-1)
+    min_p: Number | None = None
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
-    repetition_penalty: Number = 1.0
+    repetition_penalty: Number | None = None
     logit_bias: Biases | None = None
     sampling_seed: Count | None = Field(None, ge=-(2**63), lt=2**64)
     n: Count = Field(1, ge=1, le=128)
@@ -144,8 +144,10 @@ class Told:
     last: Part | None = None
 
 
-def wanted(body: NativeBody, prompts: Sequence[list[int]], request_id: str, timeout: float | None) -> list[Told]:
-    """The answers that a request asks for, prompt by prompt. Raises InvalidRequest."""
+def wanted(
+    body: NativeBody, prompts: Sequence[list[int]], request_id: str, timeout: float | None, defaults: SamplingDefaults
+) -> list[Told]:
+    """The answers that a request asks for, prompt by prompt. defaults: of what it leaves out. Raises InvalidRequest."""
     answers: list[Told] = []
     for index, prompt in enumerate(prompts):
         count = len(prompts)
@@ -163,7 +165,7 @@ def wanted(body: NativeBody, prompts: Sequence[list[int]], request_id: str, time
             )
         for choice in range(given.n):
             name = own or (request_id if count == 1 else f"{request_id}-{index}")
-            request = _request(body, given, prompt, choice, top, None if first is None else top, timeout)
+            request = _request(body, given, prompt, choice, top, None if first is None else top, timeout, defaults)
             answers.append(Told(name if given.n == 1 else f"{name}-{choice}", request, first))
     return answers
 
@@ -185,15 +187,16 @@ def _request(
     top: int | None,
     prompt_top: int | None,
     timeout: float | None,
+    defaults: SamplingDefaults,
 ) -> GenerationRequest:
-    sampling = SamplingParams(
+    sampling = defaults.sampling(
         given.temperature,
-        max(given.top_k, 0),
+        given.top_k,
         given.top_p,
         given.min_p,
+        given.repetition_penalty,
         presence_penalty=given.presence_penalty,
         frequency_penalty=given.frequency_penalty,
-        repetition_penalty=given.repetition_penalty,
         logit_bias=biases(given.logit_bias),
     )
     stops = (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ())

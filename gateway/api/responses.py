@@ -186,11 +186,11 @@ class ResponseReply:
             "previous_response_id": None,
             "reasoning": {"effort": body.effort, "summary": None},
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": wanted.sampling.temperature,
             "text": {"format": body.format()},
             "tool_choice": "auto",
             "tools": [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": wanted.sampling.top_p,
             "truncation": "disabled",
             "user": user if isinstance(user, str) else None,  # not all that JSON allows can be told
         }

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.fields import BOUNDED, Biases, Count, Flag, Items, Number, few
 from gateway.api.grammars import grammar_of
 from gateway.api.tools import Tools, tools_of
+from gateway.defaults import SamplingDefaults
 from gateway.generation import PROMPT, GenerationRequest
 from gateway.text import encoding
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
-from outrider.speculation.sampling import SamplingParams
 
 MAX_CHOICES = 128  # as OpenAI has it
 MAX_GENERATIONS = 128  # of all prompts of a request
@@ -179,17 +179,20 @@ class GenerationBody(BaseModel):
         """New tokens at most; None is the rest of the context."""
         return self.asked_limit()
 
-    def request(self, prompt: list[int], index: int) -> GenerationRequest:
-        """What choice number `index` of a prompt asks for. Choices have seeds one after the other."""
+    def request(self, prompt: list[int], index: int, defaults: SamplingDefaults) -> GenerationRequest:
+        """What choice number `index` of a prompt asks for. Choices have seeds one after the other.
+
+        defaults: of what it leaves out
+        """
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        sampling = SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k or 0, 0),  # -1 is off, too
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
+        sampling = defaults.sampling(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             logit_bias=biases(self.logit_bias),
         )
         return GenerationRequest(

@@ -50,6 +50,9 @@ class GatewayOptions(TlsOptions):
     reasoning_parser: ReasoningParser = "auto"
     """How the model marks its reasoning: with <think> and </think>, of which deepseek-r1 leaves the first out; auto
     looks at its chat template and at the prompt."""
+    sampling_defaults: Literal["model", "openai"] = "model"
+    """What requests have that leave temperature, top_p, top_k, min_p or repetition_penalty out: what the model's
+    generation_config.json says, or OpenAI's, a temperature of 1 and nothing cut off."""
     grpc_facades: tuple[GrpcFacade, ...] = ("vllm",)
     """Other engines' services that the gRPC port answers to, too, for routers made for those engines. A router that
     finds several takes one of them; SGLang's has no seeds."""

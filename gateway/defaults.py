@@ -1,0 +1,63 @@
+"""How tokens are drawn for requests that do not say: as the model's makers say, or plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from outrider.errors import ConfigError, InvalidRequest
+from outrider.speculation.sampling import SamplingParams
+from outrider.text.tokenizer import load_settings
+
+FILE = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request gets that leaves these fields out; by themselves OpenAI's, with which nothing is cut off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{field.name} {getattr(self, field.name):g}" for field in fields(self))
+
+    def sampling(
+        self,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        **others: Any,
+    ) -> SamplingParams:
+        """A request's parameters; None is what it left out. top_k: 0 and -1 keep all. others: as in SamplingParams.
+
+        Raises InvalidRequest.
+        """
+        return SamplingParams(
+            self.temperature if temperature is None else temperature,
+            self.top_k if top_k is None else max(top_k, 0),
+            self.top_p if top_p is None else top_p,
+            self.min_p if min_p is None else min_p,
+            repetition_penalty=self.repetition_penalty if repetition_penalty is None else repetition_penalty,
+            **others,
+        )
+
+
+OPENAI = SamplingDefaults()
+
+
+def of_model(files: Mapping[str, bytes]) -> SamplingDefaults:
+    """What the checkpoint's generation_config.json says. files: content by name. Raises ConfigError."""
+    settings = load_settings(files, FILE)
+    given = {field.name: settings[field.name] for field in fields(OPENAI) if settings.get(field.name) is not None}
+    try:
+        params = OPENAI.sampling(**given)
+    except (InvalidRequest, TypeError) as error:
+        raise ConfigError(f"the model's {FILE}: {error}; correct it, or say --sampling-defaults openai") from None
+    return SamplingDefaults(**{field.name: getattr(params, field.name) for field in fields(OPENAI)})
