@@ -88,6 +88,8 @@ class Client:
         outcome.sent = self.clock()
         try:
             await self._ask(outcome, orjson.dumps(body))
+        except orjson.JSONEncodeError as error:  # half a surrogate pair, or a number beyond 64 bits
+            outcome.fail("cannot be sent", str(error))
         except TimeoutError:
             outcome.fail("timeout", f"no whole answer in {target.timeout:g} s")
         except aiohttp.ClientConnectorError as error:

@@ -100,6 +100,14 @@ async def test_fields_that_a_server_refuses_are_left_out():
     assert server.requests[0].keys() == {"model", "stream", "messages", "stop"}
 
 
+async def test_what_cannot_be_sent_is_one_failed_request():
+    async with running() as (server, url):
+        outcomes = await run(Target(url, "chat", "tiny"), prompts("half of a pair: \ud83d", "good"), Plan())
+    assert [outcome.error for outcome in outcomes] == ["cannot be sent", ""]
+    assert "surrogates" in outcomes[0].detail
+    assert len(server.requests) == 1
+
+
 async def test_no_server():
     (outcome,) = await run(Target("http://127.0.0.1:9", "chat", "tiny"), prompts("x"), Plan())
     assert outcome.error == "no connection"
