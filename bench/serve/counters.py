@@ -6,7 +6,8 @@
 - SGLang's: sglang:spec_verify_calls_total beside sglang:generation_tokens_total; where there is no such counter, its
   gauge of the last interval.
 
-They count all that the server did in between, also for others.
+They count all that the server did in between, also for others. Where they fell, it began anew meanwhile, and nothing
+is told.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _vllm(grown: Counters) -> Speculation | None:
         return sum(value for (name, _), value in grown.items() if name.endswith(f"{_VLLM}{what}_total"))
 
     drafts, drafted, accepted = (total(what) for what in ("drafts", "draft_tokens", "accepted_tokens"))
-    if not drafts:
+    if drafts <= 0 or min(drafted, accepted) < 0:
         return None
     per_position: dict[int, float] = {}
     for (name, position), value in grown.items():
@@ -61,13 +62,15 @@ def _vllm(grown: Counters) -> Speculation | None:
 def _outrider(grown: Counters) -> Speculation | None:
     names = ("verification_steps", "generated_tokens", "verified_draft_tokens", "accepted_draft_tokens")
     steps, tokens, drafted, accepted = (grown.get((f"outrider_{name}_total", ""), 0.0) for name in names)
-    return Speculation(tokens / steps, accepted / drafted, source="/metrics") if steps and drafted else None
+    if min(steps, drafted) <= 0 or min(tokens, accepted) < 0:
+        return None
+    return Speculation(tokens / steps, accepted / drafted, source="/metrics")
 
 
 def _sglang(grown: Counters, after: Counters) -> Speculation | None:
     calls = grown.get(("sglang:spec_verify_calls_total", ""))
     tokens = grown.get(("sglang:generation_tokens_total", ""), 0.0)
-    if calls is not None and calls <= 0:
+    if tokens < 0 or (calls is not None and calls <= 0):
         return None  # the gauges keep what a load before this one left
     rate = after.get(("sglang:spec_accept_rate", ""))
     if calls and tokens:

@@ -243,6 +243,17 @@ def test_counters_are_read_before_and_after():
     assert counters.speculation(counters.read(None), counters.read("")) is None
 
 
+def test_nothing_is_told_of_a_server_that_began_anew():
+    full = {"drafts": 10, "drafted": 30, "accepted": 20, "first": 10, "second": 10}
+    many = {"steps": 9, "tokens": 90, "verified": 90, "accepted": 81}
+    few = {"steps": 8, "tokens": 8, "verified": 0, "accepted": 0}
+    for page, more, less in ((VLLM, full, dict.fromkeys(full, 4)), (OURS, many, few)):
+        before, after = (counters.read(page.format(**numbers)) for numbers in (more, less))
+        assert counters.speculation(before, after) is None
+    lower = counters.read(OURS.format(steps=12, tokens=20, verified=95, accepted=4))
+    assert counters.speculation(counters.read(OURS.format(**many)), lower) is None
+
+
 def test_gauges_of_an_earlier_load_say_nothing():
     """SGLang's counter is there and does not grow, while its gauges still say what was."""
     calls = "# TYPE sglang:spec_verify_calls_total counter\nsglang:spec_verify_calls_total{{}} {}\n"
