@@ -95,7 +95,8 @@ def add_rows(
     by_category: dict[str, list[Outcome]] = {}
     for prompt, answers in zip(prompts, result.answers, strict=True):
         by_category.setdefault(prompt.category, []).extend(answers)
-    measures = {"all": speculation(flat)} | {c: speculation(a) for c, a in by_category.items()}
+    # Prompts of a file that names no category are of one that is called "all", too; this column has every prompt's.
+    measures = {"all": {}} | {c: speculation(a) for c, a in by_category.items()} | {"all": speculation(flat)}
     facts: dict[str, Any] = {"drafter": name, "temperature": temperature}
     speed = new_tokens(flat) / result.seconds
     same = "-"

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import accept, online, report
+from bench.prompts import Prompt
+from bench.report import Report
+from bench.serve.outcome import Outcome
 from bench.serving import ask, new_tokens, speculation
 from tests.bench.server import TOKENS, WORDS, in_a_thread, running
 
@@ -51,6 +54,16 @@ def test_accept_lengths_by_category(prompts, tmp_path):
     length, rate = rows["NGRAM", "accept_length"], rows["NGRAM", "acceptance_rate"]
     assert (length["all"], length["a"], length["b"], length["same_text"]) == (2.0, 2.0, 2.0, "8/8")
     assert rate["b"] == pytest.approx(1 / 3)
+
+
+def test_all_are_all_also_where_some_prompts_have_no_category():
+    made, prompts = Report("accept", ""), [Prompt("all", ("x",)), Prompt("code", ("y",))]
+    answers = [[Outcome(p.category, output_tokens=12, counted=True, drafted=10, accepted=a)]
+               for p, a in zip(prompts, (0, 9), strict=True)]  # fmt: skip
+    accept.add_rows(made, "NGRAM", 0.0, accept.Result(1.0, answers), prompts, None)
+    length, rate = made.rows
+    assert (length["all"], length["code"]) == (pytest.approx(24 / 15), 4.0)
+    assert (rate["all"], rate["code"]) == (0.45, 0.9)
 
 
 def test_accept_goes_on_with_what_is_missing(prompts, tmp_path, monkeypatch, capsys):
