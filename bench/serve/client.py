@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -63,10 +64,11 @@ class Client:
     async def __aenter__(self) -> Client:
         # Servers close idle connections after 5 s or more; one that is about to be closed must not be used.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
+        total = self.target.timeout if math.isfinite(self.target.timeout) else None
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=dict(self.target.headers),
-            timeout=aiohttp.ClientTimeout(total=self.target.timeout, sock_connect=30),
+            timeout=aiohttp.ClientTimeout(total=total, sock_connect=30),
             read_bufsize=2**20,
         )
         return self

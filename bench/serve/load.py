@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ class Plan:
 
     concurrency: most conversations at a time; None for no limit
     rate: conversations that begin in a second; None: as soon as another one has ended
-    burstiness: 1 for Poisson arrivals, below 1 for bursts, above 1 for even ones
+    burstiness: 1 for Poisson arrivals, below 1 for bursts, above 1 for even ones, infinite for those without chance
     seed: of arrivals; request i asks for seed + i
     """
 
@@ -37,8 +38,10 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
     Gaps are drawn from a gamma distribution of shape `burstiness` and scaled so that the last request comes when the
     rate says; with few requests the load would otherwise be off by much.
     """
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), max(0, count - 1))
-    times = np.concatenate([[0.0], np.cumsum(gaps)])[:count]
+    rest = max(0, count - 1)
+    even = math.isinf(burstiness)
+    gaps = np.ones(rest) if even else np.random.default_rng(seed).gamma(burstiness, 1.0 / burstiness, rest)
+    times = np.concatenate([[0.0], np.cumsum(gaps / rate)])[:count]
     if count > 1 and times[-1] > 0:
         times *= (count - 1) / rate / times[-1]
     return [float(t) for t in times]

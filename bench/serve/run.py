@@ -69,13 +69,13 @@ def parser() -> argparse.ArgumentParser:
         help="further fields of every request; null leaves one out that a server refuses, such as ignore_eos or seed",
     )
     what.add_argument("--no-stream", action="store_true", help="whole answers; only their latency can be told then")
-    what.add_argument("--seed", type=int, default=0, help="of the prompts' order, the arrivals and the requests")
+    what.add_argument("--seed", type=_seed, default=0, help="of the prompts' order, the arrivals and the requests")
     when = made.add_argument_group("when")
     when.add_argument("--concurrency", type=_count, help="conversations at a time: 1 by default; with --request-rate "
                       "a limit, by default none")  # fmt: skip
     when.add_argument("--request-rate", type=_positive, help="conversations that begin in a second")
     when.add_argument(
-        "--burstiness", type=_positive, default=1.0, help="of arrivals: 1 Poisson, below bursts, above even"
+        "--burstiness", type=_positive, default=1.0, help="of arrivals: 1 Poisson, below bursts, above even; or inf"
     )
     when.add_argument("--warmup", type=int, default=2, help="requests before the load, of random words (default: 2)")
     out = made.add_argument_group("what comes out", "--output FOLDER writes both files into a folder")
@@ -86,29 +86,50 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
     return value
 
 
+def _count(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _seed(text: str) -> int:
+    return _whole(text, 0)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+
+
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
     return value
 
 
 def _share(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{value:g} is not in [0, 1)")
     return value
 
 
 def _object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text} is no JSON object")
     return value

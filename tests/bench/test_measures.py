@@ -1,5 +1,7 @@
 """Figures from outcomes whose times are known."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -274,5 +276,6 @@ def test_arrivals_keep_their_rate_and_their_burstiness():
     assert variation[1.0] == pytest.approx(1.0, abs=0.1), "gaps of Poisson arrivals vary as much as they last"
     assert variation[0.25] == pytest.approx(2.0, abs=0.3)
     assert variation[100.0] == pytest.approx(0.1, abs=0.02)
+    assert arrivals(5, 4.0, math.inf, 0) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert arrivals(1, 5.0, 1.0, 0) == [0.0]
     assert arrivals(0, 5.0, 1.0, 0) == []

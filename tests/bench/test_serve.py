@@ -228,6 +228,12 @@ def test_whole_answers_have_a_latency_alone(address, tmp_path, capsys):
     assert {request["tpot"] for request in content["requests"]} == {None}
 
 
+def test_even_arrivals_and_answers_that_may_take_for_ever(address, capsys):
+    flags = ["--num-prompts", "3", "--request-rate", "100", "--burstiness", "inf", "--timeout", "inf"]
+    assert main(["serve", "--base-url", address, *flags]) == 0
+    assert "3 / 0" in capsys.readouterr().out
+
+
 def test_a_rate_without_limit_is_null_in_json(address, tmp_path):
     def refused(name):
         raise AssertionError(f"{name} is no JSON")
@@ -247,6 +253,17 @@ def test_mistakes_are_told(address, tmp_path, capsys):
         with pytest.raises(SystemExit) as caught:
             main(["serve", "--base-url", address, *flags])
         assert caught.value.code == 2
+    told = {
+        "--num-prompts x": "'x' is no whole number",
+        "--seed -1": "-1 is less than 0",
+        "--timeout soon": "'soon' is no number",
+        "--extra-body {": "{ is no JSON: Expecting",
+    }
+    capsys.readouterr()
+    for flag, words in told.items():
+        with pytest.raises(SystemExit):
+            main(["serve", "--base-url", address, *flag.split()])
+        assert words in capsys.readouterr().err
     talks = tmp_path / "prompts.jsonl"
     talks.write_text('{"prompt": "x"}')
     with pytest.raises(SystemExit):
