@@ -134,12 +134,23 @@ class Client:
                 take(outcome, _object(event), now)
         return _DONE in events
 
+    async def page(self, path: str) -> str:
+        """A page of the server. Raises RuntimeError that says why there is none."""
+        try:
+            async with self._session.get(root_of(self.target.base_url) + path) as response:
+                if response.status != 200:
+                    raise RuntimeError(f"GET {path}: HTTP {response.status}: {await _message(response)}")
+                return await response.text(errors="replace")
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise RuntimeError(f"GET {path}: {error or 'no answer'}; is it up?") from error
+        except ValueError as error:  # headers that cannot be sent
+            raise RuntimeError(f"GET {path}: {error}") from error
+
     async def get(self, path: str) -> str | None:
         """A page of the server; None if it has none or cannot be reached."""
         try:
-            async with self._session.get(root_of(self.target.base_url) + path) as response:
-                return await response.text() if response.status == 200 else None
-        except (TimeoutError, aiohttp.ClientError):
+            return await self.page(path)
+        except RuntimeError:
             return None
 
     async def post(self, path: str) -> None:

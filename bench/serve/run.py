@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
         prog="outrider bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     to = made.add_argument_group("the server")
-    to.add_argument("--base-url", default="http://127.0.0.1:30000", help="with or without /v1 (default: %(default)s)")
+    to.add_argument("--base-url", type=_url, default="http://127.0.0.1:30000",
+                    help="with or without /v1 (default: %(default)s)")  # fmt: skip
     to.add_argument("--model", help="by default the first one that /v1/models names")
     to.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
     to.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="by default $OPENAI_API_KEY")
@@ -94,6 +95,12 @@ def _whole(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"{value} is less than {least}")
     return value
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} begins with neither http:// nor https://")
+    return text
 
 
 def _count(text: str) -> int:
@@ -207,11 +214,10 @@ async def measure(
 
 
 async def _first_model(client: Client) -> str:
-    page = await client.get("/v1/models")
-    if page is None:
-        raise RuntimeError(
-            f"{client.target.base_url} does not answer GET /v1/models; is it up? (--model names a model)"
-        )
+    try:
+        page = await client.page("/v1/models")
+    except RuntimeError as error:
+        raise RuntimeError(f"{client.target.base_url}: {error} (--model names a model)") from error
     try:
         return str(json.loads(page)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:

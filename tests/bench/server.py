@@ -33,7 +33,9 @@ class Server:
         self.running = self.most = self.drafts = 0
         self.over = asyncio.Event()
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        if request.headers.get("authorization") == "Bearer wrong":
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
         return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
 
     async def metrics(self, _: web.Request) -> web.Response:

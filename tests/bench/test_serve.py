@@ -247,6 +247,11 @@ def test_a_rate_without_limit_is_null_in_json(address, tmp_path):
 def test_mistakes_are_told(address, tmp_path, capsys):
     assert main(["serve", "--base-url", "http://127.0.0.1:9"]) == 1
     assert "is it up?" in capsys.readouterr().err
+    for key, words in (("wrong", "GET /v1/models: HTTP 401: no such key"), ("two\nlines", "headers")):
+        assert main(["serve", "--base-url", address, "--api-key", key]) == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert "is it up?" not in said
     wrong = (["--prompts", str(tmp_path / "none")], ["--goodput", "speed:1"], ["--request-rate", "0"],
              ["--num-prompts", "0"], ["--extra-body", "[1]"], ["--extra-body", "{"])  # fmt: skip
     for flags in wrong:
@@ -254,6 +259,7 @@ def test_mistakes_are_told(address, tmp_path, capsys):
             main(["serve", "--base-url", address, *flags])
         assert caught.value.code == 2
     told = {
+        "--base-url localhost:30000": "neither http://",
         "--num-prompts x": "'x' is no whole number",
         "--seed -1": "-1 is less than 0",
         "--timeout soon": "'soon' is no number",
