@@ -16,6 +16,7 @@ from bench.serve.outcome import SILENT, Outcome, take
 Endpoint = Literal["chat", "completions"]
 _PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _DONE = b"[DONE]"
+_CONNECT = 30.0  # seconds until a server takes a connection
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Client:
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=dict(self.target.headers),
-            timeout=aiohttp.ClientTimeout(total=total, sock_connect=30),
+            timeout=aiohttp.ClientTimeout(total=total, sock_connect=_CONNECT),
             read_bufsize=2**20,
         )
         return self
@@ -92,6 +93,8 @@ class Client:
             await self._ask(outcome, orjson.dumps(body))
         except orjson.JSONEncodeError as error:  # half a surrogate pair, or a number beyond 64 bits
             outcome.fail("cannot be sent", str(error))
+        except aiohttp.ConnectionTimeoutError:
+            outcome.fail("no connection", f"none in {_CONNECT:g} s")
         except TimeoutError:
             outcome.fail("timeout", f"no whole answer in {target.timeout:g} s")
         except aiohttp.ClientConnectorError as error:

@@ -2,11 +2,12 @@
 
 import json
 
+import aiohttp
 import pytest
 
 from bench.__main__ import main
 from bench.prompts import Prompt
-from bench.serve.client import Events, Target, root_of
+from bench.serve.client import Client, Events, Target, root_of
 from bench.serve.load import Plan, run
 from tests.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, in_a_thread, running
 
@@ -111,6 +112,17 @@ async def test_what_cannot_be_sent_is_one_failed_request():
 async def test_no_server():
     (outcome,) = await run(Target("http://127.0.0.1:9", "chat", "tiny"), prompts("x"), Plan())
     assert outcome.error == "no connection"
+
+
+async def test_a_server_that_takes_no_connection(monkeypatch):
+    """Its queue is full, as under more load than it can bear."""
+
+    async def wait(*_):
+        raise aiohttp.ConnectionTimeoutError
+
+    monkeypatch.setattr(Client, "_ask", wait)
+    (outcome,) = await run(Target("http://127.0.0.1:9", "chat", "tiny"), prompts("x"), Plan())
+    assert (outcome.error, outcome.detail) == ("no connection", "none in 30 s")
 
 
 async def test_as_many_at_a_time_as_asked_for(monkeypatch):
