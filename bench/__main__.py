@@ -62,7 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     common.add_argument("--output", type=Path)
     chosen, flags = common.parse_known_args(rest)
     if chosen.output is not None:
-        report.write_into(chosen.output)
+        try:
+            report.write_into(chosen.output)
+        except OSError as error:
+            print(f"outrider bench {name}: error: --output: {error}", file=sys.stderr)
+            return 2
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a benchmark has started ends with it
     try:
         codes = [importlib.import_module(BENCHMARKS[one][0]).main(flags) or 0 for one in _chosen(name)]

@@ -25,7 +25,8 @@ _chosen: Path | None = None
 
 
 def write_into(folder: Path) -> None:
-    """Let this process's reports go to a folder."""
+    """Let this process's reports go to a folder, which is made. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
     global _chosen  # noqa: PLW0603 - set once, by the entry point
     _chosen = folder
 

@@ -228,8 +228,11 @@ def main(argv: list[str]) -> int:
     """Put the load on, and show what came of it. Returns 1 if no request succeeded."""
     flags = parser()
     args = flags.parse_args(argv)
+    folder = chosen()
+    json_file, picture = args.json or (folder and folder / "serve.json"), args.plot or (folder and folder / "serve.png")
     try:
         prompts = prompts_of(args)
+        show.check(json_file, picture)
     except (OSError, ValueError) as error:
         flags.error(str(error))
     target = target_of(args)
@@ -253,9 +256,8 @@ def main(argv: list[str]) -> int:
     show.show(console, summary, categories, outcomes, told)
     parameters = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     parameters |= {"model": target.model, "concurrency": concurrency, "api_key": None, "header": len(args.header)}
-    folder = chosen()
-    if file := args.json or (folder and folder / "serve.json"):
-        show.write_json(file, parameters, summary, categories, outcomes, told)
-    if file := args.plot or (folder and folder / "serve.png"):
-        show.plot(file, f"{target.model} at {target.base_url}", outcomes)
+    if json_file is not None:
+        show.write_json(json_file, parameters, summary, categories, outcomes, told)
+    if picture is not None:
+        show.plot(picture, f"{target.model} at {target.base_url}", outcomes)
     return 0 if summary.requests else 1

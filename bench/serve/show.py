@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -111,6 +113,21 @@ def _categories(categories: Mapping[str, Summary]) -> Table:
             f"{one.speculation.accept_length:.2f}" if one.speculation else "-",
         )
     return table
+
+
+def check(json_file: Path | None, picture: Path | None) -> None:
+    """Raises ValueError if files cannot be written there, or a picture is of an unknown kind."""
+    for file in filter(None, (json_file, picture)):
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK) or file.parent.is_file():
+            raise ValueError(f"{file} is no file that can be written")
+    if picture is not None and picture.suffix:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        kinds = FigureCanvasAgg.get_supported_filetypes()
+        if picture.suffix[1:].lower() not in kinds:
+            raise ValueError(f"{picture} is no kind of picture; there are {', '.join(kinds)}")
 
 
 def write_json(

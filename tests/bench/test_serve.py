@@ -256,6 +256,18 @@ def test_a_rate_without_limit_is_null_in_json(address, tmp_path):
     assert content["parameters"]["request_rate"] is None
 
 
+def test_what_cannot_be_written_is_refused_before_anything_is_asked(address, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    wrong = (["--json", str(tmp_path)], ["--plot", str(file / "x.png")], ["--plot", str(tmp_path / "x.xyz")])
+    for flags in wrong:
+        with pytest.raises(SystemExit, match="2"):
+            main(["serve", "--base-url", address, *flags])
+        assert flags[1] in capsys.readouterr().err
+    assert main(["serve", "--base-url", address, "--output", str(file)]) == 2
+    assert "--output" in capsys.readouterr().err
+
+
 def test_mistakes_are_told(address, tmp_path, capsys):
     assert main(["serve", "--base-url", "http://127.0.0.1:9"]) == 1
     assert "is it up?" in capsys.readouterr().err
