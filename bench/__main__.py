@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import report
+from outrider import cli
 
 # Name to module, and what it says; in the order in which `all` runs them.
 BENCHMARKS = {
@@ -82,4 +83,4 @@ def _chosen(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli.main(["bench", *sys.argv[1:]]))

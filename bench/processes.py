@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from bench.errors import BenchError
+
 _GRACE = 30.0  # seconds until a process that was asked to end is killed
 
 
@@ -32,9 +34,9 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 def wait_until(
     child: subprocess.Popen[bytes], serves: Callable[[], bool], seconds: float, said: Callable[[], str] = str
 ) -> None:
-    """Wait until a process serves. Raises RuntimeError with what it said last if it ends, or is not ready in time."""
+    """Wait until a process serves. Raises BenchError with what it said last if it ends, or is not ready in time."""
     end = time.monotonic() + seconds
     while not serves():
         if child.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(f"{child.args!r} does not serve, exit code {child.poll()}:\n{said()}")
+            raise BenchError(f"{child.args!r} does not serve, exit code {child.poll()}:\n{said()}")
         time.sleep(0.1)

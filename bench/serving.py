@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
@@ -16,11 +17,14 @@ from typing import IO, Any
 
 import httpx
 
+from bench.errors import BenchError
 from bench.prompts import Prompt
 from bench.serve import load, measures
 from bench.serve.client import Target
 from bench.serve.measures import seconds_of
 from bench.serve.outcome import Outcome
+
+_SAID = 3  # last lines of a system that does not start
 
 
 def free_port() -> int:
@@ -32,7 +36,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Iterator[str]:
-    """`outrider serve` while the context lasts; yields its base URL. Raises RuntimeError if it does not come up.
+    """`outrider serve` while the context lasts; yields its base URL. Raises BenchError if it does not come up.
 
     flags: "{model}" in them is the model. most: requests that run together.
     """
@@ -57,18 +61,24 @@ def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Itera
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, command: str, said: IO[str]) -> None:
-    """Until it can be asked. Raises RuntimeError with what it said last if it ends, or is not ready in five minutes."""
+    """Until it can be asked. Raises BenchError with what it said last if it ends, or is not ready in five minutes."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if process.poll() is not None:
             said.seek(0)
-            last = " / ".join(said.read().splitlines()[-3:])
-            raise RuntimeError(f"{command} ended with code {process.returncode}: {last}")
+            last = " / ".join(_words(said.read())[-_SAID:])
+            raise BenchError(f"{command} ended with code {process.returncode}: {last}")
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(f"{url}/health", timeout=2).status_code == 200:
                 return
         time.sleep(0.25)
-    raise RuntimeError(f"{command} was not ready in five minutes")
+    raise BenchError(f"{command} was not ready in five minutes")
+
+
+def _words(text: str) -> list[str]:
+    """The lines of a text that say something, without the box that stands around what flags are refused for."""
+    lines = (re.sub(r"[\u2500-\u257f]+", " ", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 async def ask(
@@ -81,7 +91,7 @@ async def ask(
     """Hold conversations, `concurrency` at a time. Returns seconds, and what came of each one's turns in order.
 
     conversations: what the user says, turn by turn. body: of every request; the seed is the conversation's number.
-    Answers come whole, which costs the least. done: called after every request. Raises RuntimeError if one fails.
+    Answers come whole, which costs the least. done: called after every request. Raises BenchError if one fails.
     """
     prompts = [Prompt("all", tuple(turns)) for turns in conversations]
     target = Target(url, body={**body, "stream": False})

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from bench.errors import BenchError
 from bench.peers.base import Facts, Peer, Reply, end_of, log_of
 from bench.processes import running, wait_until
 from bench.serve.client import Client, Target
@@ -67,7 +68,7 @@ class Server(Peer):
 
     def _reply(self, outcome: Outcome) -> Reply:
         if outcome.error:
-            raise RuntimeError(f"{self.facts.name} fails: {outcome.error}, {outcome.detail}")
+            raise BenchError(f"{self.facts.name} fails: {outcome.error}, {outcome.detail}")
         return Reply(outcome.text, outcome.output_tokens, outcome.ttft or 0.0, outcome.latency)
 
 

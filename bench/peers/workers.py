@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.errors import BenchError
 from bench.peers.base import Facts, Peer, Reply, end_of, log_of
 from bench.processes import running
 
@@ -49,7 +50,7 @@ class Worker(Peer):
             if line.lstrip().startswith(b"{"):
                 heard: dict[str, Any] = json.loads(line)
                 return heard
-        raise RuntimeError(f"{self.facts.name} has ended with code {self._child.wait()}:\n{end_of(self._log)}")
+        raise BenchError(f"{self.facts.name} has ended with code {self._child.wait()}:\n{end_of(self._log)}")
 
     def ask(self, texts: Sequence[str], new: int) -> tuple[float, list[Reply]]:
         """As of Peer."""

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
+from bench.errors import BenchError
 from bench.serve.outcome import SILENT, Outcome, take
 
 Endpoint = Literal["chat", "completions"]
@@ -138,32 +139,32 @@ class Client:
         return _DONE in events
 
     async def page(self, path: str) -> str:
-        """A page of the server. Raises RuntimeError that says why there is none."""
+        """A page of the server. Raises BenchError that says why there is none."""
         try:
             async with self._session.get(root_of(self.target.base_url) + path) as response:
                 if response.status != 200:
-                    raise RuntimeError(f"GET {path}: HTTP {response.status}: {await _message(response)}")
+                    raise BenchError(f"GET {path}: HTTP {response.status}: {await _message(response)}")
                 return await response.text(errors="replace")
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise RuntimeError(f"GET {path}: {error or 'no answer'}; is it up?") from error
+            raise BenchError(f"GET {path}: {error or 'no answer'}; is it up?") from error
         except ValueError as error:  # headers that cannot be sent
-            raise RuntimeError(f"GET {path}: {error}") from error
+            raise BenchError(f"GET {path}: {error}") from error
 
     async def get(self, path: str) -> str | None:
         """A page of the server; None if it has none or cannot be reached."""
         try:
             return await self.page(path)
-        except RuntimeError:
+        except BenchError:
             return None
 
     async def post(self, path: str) -> None:
-        """Ask for something that has no answer, such as a flush. Raises RuntimeError if it is refused."""
+        """Ask for something that has no answer, such as a flush. Raises BenchError if it is refused."""
         try:
             async with self._session.post(root_of(self.target.base_url) + path) as response:
                 if response.status != 200:
-                    raise RuntimeError(f"POST {path}: HTTP {response.status}: {await _message(response)}")
+                    raise BenchError(f"POST {path}: HTTP {response.status}: {await _message(response)}")
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise RuntimeError(f"POST {path}: {error}") from error
+            raise BenchError(f"POST {path}: {error}") from error
 
 
 def _object(data: bytes) -> dict[str, Any]:

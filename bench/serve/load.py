@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.errors import BenchError
 from bench.prompts import Prompt, synthetic
 from bench.serve.client import Client, Target
 from bench.serve.outcome import Outcome
@@ -85,10 +86,10 @@ async def hold(
 
 
 def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """The same. Raises RuntimeError if a request failed; a model that had nothing to say did not."""
+    """The same. Raises BenchError if a request failed; a model that had nothing to say did not."""
     for outcome in outcomes:
         if outcome.error and not outcome.silent:
-            raise RuntimeError(f"a request failed: {outcome.error}: {outcome.detail}")
+            raise BenchError(f"a request failed: {outcome.error}: {outcome.detail}")
     return outcomes
 
 

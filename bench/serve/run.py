@@ -26,6 +26,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bench.errors import BenchError
 from bench.prompts import Prompt, read_prompts, sample, synthetic
 from bench.report import chosen
 from bench.serve import counters, load, show
@@ -187,7 +188,7 @@ async def measure(
 ) -> tuple[Target, list[Outcome], Speculation | None]:
     """Put a load on. Returns the target with its model's name, what came of it, and what the metrics tell.
 
-    Raises RuntimeError if the server cannot be reached or has no model.
+    Raises BenchError if the server cannot be reached or has no model.
     """
     async with Client(target) as client:
         if not target.model:
@@ -216,12 +217,12 @@ async def measure(
 async def _first_model(client: Client) -> str:
     try:
         page = await client.page("/v1/models")
-    except RuntimeError as error:
-        raise RuntimeError(f"{client.target.base_url}: {error} (--model names a model)") from error
+    except BenchError as error:
+        raise BenchError(f"{client.target.base_url}: {error} (--model names a model)") from error
     try:
         return str(json.loads(page)["data"][0]["id"])
     except (ValueError, LookupError, TypeError) as error:
-        raise RuntimeError(f"{client.target.base_url}/v1/models names no model; --model names one") from error
+        raise BenchError(f"{client.target.base_url}/v1/models names no model; --model names one") from error
 
 
 def main(argv: list[str]) -> int:
@@ -247,7 +248,7 @@ def main(argv: list[str]) -> int:
     try:
         work = measure(target, prompts, plan, args.warmup, progress)
         target, outcomes, told = uvloop.run(work)
-    except RuntimeError as error:
+    except BenchError as error:
         print(f"outrider bench serve: error: {error}", file=sys.stderr)
         return 1
     seconds = seconds_of(outcomes)

@@ -43,7 +43,7 @@ async def take_turns(
     """One round for every part of the prompts; who begins changes from round to round.
 
     Both systems forget what they know of earlier texts before the first round. advance: called after every part that
-    one of them has done. Raises RuntimeError if a request fails, for its round would say nothing.
+    one of them has done. Raises BenchError if a request fails, for its round would say nothing.
     """
     targets = [replace(one, body={**one.body, "temperature": cell.temperature}) for one in (setting, plain)]
     for target in targets:

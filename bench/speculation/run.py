@@ -22,6 +22,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
+from bench.errors import BenchError
 from bench.prompts import Prompt, read_prompts, rounds_of, sample
 from bench.report import line_of
 from bench.serve.client import Target
@@ -113,7 +114,7 @@ def main(argv: list[str], serve: Serve = served) -> int:
                 for number, setting in enumerate(missing, start=1):
                     title = f"{number}/{len(missing)} {setting.name}"
                     _add(page, setting, partial(_measure, setting, plain, parts, args, serve, title))
-        except RuntimeError as error:
+        except BenchError as error:
             print(f"outrider bench speculation: error: {error}", file=sys.stderr)
     page.write()
     for title, rows in page.report.more:
@@ -128,7 +129,7 @@ def _add(page: Page, setting: Setting, measure: Callable[[], list[dict[str, Any]
     try:
         for row in measure():
             page.report.add(**row)
-    except RuntimeError as error:
+    except BenchError as error:
         page.report.notes.append(f"{setting.name}: not measured: {error}")
         print(page.report.notes[-1], file=sys.stderr)
     page.write()
@@ -142,7 +143,7 @@ def _measure(
     serve: Serve,
     title: str,
 ) -> list[dict[str, Any]]:
-    """The rows of a setting, at every load. Raises RuntimeError."""
+    """The rows of a setting, at every load. Raises BenchError."""
     cells = [Cell(t, c) for t in args.temperature for c in args.concurrency]
     body = {"max_tokens": args.max_tokens} | ({"ignore_eos": True} if args.ignore_eos else {})
     rows = []

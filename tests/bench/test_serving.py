@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from bench import accept, online, report
+from bench.errors import BenchError
 from bench.prompts import Prompt
 from bench.report import Report
 from bench.serve.outcome import Outcome
 from bench.serving import ask, new_tokens, speculation
+from outrider import cli
 from tests.bench.server import TOKENS, WORDS, in_a_thread, running
 
 
@@ -64,6 +66,15 @@ def test_all_are_all_also_where_some_prompts_have_no_category():
     length, rate = made.rows
     assert (length["all"], length["code"]) == (pytest.approx(24 / 15), 4.0)
     assert (rate["all"], rate["code"]) == (0.45, 0.9)
+
+
+def test_a_system_that_does_not_start_is_told_without_a_traceback(prompts, monkeypatch, capsys):
+    def served(*_):
+        raise BenchError("outrider serve ended with code 2")
+
+    monkeypatch.setattr(accept, "served", served)
+    assert cli.main(["bench", "accept", str(prompts), "--model-path", "tiny"]) == 1
+    assert capsys.readouterr().err == "outrider: error: outrider serve ended with code 2\n"
 
 
 def test_accept_goes_on_with_what_is_missing(prompts, tmp_path, monkeypatch, capsys):

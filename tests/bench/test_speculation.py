@@ -11,6 +11,7 @@ import pytest
 from scipy import stats
 
 from bench import report
+from bench.errors import BenchError
 from bench.prompts import Prompt
 from bench.serve.client import Target
 from bench.serve.outcome import Outcome
@@ -168,7 +169,7 @@ def test_the_program_goes_on_where_it_ended(prompts, tmp_path, capsys):
     def serve(model, flags, dtype, most):
         served.append(" ".join(flags))
         if "8" in flags:
-            raise RuntimeError("out of memory")
+            raise BenchError("out of memory")
         with in_a_thread() as url:
             yield url
 
@@ -242,7 +243,10 @@ def test_real_systems(prompts, tmp_path):
 
 def test_flags_that_are_refused_are_told_in_the_words_of_the_refusal():
     flags = ["--speculative-algorithm", "STANDALONE"]
-    with pytest.raises(RuntimeError, match=r"ended with code 2: .*STANDALONE drafts with"), served("x", flags, "auto"):
+    with pytest.raises(BenchError, match=r"ended with code 2: .*STANDALONE drafts with"), served("x", flags, "auto"):
+        pass
+    words = r"ended with code 2: [^─]*Unrecognized options: --nonsense"
+    with pytest.raises(BenchError, match=words), served("x", ["--nonsense"], "auto"):
         pass
 
 
@@ -253,7 +257,7 @@ def test_a_system_that_does_not_start_is_told(prompts, tmp_path, capsys):
 
     @contextlib.contextmanager
     def serve(*_):
-        raise RuntimeError("outrider serve ended with code 2")
+        raise BenchError("outrider serve ended with code 2")
         yield
 
     assert main([str(prompts), "--model-path", "tiny", "--rounds", "2", "--concurrency", "1"], serve) == 1
