@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress, TaskID
 
-from bench.prompts import Prompt, first_of_each, read_prompts
+from bench.flags import prompts_in, whole
+from bench.prompts import Prompt, first_of_each
 from bench.report import Report, earlier_rows
 from bench.serve.outcome import Outcome
 from bench.serving import ask, new_tokens, served, speculation
@@ -116,10 +117,10 @@ def main(argv: list[str]) -> None:
     parser.add_argument("prompts", type=Path, help='JSON lines with "category" and "turns" or "prompt"')
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="auto", help="of the target")
-    parser.add_argument("--limit", type=int, help="prompts of a category; by default all")
-    parser.add_argument("--turns", type=int, help="turns of a conversation; by default all")
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--limit", type=whole, help="prompts of a category; by default all")
+    parser.add_argument("--turns", type=whole, help="turns of a conversation; by default all")
+    parser.add_argument("--max-tokens", type=whole, default=128, help="of an answer")
+    parser.add_argument("--concurrency", type=whole, default=1)
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--drafter", type=named_drafter, action="append", default=[], metavar="NAME=FLAGS",
                         help="a further drafter, by flags of `outrider serve`")  # fmt: skip
@@ -132,7 +133,7 @@ def main(argv: list[str]) -> None:
         if unknown := set(args.only) - drafters.keys():
             parser.error(f"--only: there is no drafter {', '.join(sorted(unknown))}; there are {', '.join(drafters)}")
         drafters = {name: flags for name, flags in drafters.items() if name == _PLAIN or name in args.only}
-    model, prompts = args.model_path, first_of_each(read_prompts(args.prompts), args.limit)
+    model, prompts = args.model_path, first_of_each(prompts_in(parser, args.prompts), args.limit)
     report = Report("accept", "How much drafters foretell: accept length by category")
     report.notes = _notes(args, model, prompts)
     if args.resume:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import httpx
 from rich.progress import Progress
 
-from bench.prompts import Prompt, read_prompts, rounds_of
+from bench.flags import prompts_in, whole
+from bench.prompts import Prompt, rounds_of
 from bench.report import Report
 from bench.serve.outcome import Outcome
 from bench.serving import ask, served, speculation
@@ -84,9 +85,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dtype", default="auto", help="of the target")
     parser.add_argument("--category", help="prompts of this category alone")
     parser.add_argument("--preface", default="", help="words to put before every prompt")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--max-tokens", type=int, default=128, help="of an answer")
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--rounds", type=whole, default=10)
+    parser.add_argument("--max-tokens", type=whole, default=128, help="of an answer")
+    parser.add_argument("--concurrency", type=whole, default=4)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between rounds")
     parser.add_argument("--share", type=float, default=0.2, help="of the time, to learn in")
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--flags", type=shlex.split, default="--speculative-always",
                         help="further flags of both systems, as one word")  # fmt: skip
     args = parser.parse_args(argv)
-    prompts = [prompt for prompt in read_prompts(args.prompts) if args.category in (None, prompt.category)]
+    prompts = [prompt for prompt in prompts_in(parser, args.prompts) if args.category in (None, prompt.category)]
     rounds = rounds_of(prompts, args.rounds)
     if not rounds or not rounds[0]:
         parser.error(f"{args.prompts} has {len(prompts)} such prompts; {args.rounds} rounds need one each")

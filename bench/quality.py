@@ -23,7 +23,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from bench.prompts import read_prompts
+from bench.flags import prompts_in, whole
 from bench.report import Report
 from bench.target import GREEDY
 from outrider import checkpoint
@@ -55,12 +55,13 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="outrider bench quality", description=__doc__)
     parser.add_argument("--model", default="default")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, as of `bench serve`; first turns")
-    parser.add_argument("--count", type=int, default=64, help="prompts, at most")
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--count", type=whole, default=64, help="prompts, at most")
+    parser.add_argument("--tokens", type=whole, default=128, help="of an answer, at most")
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS)[1:], default=list(FORMATS)[1:])
     args = parser.parse_args(argv)
+    asked = prompts_in(parser, args.prompts)
     folder = checkpoint.resolve(args.model)
-    prompts = rendered(folder, [prompt.turns[0] for prompt in read_prompts(args.prompts)[: args.count]])
+    prompts = rendered(folder, [prompt.turns[0] for prompt in asked[: args.count]])
     engine = engine_of(folder, "float32")
     texts = answers(engine, prompts, args.tokens)
     right = [distributions(engine, text, len(prompt)) for prompt, text in zip(prompts, texts, strict=True)]

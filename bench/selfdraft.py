@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.prompts import first_of_each, read_prompts
+from bench.flags import prompts_in, whole
+from bench.prompts import Prompt, first_of_each
 from bench.report import Report
 from outrider import checkpoint
 from outrider.config import TargetConfig
@@ -67,17 +68,18 @@ def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/self-draft.*."""
     parser = argparse.ArgumentParser(prog="outrider bench self-draft", description=__doc__)
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON lines, as of `outrider bench serve`")
-    parser.add_argument("--limit", type=int, default=2, help="prompts of each category")
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--limit", type=whole, default=2, help="prompts of each category")
+    parser.add_argument("--max-tokens", type=whole, default=96)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--sessions", nargs="+", type=whole, default=[1, 2, 4, 8])
     args = parser.parse_args(argv)
+    asked = first_of_each(prompts_in(parser, args.prompts), args.limit)
     report = Report("self-draft", "Drafts of the target's own against plain steps, on a CPU")
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         folders = {"default": checkpoint.resolve("default")}
         folders["noisy"] = write_noisy(folders["default"], Path(folder))
-        prompts = tokens_of(folders["default"], args.prompts, args.limit)
+        prompts = tokens_of(folders["default"], asked)
         for weights, number_format, drafts in CASES:
             torch.set_num_threads(threads)  # loading a program leaves PyTorch one
             engines = engines_of(folders[weights], number_format, drafts, max(args.sessions))
@@ -98,12 +100,12 @@ def main(argv: Sequence[str]) -> None:
     report.write()
 
 
-def tokens_of(folder: Path, file: Path, limit: int) -> list[NDArray[np.uint32]]:
+def tokens_of(folder: Path, prompts: Sequence[Prompt]) -> list[NDArray[np.uint32]]:
     """Prompts as the model is asked them."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    asked = [[{"role": "user", "content": one.turns[0]}] for one in first_of_each(read_prompts(file), limit)]
+    asked = [[{"role": "user", "content": one.turns[0]}] for one in prompts]
     ids = (tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False) for turns in asked)
     return [np.array(one[:LONGEST], np.uint32) for one in ids]
 

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.flags import whole
 from bench.prompts import read_prompts
 from bench.report import Report
 from bench.serving import ask, new_tokens, served, speculation
@@ -82,9 +83,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="auto", help="of Outrider's target; auto is the checkpoint's own on a CPU")
     parser.add_argument("--transformers-dtype", default="float32", help="on CPUs the faster one there")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompts", type=whole, default=12)
+    parser.add_argument("--max-tokens", type=whole, default=128)
+    parser.add_argument("--concurrency", type=whole, nargs="+", default=[1, 8])
     parser.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args(argv)
     model, folder = args.model_path, resolve(args.model_path)

@@ -22,11 +22,12 @@ from statistics import median
 
 from rich.progress import Progress
 
+from bench.flags import prompts_in, whole
 from bench.peers import servers
 from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import Rates, Replies, median_and_quartiles, ratios, same_texts
 from bench.peers.workers import Worker
-from bench.prompts import first_of_each, read_prompts, sample
+from bench.prompts import first_of_each, sample
 from bench.report import Report
 from bench.system import PROMPTS
 from outrider.checkpoint import resolve, weight_files
@@ -92,10 +93,9 @@ def _named(text: str) -> tuple[str, Path]:
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark and write docs/benchmarks/peers.* and peers-ratios.*."""
     args = _arguments(argv)
-    prompts = read_prompts(args.prompts)
-    alone = first_of_each(prompts, args.limit)
+    alone = first_of_each(args.asked, args.limit)
     texts = [prompt.turns[0] for prompt in alone]
-    fresh = [prompt for prompt in prompts if prompt not in alone]
+    fresh = [prompt for prompt in args.asked if prompt not in alone]
     chosen = sample(fresh or alone, args.together * args.rounds, seed=0)
     groups = [[prompt.turns[0] for prompt in chosen[i :: args.rounds]] for i in range(args.rounds)]
     report = Report("peers", "Our system beside others: greedy, one request at a time, and several at once")
@@ -225,10 +225,10 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="outrider bench peers", description=__doc__)
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, as of `bench serve`")
-    parser.add_argument("--limit", type=int, help="prompts of a category; by default all")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--together", type=int, default=8, help="requests at once, behind those that come alone")
-    parser.add_argument("--rounds", type=int, default=5, help="of requests at once")
+    parser.add_argument("--limit", type=whole, help="prompts of a category; by default all")
+    parser.add_argument("--new-tokens", type=whole, default=128)
+    parser.add_argument("--together", type=whole, default=8, help="requests at once, behind those that come alone")
+    parser.add_argument("--rounds", type=whole, default=5, help="of requests at once")
     parser.add_argument("--outrider", nargs="*", choices=list(_OURS), default=list(_OURS))
     parser.add_argument("--transformers", nargs="*", default=["plain", "lookup"], metavar="MODE",
                         help="plain, lookup, or assisted:FOLDER of a draft model; none leaves it out")  # fmt: skip
@@ -239,6 +239,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--openvino-model", nargs="*", default=[], metavar="LABEL=FOLDER", help="converted models")
     parser.add_argument("--vllm", help="vLLM's program, built for CPUs")
     args = parser.parse_args(argv)
+    args.asked = prompts_in(parser, args.prompts)
     for mode in args.transformers:
         kind, _, folder = mode.partition(":")
         if mode not in ("plain", "lookup") and not (kind == "assisted" and Path(folder, "config.json").is_file()):
@@ -251,4 +252,6 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     for program in [*needed, *([args.vllm] if args.vllm else [])]:
         if shutil.which(program) is None:
             parser.error(f"{program} cannot be run; name it by --llama-server, --openvino-python or --vllm")
+    if not (args.outrider or args.transformers or args.llama_model or args.openvino_model or args.vllm):
+        parser.error("there is nobody to ask; name one with --outrider, --transformers or another flag")
     return args

@@ -22,6 +22,7 @@ import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
+from bench.flags import whole
 from bench.prompts import read_prompts
 from bench.report import Report
 from bench.scale.system import Draft, gateway, remember, target, tell
@@ -124,20 +125,20 @@ def measure(
 def main(argv: Sequence[str]) -> None:
     """Run the benchmark and write docs/benchmarks/scale.*."""
     names = ["context", "sessions", "acceptance", "draft ms", "network ms"]
-    parser = argparse.ArgumentParser(prog="python -m bench scale", description=__doc__)
+    parser = argparse.ArgumentParser(prog="outrider bench scale", description=__doc__)
     parser.add_argument("--model-path", default="default")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--axes", nargs="+", choices=names, default=names)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[128, 512, 2048, 4096, 7936])
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--contexts", type=whole, nargs="+", default=[128, 512, 2048, 4096, 7936])
+    parser.add_argument("--sessions", type=whole, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--acceptances", type=float, nargs="+", default=[0.0, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0])
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0, 2.0, 5.0, 10.0, 20.0])
-    parser.add_argument("--context", type=int, default=256, help="of all other axes, in tokens")
+    parser.add_argument("--context", type=whole, default=256, help="of all other axes, in tokens")
     parser.add_argument("--acceptance", type=float, default=0.8, help="of all other axes")
     parser.add_argument("--draft-ms", type=float, default=1.0, help="of all other axes")
-    parser.add_argument("--tokens", type=int, default=16, help="of a chain that is proposed")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=whole, default=16, help="of a chain that is proposed")
+    parser.add_argument("--new-tokens", type=whole, default=128)
+    parser.add_argument("--rounds", type=whole, default=3)
     args = parser.parse_args(argv)
     report = Report("scale", "How speculation grows: tokens per second with hints over those without")
     todo = cells(args)

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from bench.errors import BenchError
+from bench.flags import address, json_object, positive, seed, share, whole
 from bench.prompts import Prompt, read_prompts, sample, synthetic
 from bench.report import chosen
 from bench.serve import counters, load, show
@@ -43,41 +44,41 @@ def parser() -> argparse.ArgumentParser:
         prog="outrider bench serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     to = made.add_argument_group("the server")
-    to.add_argument("--base-url", type=_url, default="http://127.0.0.1:30000",
+    to.add_argument("--base-url", type=address, default="http://127.0.0.1:30000",
                     help="with or without /v1 (default: %(default)s)")  # fmt: skip
     to.add_argument("--model", help="by default the first one that /v1/models names")
     to.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
     to.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="by default $OPENAI_API_KEY")
     to.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="a further header")
-    to.add_argument("--timeout", type=_positive, default=600.0, help="seconds that an answer may take")
+    to.add_argument("--timeout", type=positive, default=600.0, help="seconds that an answer may take")
     what = made.add_argument_group("what is asked")
     what.add_argument("--prompts", type=Path, help="a file of prompts; without one they are made of random words")
-    what.add_argument("--num-prompts", type=_count, help="of a file all by default, categories taking turns; "
+    what.add_argument("--num-prompts", type=whole, help="of a file all by default, categories taking turns; "
                       f"of random words {_DEFAULT_COUNT}")  # fmt: skip
-    what.add_argument("--turns", type=_count, default=1, help="turns of each conversation at most (default: 1)")
-    what.add_argument("--input-len", type=_count, default=256, help="random words of a prompt (default: 256)")
-    what.add_argument("--output-len", type=_count, default=128, help="tokens of its answer, whole ones (default: 128)")
-    what.add_argument("--range-ratio", type=_share, default=0.0, help="lengths are uniform within 1 +- this ratio")
-    what.add_argument("--max-tokens", type=_count, default=256, help="of an answer to a prompt of a file")
+    what.add_argument("--turns", type=whole, default=1, help="turns of each conversation at most (default: 1)")
+    what.add_argument("--input-len", type=whole, default=256, help="random words of a prompt (default: 256)")
+    what.add_argument("--output-len", type=whole, default=128, help="tokens of its answer, whole ones (default: 128)")
+    what.add_argument("--range-ratio", type=share, default=0.0, help="lengths are uniform within 1 +- this ratio")
+    what.add_argument("--max-tokens", type=whole, default=256, help="of an answer to a prompt of a file")
     what.add_argument("--reply-lengths", action="store_true", help="whole answers as long as those in a file of "
                       "ShareGPT's form, four characters taken for a token")  # fmt: skip
     what.add_argument("--ignore-eos", action="store_true", help="answers go on to their greatest length")
     what.add_argument("--temperature", type=float, default=0.0)
     what.add_argument(
         "--extra-body",
-        type=_object,
+        type=json_object,
         default={},
         metavar="JSON",
         help="further fields of every request; null leaves one out that a server refuses, such as ignore_eos or seed",
     )
     what.add_argument("--no-stream", action="store_true", help="whole answers; only their latency can be told then")
-    what.add_argument("--seed", type=_seed, default=0, help="of the prompts' order, the arrivals and the requests")
+    what.add_argument("--seed", type=seed, default=0, help="of the prompts' order, the arrivals and the requests")
     when = made.add_argument_group("when")
-    when.add_argument("--concurrency", type=_count, help="conversations at a time: 1 by default; with --request-rate "
+    when.add_argument("--concurrency", type=whole, help="conversations at a time: 1 by default; with --request-rate "
                       "a limit, by default none")  # fmt: skip
-    when.add_argument("--request-rate", type=_positive, help="conversations that begin in a second")
+    when.add_argument("--request-rate", type=positive, help="conversations that begin in a second")
     when.add_argument(
-        "--burstiness", type=_positive, default=1.0, help="of arrivals: 1 Poisson, below bursts, above even; or inf"
+        "--burstiness", type=positive, default=1.0, help="of arrivals: 1 Poisson, below bursts, above even; or inf"
     )
     when.add_argument("--warmup", type=int, default=2, help="requests before the load, of random words (default: 2)")
     out = made.add_argument_group("what comes out", "--output FOLDER writes both files into a folder")
@@ -88,66 +89,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-    return value
-
-
-def _url(text: str) -> str:
-    if not text.startswith(("http://", "https://")):
-        raise argparse.ArgumentTypeError(f"{text} begins with neither http:// nor https://")
-    return text
-
-
-def _count(text: str) -> int:
-    return _whole(text, 1)
-
-
-def _seed(text: str) -> int:
-    return _whole(text, 0)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{value:g} is not in [0, 1)")
-    return value
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text} is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
-    return value
-
-
 def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in LIMITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME:MS with a name of {', '.join(LIMITS)}")
-    return name, _positive(value) / 1e3
+    return name, positive(value) / 1e3
 
 
 def prompts_of(args: argparse.Namespace) -> list[Prompt]:

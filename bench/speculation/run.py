@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from bench.errors import BenchError
+from bench.flags import whole
 from bench.prompts import Prompt, read_prompts, rounds_of, sample
 from bench.report import line_of
 from bench.serve.client import Target
@@ -54,11 +55,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--num-draft-tokens", type=int, nargs="+", default=[4, 8, 16], help="rows they verify in a step")
     made.add_argument("--setting", type=_setting, action="append", default=[], metavar="NAME=FLAGS",
                       help="a further setting, by flags of `outrider serve`")  # fmt: skip
-    made.add_argument("--num-prompts", type=int, help="in all rounds together, categories taking turns; by default all")
-    made.add_argument("--turns", type=int, default=1, help="turns of each conversation at most (default: %(default)s)")
-    made.add_argument("--max-tokens", type=int, default=128, help="of an answer (default: %(default)s)")
+    made.add_argument("--num-prompts", type=whole, help="of all rounds, of categories in turns; by default all")
+    made.add_argument("--turns", type=whole, default=1, help="turns of a conversation at most (default: %(default)s)")
+    made.add_argument("--max-tokens", type=whole, default=128, help="of an answer (default: %(default)s)")
     made.add_argument("--ignore-eos", action="store_true", help="answers go on to their greatest length")
-    made.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    made.add_argument("--concurrency", type=whole, nargs="+", default=[1, 8])
     made.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
     made.add_argument("--rounds", type=int, default=6, help="parts of the prompts, 2 or more (default: %(default)s)")
     made.add_argument("--seed", type=int, default=0, help="of the prompts' order")

@@ -62,3 +62,27 @@ def test_every_benchmark_can_be_asked_for_its_flags(name, capsys):
         main([name, "--help"])
     assert ended.value.code == 0
     assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["accept", "online", "peers", "quality", "self-draft", "serve"])
+def test_a_file_without_prompts_is_refused_by_name(name, tmp_path, capsys):
+    before = ["--draft", "x"] if name == "online" else []
+    flag = [] if name in ("accept", "online") else ["--prompts"]
+    (tmp_path / "wrong").write_text('{"question": 1}')
+    (tmp_path / "empty").write_text("")
+    for file, words in (("nowhere", "nowhere"), ("wrong", 'row 1 has neither "turns"'), ("empty", "empty")):
+        with pytest.raises(SystemExit, match="2"):
+            main([name, *before, *flag, str(tmp_path / file)])
+        assert words in capsys.readouterr().err
+
+
+def test_none_of_a_thing_cannot_be_measured(capsys):
+    wrong = ("accept x --limit 0", "online x --draft y --rounds 0", "peers --rounds 0", "scale --new-tokens 0")
+    wrong += ("speculation x --turns 0", "system --concurrency 0", "self-draft --limit 0", "quality --count 0")
+    for words in wrong:
+        with pytest.raises(SystemExit, match="2"):
+            main(words.split())
+        assert "0 is less than 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["peers", "--outrider", "--transformers"])
+    assert "there is nobody to ask" in capsys.readouterr().err
