@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench import report
@@ -68,12 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             print(f"outrider bench {name}: error: --output: {error}", file=sys.stderr)
             return 2
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what a benchmark has started ends with it
+    with _orderly_end():
+        return max([importlib.import_module(BENCHMARKS[one][0]).main(flags) or 0 for one in _chosen(name)])
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """What a benchmark has started ends with it, also where it is ended, or the terminal is closed that it runs in."""
+    # Under nohup the terminal's end is ignored, and stays so.
+    asked = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    before = {one: signal.signal(one, lambda number, _: sys.exit(128 + number)) for one in asked}
     try:
-        codes = [importlib.import_module(BENCHMARKS[one][0]).main(flags) or 0 for one in _chosen(name)]
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-    return max(codes)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _chosen(name: str) -> list[str]:

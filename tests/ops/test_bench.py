@@ -1,5 +1,8 @@
 """Benchmarks that need hardware run here on something tiny, so that they work where it is there."""
 
+import signal
+import types
+
 import pytest
 import torch
 
@@ -54,6 +57,29 @@ def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     monkeypatch.setattr("bench.report._chosen", tmp_path)
     online._plot(report)
     assert (tmp_path / "online.png").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_what_a_benchmark_has_started_ends_with_it(number, code, monkeypatch):
+    ended = []
+
+    def run(_):
+        try:
+            signal.raise_signal(number)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr("bench.__main__.importlib.import_module", lambda _: types.SimpleNamespace(main=run))
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit, match=str(code)):
+            main(["target"])
+        assert ended
+        assert signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)
+        assert main(["target"]) == 0, "as nohup wants it"
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
