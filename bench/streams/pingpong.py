@@ -5,6 +5,7 @@ As a module it is the echoing process: `python -m bench.streams.pingpong PATH`.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import statistics
@@ -37,13 +38,14 @@ def _write(pipe: Pipe, frame: bytes) -> None:
 
 
 def serve(path: str) -> None:
-    """Echo the frames of one connection."""
+    """Echo the frames of one connection, until it ends."""
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
         pipe = Pipe(listening.accept()[0])
-    while True:
-        _write(pipe, _read(pipe))
+    with contextlib.closing(pipe), contextlib.suppress(EOFError):
+        while True:
+            _write(pipe, _read(pipe))
 
 
 def _connect(path: str) -> Pipe:

@@ -1,7 +1,10 @@
 """The streaming path between fake engines: that it is measured, and what a profile of it says."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import uvloop
 
+from bench.streams import pingpong
 from bench.streams.clients import over_grpc
 from bench.streams.profiling import shares
 from bench.streams.run import measure, system
@@ -27,3 +30,10 @@ def test_samples_belong_to_the_innermost_part_that_is_known():
         {"part": "gateway: frames of the services", "share": "30%"},
         {"part": "gRPC, its polling thread", "share": "20%"},
     ]
+
+
+def test_the_echo_ends_in_peace_with_its_connection(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        echo = pool.submit(pingpong.serve, str(tmp_path / "echo"))
+        assert pingpong._measure(str(tmp_path / "echo"), [16], rounds=3)[0] > 0
+        assert echo.result(20) is None
