@@ -31,11 +31,17 @@ _PARTS = (  # what a frame's file says of the part that it belongs to; the inner
 )
 
 
-def profiled(pid: int, work: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Shares of a process's samples by part while some work is done. Raises ConfigError where py-spy is missing."""
+def profiler() -> str:
+    """py-spy's program. Raises ConfigError where it is missing."""
     py_spy = shutil.which("py-spy")
     if py_spy is None:
         raise ConfigError("--profile needs py-spy; pip install py-spy")
+    return py_spy
+
+
+def profiled(pid: int, work: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Shares of a process's samples by part while some work is done. Raises ConfigError where py-spy is missing."""
+    py_spy = profiler()
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "raw"
         command = [py_spy, "record", "--rate", str(_RATE), "--duration", "3600", "--format", "raw"]

@@ -28,7 +28,7 @@ from bench.report import Report
 from bench.serving import free_port
 from bench.streams.clients import over_grpc, over_sse
 from bench.streams.pingpong import round_trips
-from bench.streams.profiling import profiled
+from bench.streams.profiling import profiled, profiler
 from bench.streams.relay import relayed
 
 ROLES = ("gateway", "target", "draft")
@@ -107,6 +107,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which medians are told")
     parser.add_argument("--profile", action="store_true", help="of the gateway, by py-spy, which must be installed")
     args = parser.parse_args(argv)
+    if args.profile:
+        profiler()
     report = Report("streams", "What the gateway adds to a step, with engines that only take time", columns=COLUMNS)
     report.notes = [
         f"engines: that the engines of target ({_SHARE:.0%}) and draft sleep for a step; they wait for one another",

@@ -2,12 +2,14 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import uvloop
 
 from bench.streams import pingpong
 from bench.streams.clients import over_grpc
 from bench.streams.profiling import shares
-from bench.streams.run import measure, system
+from bench.streams.run import main, measure, system
+from outrider.errors import ConfigError
 
 
 def test_a_relay_and_both_doors_of_the_gateway_are_measured(tmp_path):
@@ -30,6 +32,13 @@ def test_samples_belong_to_the_innermost_part_that_is_known():
         {"part": "gateway: frames of the services", "share": "30%"},
         {"part": "gRPC, its polling thread", "share": "20%"},
     ]
+
+
+def test_a_profiler_that_is_missing_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    monkeypatch.setattr("bench.streams.run.system", None)
+    with pytest.raises(ConfigError, match="pip install py-spy"):
+        main(["--profile"])
 
 
 def test_the_echo_ends_in_peace_with_its_connection(tmp_path):
