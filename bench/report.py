@@ -118,6 +118,7 @@ class Report:
     columns: Sequence[str] = ()
     rows: list[dict[str, Any]] = field(default_factory=list)
     more: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)  # further tables, with titles
+    _drawn: bool = field(default=False, init=False)  # or a picture that lies in the folder is an earlier one's
 
     def add(self, **row: Any) -> None:
         """Add a row and print it."""
@@ -128,6 +129,7 @@ class Report:
         """Write NAME.png, which the page then shows."""
         results().mkdir(parents=True, exist_ok=True)
         figure.savefig(results() / f"{self.name}.png", dpi=130)
+        self._drawn = True
 
     def write(self) -> None:
         """Write NAME.json and NAME.md."""
@@ -137,7 +139,7 @@ class Report:
         if self.more:
             content["more"] = dict(self.more)
         (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / f"{self.name}.md").write_text(self._markdown(facts, (folder / f"{self.name}.png").exists()))
+        (folder / f"{self.name}.md").write_text(self._markdown(facts, self._drawn))
 
     def _markdown(self, facts: dict[str, Any], plot: bool) -> str:
         machine = facts["hardware"]
