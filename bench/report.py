@@ -169,10 +169,15 @@ def line_of(row: dict[str, Any]) -> str:
 def _table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = ()) -> list[str]:
     columns = columns or list(dict.fromkeys(key for row in rows for key in row))
     return [
-        "| " + " | ".join(columns) + " |",
+        "| " + " | ".join(map(_cell, columns)) + " |",
         "|" + " --- |" * len(columns),
-        *("| " + " | ".join(_text(row.get(c, "")) for c in columns) + " |" for row in rows),
+        *("| " + " | ".join(_cell(_text(row.get(c, ""))) for c in columns) + " |" for row in rows),
     ]
+
+
+def _cell(text: str) -> str:
+    """A text within a table of Markdown, in which it must not end its cell."""
+    return " ".join(text.split("\n")).replace("|", "\\|")
 
 
 def _text(value: Any) -> str:
