@@ -239,6 +239,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--openvino-model", nargs="*", default=[], metavar="LABEL=FOLDER", help="converted models")
     parser.add_argument("--vllm", help="vLLM's program, built for CPUs")
     args = parser.parse_args(argv)
+    if args.new_tokens < 2:
+        parser.error("--new-tokens: rates are of tokens behind the first one; ask for 2 or more")
     args.asked = prompts_in(parser, args.prompts)
     for mode in args.transformers:
         kind, _, folder = mode.partition(":")

@@ -132,3 +132,9 @@ def test_what_cannot_be_started_is_refused_before_anything_is(flags, capsys):
     with pytest.raises(SystemExit):
         _arguments(flags)
     assert flags[1] in capsys.readouterr().err
+
+
+def test_a_single_token_has_no_rate(capsys):
+    with pytest.raises(SystemExit):
+        _arguments(["--new-tokens", "1"])
+    assert "2 or more" in capsys.readouterr().err
