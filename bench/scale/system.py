@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from bench.errors import BenchError
 from bench.processes import running, wait_until
 from bench.serving import free_port
 from outrider.client import AsyncClient
@@ -92,7 +93,10 @@ class Told:
 
 
 async def tell(address: str, prompts: Sequence[Sequence[int]], new: int, hints: bool) -> list[Told]:
-    """Greedy answers of `new` tokens to all prompts at once. hints: whether steps may verify any."""
+    """Greedy answers of `new` tokens to all prompts at once. hints: whether steps may verify any.
+
+    Raises BenchError if one comes in a single part, which tells of no rate.
+    """
 
     async def one(client: AsyncClient, prompt: Sequence[int]) -> Told:
         options: dict[str, Any] = {"max_tokens": new, "temperature": 0.0, "ignore_eos": True}
@@ -106,6 +110,8 @@ async def tell(address: str, prompts: Sequence[Sequence[int]], new: int, hints: 
             if not first and tokens:
                 first, began = len(tokens), now
             steps = part.speculation.steps or steps
+        if len(tokens) == first:
+            raise BenchError(f"all {len(tokens)} tokens came at once; ask for more of them (--new-tokens)")
         return Told(tuple(tokens), (len(tokens) - first) / (now - began), len(tokens) / max(1, steps))
 
     async with AsyncClient(address) as client:

@@ -6,13 +6,15 @@ import contextlib
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import bench.target
 from bench import report
-from bench.scale import run
+from bench.errors import BenchError
+from bench.scale import run, system
 from bench.scale.delay import serve
 from bench.scale.oracle import OracleEngine, Text
 from bench.scale.run import main, step_costs
@@ -139,6 +141,22 @@ def test_what_is_expected_is_of_the_points_own_context(monkeypatch):
     points = [run._point(Path(), Path(), "", run.Cell("context", n, n, 1, draft), args, costs) for n in costs]
     assert [point["expected"] for point in points] == [speedup(0.8, cost, run._STREAMS, 4) for cost in costs.values()]
     assert points[0]["expected"] > points[1]["expected"]
+
+
+async def test_answers_that_come_at_once_tell_of_no_rate(monkeypatch):
+    class Client(contextlib.AbstractAsyncContextManager):
+        def __init__(self, _):
+            pass
+
+        async def generate(self, prompt, **options):
+            yield SimpleNamespace(token_ids=[1] * options["max_tokens"], speculation=SimpleNamespace(steps=1))
+
+        async def __aexit__(self, *_):
+            pass
+
+    monkeypatch.setattr(system, "AsyncClient", Client)
+    with pytest.raises(BenchError, match="--new-tokens"):
+        await system.tell("nowhere", [[1, 2]], 4, hints=False)
 
 
 @pytest.mark.system
