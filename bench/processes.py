@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 from bench.errors import BenchError
 
+_SAID = 3  # last lines of a program that failed
 _GRACE = 30.0  # seconds until a process that was asked to end is killed
 
 
@@ -29,6 +31,15 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
         for pipe in (child.stdin, child.stdout):
             if pipe is not None:
                 pipe.close()
+
+
+def output_of(command: Sequence[str], text: str = "") -> str:
+    """What a program prints that is given a text. Raises BenchError with what it said last if it fails."""
+    ended = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        last = "\n".join(ended.stderr.splitlines()[-_SAID:])
+        raise BenchError(f"{shlex.join(command)} ended with code {ended.returncode}:\n{last}")
+    return ended.stdout
 
 
 def wait_until(

@@ -13,12 +13,12 @@ import json
 import math
 import os
 import struct
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from bench.flags import whole
+from bench.processes import output_of
 from bench.prompts import read_prompts
 from bench.report import Report
 from bench.serving import ask, new_tokens, served, speculation
@@ -48,10 +48,12 @@ def prompts(count: int) -> list[str]:
 
 
 def transformers_generate(model: str, dtype: str, texts: list[str], max_tokens: int) -> tuple[float, int]:
-    """Greedy `generate`, one prompt at a time, in a process of its own. Returns seconds and new tokens."""
+    """Greedy `generate`, one prompt at a time, in a process of its own. Returns seconds and new tokens.
+
+    Raises BenchError if it fails.
+    """
     command = [sys.executable, "-m", "bench.plain_transformers", model, dtype, str(max_tokens)]
-    result = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, check=True)
-    facts = json.loads(result.stdout.splitlines()[-1])
+    facts = json.loads(output_of(command, json.dumps(texts)).splitlines()[-1])
     return facts["seconds"], facts["tokens"]
 
 

@@ -7,7 +7,6 @@ prints the seconds of so many steps.
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from bench.processes import output_of
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.serving.messages import OpenSession
@@ -28,7 +28,7 @@ def relayed(addresses: dict[str, str], sessions: int, steps: int) -> float:
     """Seconds of so many steps of fake services at these addresses, in a process of its own as the gateway has one."""
     arguments = [addresses["target"], addresses["draft"], str(sessions), str(steps)]
     command = [sys.executable, "-m", "bench.streams.relay", *arguments]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return float(output_of(command))
 
 
 async def _relay(target_address: str, draft_address: str, sessions: int, steps: int) -> float:

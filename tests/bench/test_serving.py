@@ -2,16 +2,19 @@
 
 import contextlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from bench import accept, online, report
 from bench.errors import BenchError
+from bench.processes import output_of
 from bench.prompts import Prompt
 from bench.report import Report
 from bench.serve.outcome import Outcome
 from bench.serving import ask, new_tokens, speculation
+from bench.system import transformers_generate
 from outrider import cli
 from tests.bench.server import TOKENS, WORDS, in_a_thread, running
 
@@ -75,6 +78,15 @@ def test_a_system_that_does_not_start_is_told_without_a_traceback(prompts, monke
     monkeypatch.setattr(accept, "served", served)
     assert cli.main(["bench", "accept", str(prompts), "--model-path", "tiny"]) == 1
     assert capsys.readouterr().err == "outrider: error: outrider serve ended with code 2\n"
+
+
+def test_a_program_that_fails_is_told_in_its_own_words(monkeypatch):
+    assert output_of([sys.executable, "-c", "print(input())"], "said") == "said\n"
+    with pytest.raises(BenchError, match=r"ended with code 1:\nno such model"):
+        output_of([sys.executable, "-c", "raise SystemExit('no such model')"])
+    monkeypatch.setattr("bench.system.sys.executable", "false")
+    with pytest.raises(BenchError, match=r"false -m bench\.plain_transformers x .* ended with code 1"):
+        transformers_generate("x", "float32", ["x"], 4)
 
 
 def test_accept_goes_on_with_what_is_missing(prompts, tmp_path, monkeypatch, capsys):
