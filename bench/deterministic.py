@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.flags import whole
 from bench.report import Report
 from bench.target import first_token, many, verified_steps
 from outrider import checkpoint
@@ -25,6 +26,7 @@ MOE = {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16, "num_experts_per_tok": 4,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32")
 ROUNDS = 3
 MEASURED: dict[str, Callable[[TargetEngine, int], float]] = {
     "step of 1 row": lambda engine, steps: verified_steps(engine, [1], steps)[0],
@@ -37,9 +39,9 @@ MEASURED: dict[str, Callable[[TargetEngine, int], float]] = {
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/deterministic.*."""
     parser = argparse.ArgumentParser(prog="outrider bench deterministic", description=__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="timed steps of each figure")
-    parser.add_argument("--models", nargs="+", default=["moe", "dense"])
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--steps", type=whole, default=40, help="timed steps of each figure")
+    parser.add_argument("--models", nargs="+", choices=["moe", "dense"], default=["moe", "dense"])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     args = parser.parse_args(argv)
     report = Report("deterministic", "What --deterministic costs on a CPU")
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.draft_kernels import device_bandwidth
+from bench.flags import whole, wholes
 from bench.report import Report
 from outrider.config import DraftAttentionBackend
 from outrider.paging.allocator import PageAllocator
@@ -65,11 +66,13 @@ def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/draft-steps.*."""
     parser = argparse.ArgumentParser(prog="outrider bench draft", description=__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--kinds", nargs="+", default=KINDS, help="kernels/number format; plain ones are measured less")
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="sessions x nodes of each")
-    parser.add_argument("--contexts", nargs="+", type=int, default=[256, 2048], help="committed tokens a session")
+    parser.add_argument(
+        "--kinds", nargs="+", type=_kind, default=KINDS, help="kernels/number format; plain ones are measured less"
+    )
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=SHAPES, help="sessions x nodes of each")
+    parser.add_argument("--contexts", nargs="+", type=whole, default=[256, 2048], help="committed tokens a session")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
-    parser.add_argument("--steps", type=int, default=30, help="timed rounds of each figure")
+    parser.add_argument("--steps", type=whole, default=30, help="timed rounds of each figure")
     parser.add_argument("--name", default="draft-steps", help="of the page")
     args = parser.parse_args(argv)
     platform = jax.default_backend().upper()
@@ -95,6 +98,21 @@ def main(argv: Sequence[str]) -> None:
     ]
     plot(report)
     report.write()
+
+
+def _kind(text: str) -> str:
+    """The same, if there are such kernels and such numbers."""
+    kernels, _, dtype = text.partition("/")
+    if kernels not in get_args(DraftAttentionBackend) or dtype not in _DTYPES:
+        known = f"{', '.join(get_args(DraftAttentionBackend))}, a / and {' or '.join(_DTYPES)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}")
+    return text
+
+
+def _shape(text: str) -> str:
+    """The same, if it is two numbers."""
+    wholes(text, "x", 2)
+    return text
 
 
 def _cases(args: argparse.Namespace, kernels: str) -> Iterator[tuple[int, float, Shape]]:

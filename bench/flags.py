@@ -30,6 +30,14 @@ def seed(text: str) -> int:
     return _integer(text, 0)
 
 
+def wholes(text: str, between: str, count: int) -> tuple[int, ...]:
+    """So many whole numbers of one or more, with something between them. Raises ArgumentTypeError."""
+    words = text.split(between)
+    if len(words) != count:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {count} whole numbers with {between} between them")
+    return tuple(whole(word) for word in words)
+
+
 def _number(text: str) -> float:
     try:
         return float(text)

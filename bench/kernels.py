@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.flags import whole
 from bench.report import Report
 from bench.target import opening, prompt_of
 from outrider.errors import ConfigError
@@ -50,9 +51,9 @@ def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/kernels.*. Raises ConfigError without the compiled kernels."""
     parser = argparse.ArgumentParser(prog="outrider bench kernels", description=__doc__)
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 64])
-    parser.add_argument("--contexts", nargs="+", type=int, default=[128, 1024, 4096])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rows", nargs="+", type=whole, default=[1, 8, 16, 64])
+    parser.add_argument("--contexts", nargs="+", type=whole, default=[128, 1024, 4096])
+    parser.add_argument("--threads", type=whole, default=torch.get_num_threads())
     args = parser.parse_args(argv)
     if not library.available():
         raise ConfigError("the compiled kernels cannot be had on this machine; a C++ compiler is needed")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bench.flags import whole
 from bench.report import Report
 from outrider import checkpoint
 from outrider.config import TargetConfig
@@ -34,6 +35,7 @@ from services.target.model.native import ProgramRunner
 from services.target.patience import Patience
 from services.target.warmup import step_by_step
 
+FORMATS = ("float32", "bfloat16", "int8", "int4")
 GREEDY = SamplingParams(temperature=0.0)
 CONTEXT = 200  # tokens
 _SWEPT = 8  # steps, of each kind, for one with caches that something else has swept
@@ -48,9 +50,9 @@ Hints = Callable[[int, list[int]], Proposal | None]
 def main(argv: Sequence[str]) -> None:
     """Measure and write docs/benchmarks/target.*."""
     parser = argparse.ArgumentParser(prog="outrider bench target", description=__doc__)
-    parser.add_argument("--formats", nargs="+", default=["bfloat16", "int8", "int4"])
-    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each figure")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bfloat16", "int8", "int4"])
+    parser.add_argument("--sessions", nargs="+", type=whole, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--steps", type=whole, default=60, help="timed steps of each figure")
     args = parser.parse_args(argv)
     steps = Report("target-steps", "The target on a CPU: steps against their memory floor")
     hints = Report("target-hints", "The target on a CPU: hints against plain decoding")

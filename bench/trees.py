@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from bench.draft import MODELS, PAGE, QUICK, ROOM, Drive, Subject, bandwidth_of
+from bench.flags import whole, wholes
 from bench.report import Report
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
@@ -40,9 +41,9 @@ def main(argv: Sequence[str]) -> None:
         "--models", nargs="+", choices=[m for m in MODELS if "head" in m], default=["head of SmolLM2-135M"]
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
-    parser.add_argument("--trees", nargs="+", default=TREES, help=f"steps/topk/rows; topk is {TOPK}")
-    parser.add_argument("--sessions", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--steps", type=int, default=40, help="timed trees of each figure")
+    parser.add_argument("--trees", nargs="+", type=_tree, default=TREES, help=f"steps/topk/rows; topk is {TOPK}")
+    parser.add_argument("--sessions", nargs="+", type=whole, default=[1, 4])
+    parser.add_argument("--steps", type=whole, default=40, help="timed trees of each figure")
     args = parser.parse_args(argv)
     report = Report("draft-trees", "Explicit trees of a head: one program against a round a level")
     threads = len(os.sched_getaffinity(0))
@@ -51,15 +52,13 @@ def main(argv: Sequence[str]) -> None:
         subject = Subject(MODELS[name](), args.dtype, kernels, max(args.sessions), CONTEXT + ROOM)
         for tree in args.trees:
             shape = TreeShape(*map(int, tree.split("/")))
-            if shape.topk != TOPK:
-                parser.error(f"--trees {tree}: topk must be {TOPK}")
             for sessions in args.sessions:
-                whole, rounds = race(subject, shape, sessions, args.steps)
+                program, rounds = race(subject, shape, sessions, args.steps)
                 floor = shape.steps * subject.weight_bytes / bandwidth_of(threads)
                 report.add(
-                    model=name, format=args.dtype, tree=tree, sessions=sessions, **{"whole ms": 1e3 * whole},
-                    **{"rounds ms": 1e3 * rounds, "rounds / whole": rounds / whole},
-                    **{"floor ms": 1e3 * floor, "whole / floor": whole / floor},
+                    model=name, format=args.dtype, tree=tree, sessions=sessions, **{"whole ms": 1e3 * program},
+                    **{"rounds ms": 1e3 * rounds, "rounds / whole": rounds / program},
+                    **{"floor ms": 1e3 * floor, "whole / floor": program / floor},
                 )  # fmt: skip
     report.notes += [
         "tree: steps, children, rows; of every session one. Times from the features of a commit to the proposals, the "
@@ -67,6 +66,13 @@ def main(argv: Sequence[str]) -> None:
         "whole: one program for all levels; rounds: a program a level; floor: the weights read once a level",
     ]
     report.write()
+
+
+def _tree(text: str) -> str:
+    """The same, if it is a tree that can be measured."""
+    if wholes(text, "/", 3)[1] != TOPK:
+        raise argparse.ArgumentTypeError(f"{text}: topk must be {TOPK}")
+    return text
 
 
 def race(subject: Subject, shape: TreeShape, sessions: int, steps: int) -> tuple[float, float]:

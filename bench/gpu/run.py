@@ -44,14 +44,13 @@ from services.target.model.load import pass_a_token
 from services.target.model.modules import ModuleRunner
 
 SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
+PARTS = ("step", "engine", "compiled", "attention")
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, and write docs/benchmarks/gpu.*."""
     parser = argparse.ArgumentParser(prog="outrider bench gpu", description=__doc__)
-    parser.add_argument(
-        "--parts", nargs="+", default=["step", "engine", "compiled", "attention"], help="what to measure"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, to see that this program works")
     flags = parser.parse_args(argv)
     if not flags.tiny and not torch.cuda.is_available():

@@ -102,6 +102,17 @@ def test_a_file_without_prompts_is_refused_by_name(name, tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("wrong", [
+    "trees --trees 2/4", "trees --trees 2/4/x", "trees --trees 2/4/6 2/3/6", "draft --kinds cpu",
+    "draft --kinds foo/bfloat16", "draft --shapes 4", "gpu --parts foo", "kernels --threads 0",
+    "target --formats float3", "deterministic --models mow",
+])  # fmt: skip
+def test_what_is_not_there_is_refused_before_anything_is_measured(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(wrong.split())
+    assert f"argument {wrong.split()[1]}: " in capsys.readouterr().err
+
+
 def test_none_of_a_thing_cannot_be_measured(capsys):
     wrong = ("accept x --limit 0", "online x --draft y --rounds 0", "peers --rounds 0", "scale --new-tokens 0")
     wrong += ("speculation x --turns 0", "system --concurrency 0", "self-draft --limit 0", "quality --count 0")
