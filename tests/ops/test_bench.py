@@ -12,6 +12,7 @@ from bench.gpu import run as gpu
 from bench.prompts import Prompt, rounds_of
 from bench.report import Report
 from bench.serve.outcome import Outcome
+from outrider.errors import ConfigError
 
 
 def test_the_gpu_benchmark_runs(monkeypatch):
@@ -100,6 +101,25 @@ def test_a_file_without_prompts_is_refused_by_name(name, tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             main([name, *before, *flag, str(tmp_path / file)])
         assert words in capsys.readouterr().err
+
+
+def test_one_benchmark_that_cannot_run_here_keeps_no_other_from_it(monkeypatch, capsys):
+    run = []
+
+    def module(path):
+        def main(_):
+            run.append(path)
+            if path == "bench.kernels":
+                raise ConfigError("a C++ compiler is needed")
+
+        return types.SimpleNamespace(main=main)
+
+    monkeypatch.setattr("bench.__main__.importlib.import_module", module)
+    assert main(["all"]) == 1
+    assert run.index("bench.kernels") < run.index("bench.deterministic")
+    assert capsys.readouterr().err == "outrider bench kernels: error: a C++ compiler is needed\n"
+    with pytest.raises(ConfigError):
+        main(["kernels"])
 
 
 @pytest.mark.parametrize("wrong", [
