@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     to.add_argument("--model", help="by default the first one that /v1/models names")
     to.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
     to.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="by default $OPENAI_API_KEY")
-    to.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="a further header")
+    to.add_argument(
+        "--header", type=_header, action="append", default=[], metavar="NAME:VALUE", help="a further header"
+    )
     to.add_argument("--timeout", type=positive, default=600.0, help="seconds that an answer may take")
     what = made.add_argument_group("what is asked")
     what.add_argument("--prompts", type=Path, help="a file of prompts; without one they are made of random words")
@@ -89,6 +91,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not (colon and name.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME:VALUE")
+    return name.strip(), value.strip()
+
+
 def _limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition(":")
     if name not in LIMITS:
@@ -98,6 +107,8 @@ def _limit(text: str) -> tuple[str, float]:
 
 def prompts_of(args: argparse.Namespace) -> list[Prompt]:
     """What the flags ask for. Raises ValueError, OSError."""
+    if args.turns > 1 and (args.prompts is None or args.endpoint != "chat"):
+        raise ValueError("--turns: conversations are those of a file (--prompts), and held in chats alone (--endpoint)")
     if args.prompts is None:
         count = args.num_prompts or _DEFAULT_COUNT
         return synthetic(count, args.input_len, args.output_len, args.range_ratio, args.seed)
@@ -107,9 +118,8 @@ def prompts_of(args: argparse.Namespace) -> list[Prompt]:
     if args.num_prompts and args.num_prompts > len(there) > 0:
         again = f"{args.prompts} has {len(there)} prompts, so they come again; servers know the repeated ones"
         print(again, file=sys.stderr)
-    turns = args.turns if args.endpoint == "chat" else 1
     return [
-        Prompt(prompt.category, prompt.turns[:turns], prompt.lengths if args.reply_lengths else ())
+        Prompt(prompt.category, prompt.turns[: args.turns], prompt.lengths if args.reply_lengths else ())
         for prompt in sample(there, args.num_prompts, args.seed)
     ]
 
@@ -117,9 +127,7 @@ def prompts_of(args: argparse.Namespace) -> list[Prompt]:
 def target_of(args: argparse.Namespace) -> Target:
     """Whom the flags name."""
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    for header in args.header:
-        name, _, value = header.partition(":")
-        headers[name.strip()] = value.strip()
+    headers |= dict(args.header)
     body: dict[str, Any] = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     if args.ignore_eos or args.reply_lengths or args.prompts is None:
         body["ignore_eos"] = True

@@ -284,6 +284,8 @@ def test_mistakes_are_told(address, tmp_path, capsys):
         assert caught.value.code == 2
     told = {
         "--base-url localhost:30000": "neither http://",
+        "--header x": "'x' is not NAME:VALUE",
+        "--turns 2": "a file (--prompts)",
         "--num-prompts x": "'x' is no whole number",
         "--seed -1": "-1 is less than 0",
         "--timeout soon": "'soon' is no number",
