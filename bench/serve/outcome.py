@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SILENT = "empty answer"
+_CUT = ("abort", "error")  # finish reasons of answers that a server gave up: Outrider's, SGLang's and vLLM's
 
 
 @dataclass
@@ -112,6 +113,8 @@ def _take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
             outcome.contents.append(content)
         outcome.last = now
         outcome.finish = str(choice.get("finish_reason") or outcome.finish)
+        if outcome.finish in _CUT:
+            outcome.fail("cut off", f"finish reason {outcome.finish}")
     if usage := event.get("usage"):
         outcome.prompt_tokens = int(usage.get("prompt_tokens") or 0)
         outcome.output_tokens = int(usage.get("completion_tokens") or 0)

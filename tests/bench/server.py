@@ -4,7 +4,7 @@ What a prompt says decides: "429", "500", "broken" (the connection is cut in the
 but cleanly), "error" (an error event in the stream), "garbage" (no JSON), "list" (no object), "empty" (only chunks
 without text), "bare" (no usage), "llama" (llama.cpp's timings instead of usage), "slow" (no end), "tail" (as many
 chunks without text behind those with it), "tool" (calls a tool, and says nothing), "thoughts" (in both fields, before
-each word), "odd" (a chunk whose choice is no object). All else is answered well.
+each word), "cut" (the server gives it up), "odd" (a chunk whose choice is no object). All else is answered well.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ class Server:
         for _ in WORDS if text == "tail" else ():
             await asyncio.sleep(STEP)
             await send({"choices": [{"delta": {"content": ""}, "text": ""}]})
-        await send({"choices": [{"delta": {}, "text": "", "finish_reason": "length"}]})
+        finish = "abort" if text == "cut" else "length"
+        await send({"choices": [{"delta": {}, "text": "", "finish_reason": finish}]})
         if text == "llama":
             timings = {"prompt_n": 7, "predicted_n": TOKENS, "draft_n": DRAFTED, "draft_n_accepted": ACCEPTED}
             await send({"choices": [], "timings": timings})

@@ -43,6 +43,7 @@ async def test_every_misbehaviour_has_its_name(endpoint):
         "list": "no JSON",
         "empty": "empty answer",
         "odd": "chunk of an unknown form",
+        "cut": "cut off",
         "good": "",
     }
     async with running() as (_, url):
