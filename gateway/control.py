@@ -1,7 +1,8 @@
 """Control of the services from the gateway: new weights, a flush, a pause. Every call goes to all of a kind at once.
 
 What a target refuses as a bad update is the caller's mistake. A target that was away has missed the update; once it is
-back, it is refused for its old weights until it gets the new ones too.
+back, it is refused for its old weights until it gets the new ones too. Updates are taken over one after the other: of
+two at once, one target could have the first in the end, and another one the second.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Control:
         """facts: what the gateway tells of its model; follows the weights."""
         self._orchestrator = orchestrator
         self._facts = facts
+        self._updating = asyncio.Lock()
 
     @property
     def weight_version(self) -> str:
@@ -56,11 +58,12 @@ class Control:
     async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
         """Take the weights of a folder that every target can read. Raises InvalidRequest for one that does not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
-        calls = [
-            self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
-            for target in self._targets
-        ]
-        return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update)
+        async with self._updating:
+            calls = [
+                self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
+                for target in self._targets
+            ]
+            return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update)
 
     async def update_from_tensors(
         self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate
@@ -83,8 +86,9 @@ class Control:
         try:
             async for part in _cut(parts):
                 await _put(queues, tasks, part)
-            await _put(queues, tasks, None)
-            return await self._changed(await asyncio.gather(*tasks, return_exceptions=True), update)
+            async with self._updating:  # what has come so far changes nothing, however slowly it comes
+                await _put(queues, tasks, None)
+                return await self._changed(await asyncio.gather(*tasks, return_exceptions=True), update)
         finally:
             for task in tasks:
                 task.cancel()
