@@ -263,15 +263,16 @@ class EngineLoop:
         for request in message.opens:
             try:
                 self.engine.open(request)
+                continue
             except EngineFault:
                 raise
             except OutriderError as error:
-                failures.append(SessionFailure(request.session_id, error))
+                why: OutriderError = error
             except Exception:  # a bug that one request meets is no end of the others
                 log.exception("session %d cannot be opened", request.session_id)
-                self.engine.close(request.session_id)
-                fault = EngineFault("the service failed to take the request on; see its log")
-                failures.append(SessionFailure(request.session_id, fault))
+                why = EngineFault("the service failed to take the request on; see its log")
+            self.engine.close(request.session_id)  # also what it was to replace: nobody hears of that any more
+            failures.append(SessionFailure(request.session_id, why))
         for session_id in message.closes:
             self.engine.close(session_id)
         if message.proposals or message.commits:

@@ -15,7 +15,7 @@ from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import DrafterLoad, EngineLoad, HintLoad, Message, OnlineLoad, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, numbers_of, pack, split, unpack
-from outrider.wire.opens import open_to_pb, opens_from_pb
+from outrider.wire.opens import closes_from_pb, open_to_pb, opens_from_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ def verify_request_to_pb(message: Message) -> target_pb2.VerifyRequest:
 def verify_request_from_pb(frame: target_pb2.VerifyRequest) -> tuple[Message, list[SessionFailure]]:
     """What a frame for the target says. Hints that cannot be read are dropped: they must not end the stream."""
     opens, failures = opens_from_pb(frame.opens)
-    closes = numbers_of(frame.closes, U64)
+    closes = closes_from_pb(frame.closes, opens, failures)
     try:
         proposals = proposals_from_pb(frame.proposals)
     except InvalidRequest as error:
@@ -380,7 +380,7 @@ def propose_request_to_pb(message: Message) -> draft_pb2.ProposeRequest:
 def propose_request_from_pb(frame: draft_pb2.ProposeRequest) -> tuple[Message, list[SessionFailure]]:
     """What a frame for the draft service says."""
     opens, failures = opens_from_pb(frame.opens)
-    closes = numbers_of(frame.closes, U64)
+    closes = closes_from_pb(frame.closes, opens, failures)
     commits = commits_from_pb(frame.commits)
     features = features_from_pb(frame.features) if frame.HasField("features") else []
     return Message(opens=opens, commits=commits, closes=closes, features=features), failures

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind, OpenSession, SessionFailure
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from outrider.wire.arrays import F64, U32, numbers_of, pack, unpack
+from outrider.wire.arrays import F64, U32, U64, numbers_of, pack, unpack
 from outrider.wire.v1 import common_pb2
 
 
@@ -115,3 +115,9 @@ def opens_from_pb(
         except InvalidRequest as error:
             failures.append(SessionFailure(message.session_id, error))
     return opens, failures
+
+
+def closes_from_pb(ids: bytes, opens: Iterable[OpenSession], failures: Iterable[SessionFailure]) -> list[int]:
+    """Sessions to close: those of a frame, and those that what is refused was to replace."""
+    opened = {request.session_id for request in opens}
+    return [*numbers_of(ids, U64), *(f.session_id for f in failures if f.session_id not in opened)]

@@ -25,7 +25,7 @@ from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Propos
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import arrays, codec
 from outrider.wire.opens import open_to_pb, opens_from_pb
-from outrider.wire.v1 import common_pb2
+from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 
@@ -162,6 +162,19 @@ def test_one_bad_open_spares_the_others():
     assert len(opens) == 1
     assert failures[0].session_id == 2**63
     assert "temperature" in failures[0].error.message
+
+
+def test_what_a_refused_session_was_to_replace_is_closed():
+    bad = open_to_pb(opened())
+    bad.sampling.temperature = -1
+    for kind, read in (
+        (target_pb2.VerifyRequest, codec.verify_request_from_pb),
+        (draft_pb2.ProposeRequest, codec.propose_request_from_pb),
+    ):
+        message, failures = read(kind(opens=[bad], closes=np.array([5], np.uint64).tobytes()))
+        assert (message.opens, message.closes, len(failures)) == ([], [5, 2**63], 1)
+        message, failures = read(kind(opens=[bad, open_to_pb(opened())]))
+        assert (len(message.opens), message.closes, len(failures)) == (1, [], 1)
 
 
 @pytest.mark.parametrize("field", ["session_ids", "anchor_hashes", "node_counts", "parents", "log_scores"])

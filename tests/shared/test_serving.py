@@ -74,6 +74,16 @@ def test_a_bug_that_one_open_meets_harms_nobody_else(caplog):
     assert faults == []
 
 
+@pytest.mark.parametrize("last", [666, 667])
+def test_a_session_ends_that_was_to_be_replaced_by_one_that_is_refused(last):
+    engine = CountingEngine()
+    loop, sink, _ = running_loop(engine)
+    loop.submit(Message(opens=[request(1, max_tokens=10**9), request(1, prompt=(last,)), request(2)]))
+    wait_until(lambda: len(sink.tokens(2)) == 3)
+    loop.stop()
+    assert (engine.closed, sink.tokens(1)) == ([1], [])
+
+
 class Audited(CountingEngine):
     """Counts the audits of its pages."""
 
