@@ -1,7 +1,9 @@
 """The speculation tree against a twin that stores whole paths in a set: merging, commits, selection."""
 
 import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given
@@ -39,6 +41,13 @@ def test_hashes_of_prefixes_agree(tokens):
     hashes = path_hashes(np.array(tokens))
     assert [int(h) for h in hashes] == [path_hash(np.array(tokens[:i], int)) for i in range(len(tokens) + 1)]
     assert extend_hash(int(hashes[-2]), tokens[-1]) == int(hashes[-1])
+
+
+def test_hashes_are_those_of_the_protocol():
+    words = re.findall("0x[0-9A-F]{16}", (Path(__file__).parents[2] / "docs" / "protocol.md").read_text())
+    golden = [0x6A09E667F3BCC909, 0x407135D67C4036EC, 0x7E4C76E344FCEE46, 0x7E1779260130E37A]
+    assert path_hashes(np.array([0, 5, 151935])).tolist() == golden
+    assert set(golden) <= {int(word, 16) for word in words}, "others go by that page"
 
 
 def test_hashes_of_all_short_paths_differ():
