@@ -78,10 +78,14 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
 
 
 def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
-    """The commits of a message."""
+    """The commits of a message. Raises InvalidRequest also for a finish reason that there is not."""
     ids = numbers_of(message.session_ids, U64)
     count = len(ids)
     tokens = unpack(message.tokens, U32)
+    try:
+        reasons = [FinishReason(reason) for reason in numbers_of(message.finish_reasons, U8, count)]
+    except ValueError as error:
+        raise InvalidRequest(f"a commit cannot be read: {error}") from None
     columns = (
         ids,
         numbers_of(message.base_lengths, U32, count),
@@ -89,12 +93,12 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
         numbers_of(message.root_hashes, U64, count),
         numbers_of(message.verified_counts, U32, count),
         numbers_of(message.accepted_counts, U32, count),
-        numbers_of(message.finish_reasons, U8, count),
+        reasons,
         numbers_of(message.cached_counts, U32, count),
         numbers_of(message.wanted_counts, U32, count),
     )
     return [
-        Commit(session_id, base, tokens[span], root, verified, accepted, FinishReason(reason), cached, wanted=wanted)
+        Commit(session_id, base, tokens[span], root, verified, accepted, reason, cached, wanted=wanted)
         for session_id, base, span, root, verified, accepted, reason, cached, wanted in zip(*columns, strict=True)
     ]
 

@@ -189,6 +189,15 @@ def test_arrays_that_do_not_fit_are_refused(field):
             codec.proposals_from_pb(copy)
 
 
+def test_commits_that_cannot_be_read_are_refused():
+    good = codec.commits_to_pb([Commit(1, 2, np.zeros(1, np.uint32), 0, 0, 0, FinishReason.RUNNING)])
+    for field, value in (("finish_reasons", b"\x09"), ("cached_counts", b""), ("tokens", b"")):
+        bad = common_pb2.CommitBatch.FromString(good.SerializeToString())
+        setattr(bad, field, value)
+        with pytest.raises(InvalidRequest):
+            codec.propose_request_from_pb(draft_pb2.ProposeRequest(commits=bad))
+
+
 @pytest.mark.parametrize("parent", [0, 1, -2])
 def test_a_node_before_its_parent_is_refused(parent):
     node = np.zeros(1, np.uint32), np.full(1, parent, np.int32), np.zeros(1, np.float32)
