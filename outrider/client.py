@@ -54,8 +54,8 @@ class Options(TypedDict, total=False):
     """Least probability kept, relative to the most likely token, in [0, 1]."""
     seed: int
     """Seed of the noise; the same seed gives the same text."""
-    stop: Sequence[str]
-    """Texts that end the generation and are not part of the answer."""
+    stop: str | Sequence[str]
+    """A text, or several, that end the generation and are not part of the answer."""
     stop_token_ids: Sequence[int]
     """Token ids that end the generation."""
     ignore_eos: bool
@@ -282,6 +282,8 @@ class AsyncClient:
 def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
     if len(options.keys() & {"json_schema", "regex", "ebnf"}) > 1:
         raise InvalidRequest("only one of json_schema, regex and ebnf can be sent", param="regex")
+    if isinstance(stop := options.get("stop"), str):  # a message would take each of its characters for a text
+        options = {**options, "stop": [stop]}
     request = gateway_pb2.GenerateRequest(**options)
     if isinstance(prompt, str):
         request.text = prompt

@@ -57,6 +57,13 @@ def test_conversations_and_stop_strings(client):
     until(lambda: client.complete("hello", max_tokens=20, temperature=0).accept_length > 1)  # hints may be late
 
 
+@pytest.mark.parametrize(
+    ("stop", "text"), [("EF", "BCD"), (["x", "EF"], "BCD"), ("FE", "BCDEFGHI"), (["FE"], "BCDEFGHI")]
+)
+def test_a_stop_string_is_one_text_or_several(client, stop, text):
+    assert client.complete("A", max_tokens=8, temperature=0, stop=stop).text == text
+
+
 def test_the_seed_is_told_and_repeats_the_text(client):
     first = client.complete("A", max_tokens=20)
     assert client.complete("A", max_tokens=20, seed=first.seed).text == first.text
