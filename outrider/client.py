@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -291,8 +292,8 @@ def _request(prompt: Prompt, options: Options) -> gateway_pb2.GenerateRequest:
         for item in prompt:
             assert isinstance(item, Mapping)
             request.chat.messages.add(role=item["role"], content=item["content"])
-    elif all(isinstance(item, int) for item in prompt):
-        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    elif all(isinstance(item, Integral) for item in prompt):  # NumPy's, too
+        request.token_ids.ids.extend(map(int, prompt))  # type: ignore[arg-type]
         request.token_ids.SetInParent()
     else:
         raise InvalidRequest("a prompt is a text, a list of token ids, or a list of messages", param="prompt")

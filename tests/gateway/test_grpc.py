@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gateway.text.encoding import MAX_PIECES
@@ -31,7 +32,7 @@ def test_facts(client):
 
 
 @pytest.mark.usefixtures("hints_in_time")
-@pytest.mark.parametrize("prompt", ["A", A])
+@pytest.mark.parametrize("prompt", ["A", A, np.array(A)])
 def test_parts_add_up(client, prompt):
     parts = list(client.generate(prompt, max_tokens=90, temperature=0))
     assert "".join(part.text for part in parts) == TOKENIZER.decode(expected(A, 90))
