@@ -57,7 +57,11 @@ class GatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Generates text, streamed in parts as it is committed.
+        """Generates text, streamed in parts as it is committed. A call that is cancelled, or whose deadline is over, ends its
+        session. What is wrong with a request is INVALID_ARGUMENT, NOT_FOUND if it asks for another model, OUT_OF_RANGE if
+        prompt and answer do not fit into the context, UNAUTHENTICATED without a key that is asked for. RESOURCE_EXHAUSTED
+        and UNAVAILABLE are worth another try, after the seconds that `retry-after` says where the trailing metadata has it.
+        Messages may have 64 MiB; log-probabilities of a long prompt need more than the 4 MiB that clients take by default.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
