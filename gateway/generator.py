@@ -39,7 +39,7 @@ class Generator:
         timeout: float | None = None,
         defaults: SamplingDefaults = OPENAI,
     ) -> None:
-        """name: of the served model. max_session_tokens: of prompt and answer, or more once a larger target was met.
+        """name: of the served model. max_session_tokens: of prompt and answer, until targets have said theirs.
 
         timeout: of any answer, seconds. defaults: of what requests leave out.
         """
@@ -56,8 +56,8 @@ class Generator:
 
     @property
     def max_session_tokens(self) -> int:
-        """Tokens of prompt and answer, as many as the largest target that has been met can hold."""
-        return max(self._max_session_tokens, self.orchestrator.longest)
+        """Tokens of prompt and answer, as many as the largest target can hold, one that is away for the moment, too."""
+        return self.orchestrator.longest or self._max_session_tokens
 
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless the name is the served model's, "default" or nothing."""

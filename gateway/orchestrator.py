@@ -67,7 +67,6 @@ class Orchestrator:
         self._telling: list[common_pb2.CommitBatch] = []
         self._drafting = Drafting(self.places, self.sessions, self._telling, self._watches, metrics)
         self._resume_timeout = resume_timeout
-        self.longest = 0  # tokens of a session that some target can hold
         self._alone_since: float | None = None  # by the loop's clock; while no target is up
         self._waiting: dict[int, asyncio.TimerHandle] = {}  # sessions without a target, by id
         # The high half tells gateways apart, the low half their sessions.
@@ -90,6 +89,11 @@ class Orchestrator:
     def drafts(self) -> list[DraftLink]:
         """Links to all drafts."""
         return self.places.drafts
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a session that the largest target holds, by what each said last; 0 as long as none has."""
+        return max((target.info.max_session_tokens for target in self.targets if target.info is not None), default=0)
 
     @property
     def links(self) -> list[TargetLink | DraftLink]:
@@ -284,8 +288,6 @@ class Orchestrator:
     def _target_up(self, target: TargetLink) -> None:
         self.metrics.service_up.labels("target", target.address).set(1)
         self._alone_since = None
-        if target.info is not None:
-            self.longest = max(self.longest, target.info.max_session_tokens)
         for session in self.sessions.values():
             if session.target is None:
                 self._open_on_target(session, again=True)
@@ -311,7 +313,14 @@ class Orchestrator:
 
     def _waited(self, session: Session) -> None:
         """A session has waited for a target for too long."""
-        self._fail(session, self._nobody())
+        if not any(target.up for target in self.targets):
+            self._fail(session, self._nobody())
+            return
+        tokens, seconds = session.prompt_length + session.stop.max_tokens, self._resume_timeout
+        message = (
+            f"no target that holds {tokens} tokens of prompt and answer came back in {seconds:.0f} s; ask for fewer"
+        )
+        self._fail(session, Unavailable(message, retry_after=bounded(seconds)))
 
     def _nobody_comes(self) -> bool:
         """True if all targets have been away for too long."""

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from gateway.generator import Generator
 from gateway.metrics import Metrics
 from gateway.orchestrator import Orchestrator
 from gateway.pools.placing import Placement
@@ -247,11 +248,28 @@ async def test_a_session_that_nobody_can_hold_waits_for_who_can_and_then_fails()
     assert one.target is large
     large.up = False
     large.on_down()
-    with pytest.raises(Unavailable, match="came back"):
+    with pytest.raises(Unavailable, match="no target that holds 120 tokens"):
         await one.next()
     assert list(orchestrator.sessions.values()) == [other]
     orchestrator.close(other)
     assert (small.session_count, large.session_count, orchestrator._waiting) == (0, 0, {})
+
+
+def test_a_context_is_as_long_as_the_largest_target_said_last():
+    """Not as it was in an earlier life: no target would take what fills it."""
+    small, large = target(longest=100), target(longest=200)
+    orchestrator = Orchestrator([small, large], [], Metrics())
+    generator = Generator(orchestrator, None, Metrics(), name="", vocab_size=9, max_session_tokens=100)
+    for link in (small, large):
+        link.on_up()
+    assert generator.max_session_tokens == 200
+    large.up = False
+    large.on_down()
+    assert generator.max_session_tokens == 200  # what is too long for the other one waits for it
+    large.info.max_session_tokens = 150
+    large.up = True
+    large.on_up()
+    assert generator.max_session_tokens == 150
 
 
 def test_conversations_stay_where_they_began_and_go_on_elsewhere(folder):
