@@ -154,6 +154,7 @@ class Scheduler:
                 if victim is session and len(self._running) == 1:
                     raise EngineFault(f"{tokens} tokens do not fit into the whole page pool") from None
                 self._preempt(victim)
+                self.preemptions += 1
                 if victim is session:
                     return False
             else:
@@ -211,7 +212,6 @@ class Scheduler:
         session.publish()
         session.evict()
         self._waiting.give_back(session)
-        self.preemptions += 1
 
     # --- prompts ---
 

@@ -396,3 +396,11 @@ def test_flushed_pages_are_not_found_and_running_sessions_go_on():
     advance(s, s.plan())
     assert [(one.length, one.cached_tokens) for one in s] == [(22, 0), (21, 0)]
     s.check()
+
+
+def test_sessions_that_are_computed_anew_gave_way_to_nobody():
+    s = scheduler()
+    s.add(session(s, 1, 7))
+    advance(s, s.plan())
+    assert s.retract() == 1
+    assert (s.running, s.waiting, s.preemptions) == (0, 1, 0)
