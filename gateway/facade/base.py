@@ -20,7 +20,7 @@ from gateway.facade.knowledge import Loads
 from gateway.generation import Generation, GenerationRequest
 from gateway.spans import spanning_call
 from outrider.errors import InvalidRequest, Unavailable
-from outrider.serving.rpc import statuses
+from outrider.serving.rpc import details, statuses
 from outrider.telemetry import REQUEST_ID
 
 _STARTING = "the gateway is starting; it waits for a target service"
@@ -63,7 +63,7 @@ class Facade:
                 with backend.keys.request(key) if generates else contextlib.nullcontext():
                     yield backend
             except InvalidRequest as error:  # its kinds, too
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details(error.message))
 
     async def _refuse(self, context: Any, what: str) -> NoReturn:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, what)

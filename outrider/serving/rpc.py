@@ -144,7 +144,20 @@ async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator
     try:
         yield
     except OutriderError as error:
-        await context.abort(error.status.grpc, error.message, _come_back(error.retry_after))
+        await context.abort(error.status.grpc, details(error.message), _come_back(error.retry_after))
+
+
+_DETAILS_BYTES = 4000  # a peer takes 8 KiB of a call's metadata; beyond, it tells that instead of the status
+
+
+def details(message: str) -> str:
+    """A message as a status can have it: cut where it would be too long, as with a name of the caller's in it."""
+    size = 0
+    for place, letter in enumerate(message):
+        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode(errors="replace"))
+        if size > _DETAILS_BYTES:
+            return message[:place] + " ..."
+    return message
 
 
 RETRY_AFTER = "retry-after"

@@ -65,6 +65,13 @@ def test_a_stop_string_is_one_text_or_several(client, stop, text):
     assert client.complete("A", max_tokens=8, temperature=0, stop=stop).text == text
 
 
+@pytest.mark.parametrize("letter", ["x", "%", "\n", "é", "😀"])
+def test_a_name_that_is_too_long_for_a_status_leaves_the_status_as_it_is(client, letter):
+    with pytest.raises(ModelNotFound, match=f"the model `{letter * 200}") as error:
+        client.complete("A", model=letter * 20_000)
+    assert error.value.message.endswith(f"{letter} ...")
+
+
 def test_the_seed_is_told_and_repeats_the_text(client):
     first = client.complete("A", max_tokens=20)
     assert client.complete("A", max_tokens=20, seed=first.seed).text == first.text
