@@ -8,6 +8,7 @@ two at once, one target could have the first in the end, and another one the sec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -58,7 +59,7 @@ class Control:
     async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
         """Take the weights of a folder that every target can read. Raises InvalidRequest for one that does not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
-        async with self._updating:
+        async with self._alone():
             calls = [
                 self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
                 for target in self._targets
@@ -86,12 +87,18 @@ class Control:
         try:
             async for part in _cut(parts):
                 await _put(queues, tasks, part)
-            async with self._updating:  # what has come so far changes nothing, however slowly it comes
+            async with self._alone():  # what has come so far changes nothing, however slowly it comes
                 await _put(queues, tasks, None)
                 return await self._changed(await asyncio.gather(*tasks, return_exceptions=True), update)
         finally:
             for task in tasks:
                 task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """While nobody else updates weights, here or in another worker."""
+        async with self._updating, self._facts.peers.alone("weights"):
+            yield
 
     async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
         """Note what each target has now, here and in other workers. Raises the first error."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import orjson
 log = logging.getLogger(__name__)
 
 _SECONDS = 2.0  # for an answer
+_PAUSE = 0.05  # seconds until it is tried again to be alone
 _LONGEST = 1 << 20  # bytes of a question
 
 Answers = Mapping[str, Callable[[Any], Any]]
@@ -63,6 +65,22 @@ class Peers:
         others = [index for index in range(self.count) if index != self.index]
         answers = await asyncio.gather(*(self._ask(index, question, content) for index in others))
         return {index: answer[0] for index, answer in zip(others, answers, strict=True) if answer}
+
+    @contextlib.asynccontextmanager
+    async def alone(self, what: str) -> AsyncIterator[None]:
+        """While no other worker does a thing of this name. One that dies meanwhile is waited for no longer."""
+        if self._folder is None:
+            yield
+            return
+        with (self._folder / f"{what}.lock").open("w") as mark:
+            while True:
+                try:
+                    fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    await asyncio.sleep(_PAUSE)
+                else:
+                    break
+            yield
 
     async def stop(self) -> None:
         """Answer no longer."""

@@ -8,6 +8,7 @@ import pytest
 from gateway import control
 from gateway.control import Control
 from gateway.facts import Facts
+from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.wire.v1 import common_pb2, target_pb2
 
@@ -48,8 +49,10 @@ def control_of(monkeypatch):
         return await work(link)
 
     monkeypatch.setattr(control, "_call", call)
-    facts = Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse())
-    return lambda *targets: Control(SimpleNamespace(targets=targets, drafts=[]), facts)
+    return lambda *targets, peers=None: Control(
+        SimpleNamespace(targets=targets, drafts=[]),
+        Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), peers or Peers()),
+    )
 
 
 async def settled():
@@ -74,21 +77,25 @@ def tensors(updates, version, rest=None):
     return updates.update_from_tensors(parts(rest), common_pb2.WeightUpdate(weight_version=version))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("second", [disk, tensors])
 @pytest.mark.parametrize("first", [disk, tensors])
-def test_all_targets_have_the_weights_of_the_same_update_in_the_end(control_of, first, second):
+def test_all_targets_have_the_weights_of_the_same_update_in_the_end(control_of, tmp_path, first, second, workers):
+    """Whichever worker of a gateway is asked."""
+
     async def scene():
         quick, slow = Target(), Target("1")
-        updates = control_of(quick, slow)
-        one = asyncio.create_task(first(updates, "1"))
+        places = [None] if workers == 1 else [Peers(index, workers, tmp_path) for index in range(workers)]
+        asked = [control_of(quick, slow, peers=place) for place in places]
+        one = asyncio.create_task(first(asked[0], "1"))
         await settled()
-        other = asyncio.create_task(second(updates, "2"))
+        other = asyncio.create_task(second(asked[-1], "2"))
         await settled()
         slow.may.set()
         await asyncio.gather(one, other)
         for target in (quick, slow):
             assert target.taken == ["1", "2"]
-            assert target.believed == updates.weight_version == "2"
+            assert target.believed == asked[-1].weight_version == "2"
 
     asyncio.run(scene())
 
