@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from gateway.pace import Pace
 from outrider.config import GatewayConfig
-from outrider.errors import Overloaded, TooManyRequests, Unauthenticated, Unavailable
+from outrider.errors import InvalidRequest, Overloaded, TooManyRequests, Unauthenticated, Unavailable
 
 KEYS_VARIABLE = "OUTRIDER_API_KEY"
 _POLL_SECONDS = 0.02
@@ -55,6 +55,12 @@ class Admission:
         deadline = asyncio.get_running_loop().time() + seconds
         while self.running and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 - it ends rarely
             await asyncio.sleep(_POLL_SECONDS)
+
+
+def check_size(size: int, most: int) -> None:
+    """Raise InvalidRequest for a message over gRPC that is too large, before anything is made of it. In bytes."""
+    if size > most:
+        raise InvalidRequest(f"a request of {size} bytes is too large; at most {most} are allowed")
 
 
 class Keys:

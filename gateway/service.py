@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import outrider
-from gateway.admission import Keys
+from gateway.admission import Keys, check_size
 from gateway.facts import Facts
 from gateway.generation import GenerationRequest, Part
 from gateway.generator import Generator
@@ -99,6 +99,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
         """Raises InvalidRequest, ModelNotFound."""
+        assert self._facts is not None, "facts come with the generator"
+        check_size(request.ByteSize(), self._facts.config.max_body_bytes)
 
         def given(name: str, default: Any = None) -> Any:
             return getattr(request, name) if request.HasField(name) else default

@@ -16,6 +16,7 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc
 
 import outrider
+from gateway.admission import check_size
 from gateway.facade.base import Facade
 from gateway.facade.knowledge import model_facts, now
 from gateway.facade.reading import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
@@ -40,6 +41,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Chunks of every choice where they are asked for, and its end."""
         async with self._call(context, generates=True) as backend:
+            check_size(request.ByteSize(), backend.facts.config.max_body_bytes)
             wanted = choices(_request(request), request.sampling_params.n)
             name = name_of(request)
             answers = Answers(

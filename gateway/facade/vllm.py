@@ -10,6 +10,7 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 import outrider
+from gateway.admission import check_size
 from gateway.facade.backend import Backend
 from gateway.facade.base import Facade
 from gateway.facade.knowledge import model_facts, now
@@ -33,6 +34,7 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         """Chunks of every choice where they are asked for, and its end."""
         async with self._call(context, generates=True) as backend:
+            check_size(request.ByteSize(), backend.facts.config.max_body_bytes)
             wanted = choices(await _request(backend, request), request.sampling_params.n)
             answers = Answers(pb, wanted, stream=request.stream)
             name = name_of(request)

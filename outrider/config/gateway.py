@@ -29,7 +29,7 @@ class GatewayOptions(TlsOptions):
     served_model_name: str | None = None
     """Name of the model in requests and answers; by default the model path."""
     max_body_bytes: int = 4 << 20
-    """Largest request body."""
+    """Largest request: body over REST, message over gRPC."""
     api_key: tuple[str, ...] = ()
     """Keys that clients must show one of, but for health and metrics; also those in OUTRIDER_API_KEY, with spaces
     between them. Without any, every client is served."""

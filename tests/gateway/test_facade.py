@@ -313,6 +313,7 @@ def test_a_limit_that_vllm_refuses(vllm):
         (A, {"regex": ""}, "regex"),
         (A, {"structural_tag": "{}"}, "structural_tag"),
         (A, {"fields": {"data_parallel_rank": 1}}, "one rank"),
+        ([5] * (4 << 20), {}, "too large"),
     ],
 )
 def test_the_callers_mistakes(engine, prompt, params, named):

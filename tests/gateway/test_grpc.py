@@ -72,6 +72,12 @@ def test_a_name_that_is_too_long_for_a_status_leaves_the_status_as_it_is(client,
     assert error.value.message.endswith(f"{letter} ...")
 
 
+@pytest.mark.parametrize("prompt", ["x" * (4 << 20), [5] * (4 << 20), [{"role": "user", "content": "x" * (4 << 20)}]])
+def test_a_request_that_is_too_large_is_refused_before_anything_is_made_of_it(client, prompt):
+    with pytest.raises(InvalidRequest, match="at most 4194304 are allowed"):
+        client.complete(prompt)
+
+
 def test_the_seed_is_told_and_repeats_the_text(client):
     first = client.complete("A", max_tokens=20)
     assert client.complete("A", max_tokens=20, seed=first.seed).text == first.text

@@ -61,7 +61,8 @@ class GatewayServiceServicer:
         session. What is wrong with a request is INVALID_ARGUMENT, NOT_FOUND if it asks for another model, OUT_OF_RANGE if
         prompt and answer do not fit into the context, UNAUTHENTICATED without a key that is asked for. RESOURCE_EXHAUSTED
         and UNAVAILABLE are worth another try, after the seconds that `retry-after` says where the trailing metadata has it.
-        Messages may have 64 MiB; log-probabilities of a long prompt need more than the 4 MiB that clients take by default.
+        Requests may have 4 MiB, or what `--max-body-bytes` of the gateway says; responses up to 64 MiB, where log-probabilities
+        of a long prompt need more than the 4 MiB that clients take by default.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
