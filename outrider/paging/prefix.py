@@ -16,6 +16,7 @@ need ever be copied. Sessions hold whole paths, hence a page that nobody holds h
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator
@@ -28,6 +29,7 @@ from outrider.errors import EngineFault
 from outrider.paging.allocator import NULL_PAGE, PageAllocator
 from outrider.paging.table import PageTable
 
+_LONGEST_NAME = 64  # characters of a namespace
 _PAGES_AT_ONCE = 64  # whose tokens are copied before they are looked up
 
 
@@ -214,7 +216,7 @@ class SharedTable(PageTable):
         super().__init__(cache.allocator)
         self.shared = 0
         self._cache = cache
-        self._namespace = namespace
+        self._namespace = _brief(namespace)
         self._owner = owner
         self._tip: _Node | None = None  # of the last shared page
         self._ahead: list[_Node] = []  # what was found behind it at the last look
@@ -309,6 +311,13 @@ class SharedTable(PageTable):
         tip, index = ahead[-1] if ahead else self._tip, self.shared + len(ahead)
         ahead += self._cache.find(self._namespace, tip, tokens[index * size :], self._owner, index)
         return ahead
+
+
+def _brief(namespace: str) -> str:
+    """A name for a namespace that can be kept as long as its pages are: clients choose it, and its length."""
+    if len(namespace) <= _LONGEST_NAME:
+        return namespace
+    return "sha256:" + hashlib.sha256(namespace.encode()).hexdigest()  # longer than those that stay as they are
 
 
 def page_keys(tokens: NDArray[np.uint32], page_size: int) -> Iterator[bytes]:

@@ -355,3 +355,15 @@ def test_long_texts_are_found_whole(page_size):
     assert found(cache, *text.tolist()) == first.pages.tolist()[:500]
     text[300 * page_size] += 1
     assert found(cache, *text.tolist()) == first.pages.tolist()[:300]
+
+
+def test_long_namespaces_are_told_apart_and_kept_short():
+    cache = made()
+    names = ["x" * 1000, "x" * 999 + "y", "x" * 64]
+    tables = [filled(cache, array(1, 2, 3, 4), name) for name in names]
+    assert all(a.pages.tolist() != b.pages.tolist() for a, b in pairwise(tables))
+    for name, table in zip(names, tables, strict=True):
+        assert SharedTable(cache, name).peek(array(1, 2, 3, 4)) == (2, 2)
+        table.release()
+    assert max(map(len, cache._roots)) < 100
+    audit(cache)
