@@ -167,7 +167,8 @@ class DraftEngine(Engine):
     def _commit(self, session: DraftSession, commit: Commit) -> None:
         known = session.length - commit.base_length
         if commit.finish_reason != FinishReason.RUNNING:
-            self.drafter.ended(session, commit.tokens[known:] if known >= 0 else commit.tokens[:0])
+            for places in self._places:
+                places.ended(session, commit.tokens[known:] if known >= 0 else commit.tokens[:0])
             self.close(session.id)
             return
         if known < 0:

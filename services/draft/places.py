@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.paging.allocator import OutOfPages
 from services.draft.drafters.base import Drafter
 from services.draft.session import DraftSession
@@ -90,6 +93,11 @@ class Places:
             self.drafter.did_commit(session, kept)
         if session in self and self._too_long(session):
             self.leave(session)
+
+    def ended(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:
+        """As the drafter's, if it holds the session."""
+        if session.id in self.held:
+            self.drafter.ended(session, tokens)
 
     def _release(self, session: DraftSession) -> None:
         self.drafter.close(session)

@@ -16,7 +16,7 @@ from services.draft.ngrams.compiled import CompiledNgrams
 from services.draft.ngrams.plain import PlainNgrams
 from services.draft.ngrams.trie import Trie
 from services.draft.session import DraftSession
-from tests.draft.helpers import request, settle
+from tests.draft.helpers import finish, request, settle
 
 
 class Twin:
@@ -246,6 +246,21 @@ def test_all_of_a_commit_is_stored_however_long_it_is(kind, size):
     for i in range(8, len(text) - 1, 7):
         found = engine.drafter.ngrams.look_up(text[i - 8 : i], None)
         assert text[i] in [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent < 0]
+
+
+def test_an_answer_that_comes_with_its_end_is_stored(kind):
+    options = NgramOptions(insert_prompts=False)
+    engine = DraftEngine(NgramDrafter(options, kind(options)), TreeLimits(children=256), 1)
+    tokens = list(range(5, 40))
+    for session_id in (1, 2):  # the second one ends while it waits for a place
+        engine.open(request(session_id, tokens[:3], max_tokens=1000))
+    commits = [
+        Commit(1, n, np.array([tokens[n]], np.uint32), path_hash(np.array(tokens[: n + 1])), wanted=0)
+        for n in range(3, len(tokens))
+    ]
+    engine.receive([], [replace(finish(commits[0]), session_id=2), *commits[:-1], finish(commits[-1])])
+    for n in range(3, len(tokens)):
+        assert tokens[n] in engine.drafter.ngrams.look_up(np.array(tokens[n - 3 : n], np.uint32), None).tokens
 
 
 def test_a_node_takes_less_than_60_bytes():

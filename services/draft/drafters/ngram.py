@@ -107,13 +107,21 @@ class NgramDrafter(Drafter):
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:
         """Learn from the new tokens, and store the end of the session."""
         del kept
-        options, fresh = self.options, session.length - self._known[session.id]
-        self._known[session.id] = session.length
-        tail = fresh + max(options.branch_length - 1, options.max_match_window_size)
+        fresh, self._known[session.id] = session.length - self._known[session.id], session.length
+        self._learn(session, session.tokens, fresh)
+
+    def ended(self, session: DraftSession, tokens: NDArray[np.uint32]) -> None:
+        """As of any commit: while no hints are wanted, a whole answer may come with its end."""
+        self._learn(session, np.concatenate([session.tokens, tokens]), len(tokens))
+
+    def _learn(self, session: DraftSession, tokens: NDArray[np.uint32], fresh: int) -> None:
+        """tokens: the session's; the last `fresh` of them are new."""
+        options = self.options
+        tail = tokens[-(fresh + max(options.branch_length - 1, options.max_match_window_size)) :]
         noisy = not session.sampling.greedy
-        self.ngrams.commit(session.tokens[-tail:], fresh, noisy=noisy, lead=self._leads[session.id])
+        self.ngrams.commit(tail, fresh, noisy=noisy, lead=self._leads[session.id])
         if self.corpus is not None:
-            self.corpus.commit(session.tokens[-tail:], fresh, noisy=noisy, keep=False)
+            self.corpus.commit(tail, fresh, noisy=noisy, keep=False)
 
     def grow(self, wishes: Sequence[Wish]) -> list[Growth]:
         """Look the best wishes up; the round is short, so that new roots do not wait for far leaves."""
