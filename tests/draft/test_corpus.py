@@ -8,8 +8,9 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.speculation.proposal import Commit, path_hash
+from services.draft.drafters.ngram import joined
 from services.draft.ngrams import corpus
-from services.draft.ngrams.base import NgramOptions
+from services.draft.ngrams.base import Continuations, NgramOptions
 from services.draft.ngrams.compiled import CompiledNgrams
 from services.draft.ngrams.corpus import documents, read_corpus
 from services.draft.ngrams.plain import PlainNgrams
@@ -90,6 +91,28 @@ def test_texts_of_sessions_stay_out_of_it_but_teach_what_to_trust(tmp_path, targ
         settle(engine)
     assert len(corpus) == size
     assert corpus.trust(3, noisy=False) > trust
+
+
+def test_what_sessions_and_the_corpus_both_say_is_one_node(tmp_path, target):
+    (tmp_path / "corpus.txt").write_text("abcdefgh")
+    only = {"speculative_num_draft_tokens": 3, "speculative_ngram_external_sam_budget": 1}  # a node of each
+    engine = ngram(**flags(tmp_path / "corpus.txt", target, **only))
+    tokens = ids(target, "abcdefghxabc")
+    engine.open(request(1, tokens))
+    for token in ids(target, "defgh"):
+        settle(engine)
+        tree = engine.running[1].tree
+        assert len(set(tree.hash)) == len(tree)
+        tokens = [*tokens, token]
+        commit = Commit(1, len(tokens) - 1, np.array([token], np.uint32), path_hash(np.array(tokens)))
+        engine.receive([], [commit])
+
+
+def test_joined_continuations_are_those_of_both():
+    first = Continuations([5, 6, 7], [-1, 0, -1], [-0.5, -1.0, -2.0])
+    second = Continuations([7, 5, 6, 8, 9], [-1, -1, 1, 2, 0], [-0.1, -0.7, -0.2, -0.3, -0.4])
+    both = joined(first, second)
+    assert both == ([5, 6, 7, 8, 9], [-1, 0, -1, 1, 2], [-0.5, -0.2, -0.1, -0.3, -0.4])
 
 
 @pytest.mark.parametrize("kind", [PlainNgrams, CompiledNgrams])

@@ -146,7 +146,18 @@ class NgramDrafter(Drafter):
 
 
 def joined(first: Continuations, second: Continuations) -> Continuations:
-    """Both; where they say the same, the tree makes it one."""
-    shift = len(first.tokens)
-    parents = [parent + shift if parent >= 0 else parent for parent in second.parents]
-    return Continuations(first.tokens + second.tokens, first.parents + parents, first.log_scores + second.log_scores)
+    """Both; what they both say is there once, as the one says it that believes in it more."""
+    tokens, parents, log_scores = (list(column) for column in first)
+    known = {node: place for place, node in enumerate(zip(parents, tokens, strict=True))}
+    places: list[int] = []  # of the second's nodes
+    for token, parent, log_score in zip(*second, strict=True):
+        above = places[parent] if parent >= 0 else parent
+        place = known.setdefault((above, token), len(tokens))
+        places.append(place)
+        if place < len(tokens):
+            log_scores[place] = max(log_scores[place], log_score)
+        else:
+            tokens.append(token)
+            parents.append(above)
+            log_scores.append(log_score)
+    return Continuations(tokens, parents, log_scores)
