@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.errors import ConfigError
 from outrider.speculation.proposal import Commit, path_hash
-from services.draft.drafters.ngram import NgramDrafter
+from services.draft.drafters.ngram import NgramDrafter, store
 from services.draft.engine import DraftEngine
 from services.draft.frontier import TreeLimits
 from services.draft.ngrams.base import NO_LEAD, NgramOptions
-from services.draft.ngrams.compiled import CompiledNgrams
+from services.draft.ngrams.compiled import CompiledNgrams, load
 from services.draft.ngrams.plain import PlainNgrams
 from services.draft.ngrams.trie import Trie
 from services.draft.session import DraftSession
@@ -261,6 +262,12 @@ def test_an_answer_that_comes_with_its_end_is_stored(kind):
     engine.receive([], [replace(finish(commits[0]), session_id=2), *commits[:-1], finish(commits[-1])])
     for n in range(3, len(tokens)):
         assert tokens[n] in engine.drafter.ngrams.look_up(np.array(tokens[n - 3 : n], np.uint32), None).tokens
+
+
+def test_more_nodes_than_there_is_memory_for_are_refused_by_the_flag_s_name(monkeypatch):
+    monkeypatch.setattr(load(), "outrider_ngrams_new", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"no room for 4096 nodes.*--speculative-ngram-capacity"):
+        store(NgramOptions(capacity=4096))
 
 
 def test_a_node_takes_less_than_60_bytes():

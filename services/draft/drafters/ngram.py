@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider import native
+from outrider.errors import ConfigError
 from outrider.telemetry import Progress, untold
 from services.draft.drafters.base import Drafter, Growth, Wish
 from services.draft.ngrams.base import NO_LEAD, Continuations, NgramOptions, Ngrams
@@ -33,12 +34,14 @@ _SLICE = 512
 
 
 def store(options: NgramOptions) -> Ngrams:
-    """The n-grams, compiled if they can be. Raises MemoryError."""
+    """The n-grams, compiled if they can be. Raises ConfigError for more of them than there is memory for."""
     from services.draft.ngrams.compiled import CompiledNgrams
     from services.draft.ngrams.plain import PlainNgrams
 
     try:
         return CompiledNgrams(options)
+    except MemoryError as error:
+        raise ConfigError(f"{error}; give --speculative-ngram-capacity a smaller number, of 32 bytes each") from None
     except native.Unavailable as reason:
         log.warning("n-grams are not compiled: %s. Plain ones serve instead, more slowly", reason)
         return PlainNgrams(options)
