@@ -355,13 +355,11 @@ def test_pages_run_out_and_come_back(model):
     new = list(range(4, 30))
     engine.receive([], [commit_of(tokens, new, session_id=1)])
     settle(engine)
-    # No page is left for the longer one: it waits, and commits still reach it.
-    assert set(engine.running) == {2}
+    # No page is left for the longer one: it waits, commits still reach it, and another one has its pages.
+    assert set(engine.running) == {2, 3}
     tokens += new
     engine.receive([], [commit_of(tokens, [50], session_id=1)])
     engine.close(2)
-    settle(engine)
-    assert set(engine.running) == {1} or set(engine.running) == {3}
     engine.close(3)
     settle(engine)
     assert engine.running[1].tokens.tolist() == [*tokens, 50]
