@@ -82,9 +82,9 @@ class Placement:
         session.target.open(request_of(session, session.target))
 
     def open_on_draft(self, session: Session, draft: DraftLink | None = None, *, again: bool = False) -> bool:
-        """Open a session on a draft. False if none is up, or it wants no hints. draft: the one to take if it is up.
+        """Open a session on a draft. False if none drafts for it, or it wants no hints.
 
-        again: it was open before.
+        draft: the one to take if it is up; again: it was open before.
         """
         if session.max_draft_tokens == 0:
             return False
@@ -126,9 +126,12 @@ class Placement:
         return any(link.up and link not in session.refused_by and _holds(link, session) for link in self.targets)
 
     def _of_best_kind(self, session: Session) -> Sequence[DraftLink]:
-        """The drafts of the first kind that has a place for a session; all that are up if none has."""
-        up = [link for link in self.drafts if link.up]
-        able = [link for link in up if link.follows(len(session.tokens))] or up
+        """The drafts of the first kind that has a place for a session; if none has, all that are able.
+
+        Those are able whose main drafter follows so long a session; else those that have n-grams beside it.
+        """
+        up, length = [link for link in self.drafts if link.up], len(session.tokens)
+        able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
         free = [link for link in able if not link.places or link.session_count < link.places] or able
         kinds = list(dict.fromkeys(link.kind for link in self.drafts))
         best = min((link.kind for link in free), key=kinds.index, default=None)

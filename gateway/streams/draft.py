@@ -15,6 +15,8 @@ from outrider.vocabulary import Vocabulary, check_same
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
+_UNLIMITED = "NGRAM"
+
 
 async def _at_once() -> None:
     """Nothing needs to be done before the link is up."""
@@ -53,9 +55,13 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         return (*info.drafters, info.model.fingerprint) if info is not None else ()
 
     def follows(self, length: int) -> bool:
-        """True if it drafts for sessions of that many tokens."""
+        """True if its main drafter does so with sessions of that many tokens."""
         limit = self.info.max_session_tokens if self.info is not None else 0
         return not limit or length < limit
+
+    def drafts_for(self, length: int) -> bool:
+        """True if a drafter of its does for sessions of that many tokens: n-grams know no limit."""
+        return self.follows(length) or (self.info is not None and _UNLIMITED in self.info.drafters)
 
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session. What is said of it before is said first; what it was fed before is no part of it any more."""

@@ -44,10 +44,12 @@ def target(places=8, longest=1000, pages=0):
     return link
 
 
-def draft(kind="NGRAM", places=8, longest=0):
+def draft(*kinds, places=8, longest=0):
     link = DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     link.up = True
-    link.info = draft_pb2.GetDraftInfoResponse(drafters=[kind], max_running_sessions=places, max_session_tokens=longest)
+    link.info = draft_pb2.GetDraftInfoResponse(
+        drafters=kinds or ["NGRAM"], max_running_sessions=places, max_session_tokens=longest
+    )
     return link
 
 
@@ -204,6 +206,14 @@ def test_drafts_of_the_first_kind_come_first_then_those_with_a_place():
     assert pools.open([2]).draft is ngram
     assert pools.open([2]).draft in heads  # all are full: the first kind again
     assert pools.open([2], max_draft_tokens=0).draft is None
+
+
+def test_a_session_beyond_a_draft_s_context_is_sent_to_it_only_where_n_grams_go_on():
+    head, both = draft("EAGLE3", longest=50), draft("NGRAM", "EAGLE3", longest=50)
+    assert Pools(target(), head).open([1] * 50).draft is None
+    assert Pools(target(), head).open([1] * 49).draft is head
+    assert Pools(target(), head, both).open([1] * 50).draft is both
+    assert len(head._take().opens) == 1
 
 
 @pytest.mark.parametrize(

@@ -407,7 +407,7 @@ async def test_only_what_can_be_fed_is_computed_again_for_a_draft(limit, known, 
     session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
     target._clear()
     draft.features = Features(common_pb2.FeatureSpec(spec_id=5), ())
-    draft.info = draft_pb2.GetDraftInfoResponse(max_session_tokens=limit)
+    draft.info = draft_pb2.GetDraftInfoResponse(drafters=["NGRAM", "EAGLE3"], max_session_tokens=limit)
     target.features = {5} if known else set()
     draft.up = True
     draft.on_up()
