@@ -273,11 +273,19 @@ class EngineLoop:
                 why = EngineFault("the service failed to take the request on; see its log")
             self.engine.close(request.session_id)  # also what it was to replace: nobody hears of that any more
             failures.append(SessionFailure(request.session_id, why))
-        for session_id in message.closes:
-            self.engine.close(session_id)
+        if message.closes:
+            self._close(message)
         if message.proposals or message.commits:
             self.engine.receive(message.proposals, message.commits)
         if message.features:
             self.engine.receive_features(message.features)
         if failures:
             self._say(StepOutput(failures=failures, load=self.engine.load()))
+
+    def _close(self, message: Message) -> None:
+        """Close sessions. What the same frame says of them goes before, for it can be learnt from."""
+        closing = set(message.closes)
+        if last := [commit for commit in message.commits if commit.session_id in closing]:
+            self.engine.receive((), last)
+        for session_id in message.closes:
+            self.engine.close(session_id)

@@ -84,6 +84,26 @@ def test_a_session_ends_that_was_to_be_replaced_by_one_that_is_refused(last):
     assert (engine.closed, sink.tokens(1)) == ([1], [])
 
 
+def test_what_a_frame_says_of_sessions_that_it_closes_is_heard_first():
+    """It can be learnt from. What it says of others comes when there is room again."""
+    heard = []
+
+    class Listening(CountingEngine):
+        def close(self, session_id):
+            heard.append(session_id)
+
+        def receive(self, proposals, commits):
+            heard.append([commit.session_id for commit in commits])
+
+    loop, _, faults = running_loop(Listening())
+    commits = [Commit(session_id, 2, np.array([3], np.uint32), 0) for session_id in (1, 2, 1)]
+    loop.submit(Message(commits=commits, closes=[4, 1]))
+    loop.call(lambda: None).result(10)
+    loop.stop()
+    assert heard == [[1, 1], 4, 1, [1, 2, 1]]
+    assert faults == []
+
+
 class Audited(CountingEngine):
     """Counts the audits of its pages."""
 
