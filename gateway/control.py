@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal
 
 import grpc
@@ -146,12 +146,17 @@ class Control:
         _check(await self._flush_drafts(draft_pb2.FlushDraftRequest()))
 
     async def _flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
-        """What came of a request to each draft."""
-        drafts = [draft for draft in self._orchestrator.drafts if draft.up]  # the others begin with nothing
-        calls = [
-            _call(draft, draft_pb2_grpc.DraftServiceStub, lambda stub: stub.FlushDraft(request, timeout=_CALL_TIMEOUT))
-            for draft in drafts
-        ]
+        """What came of a request to each draft that is up; the others get it when they come back."""
+
+        def flush(stub: Any) -> Any:
+            return stub.FlushDraft(request, timeout=_CALL_TIMEOUT)
+
+        calls: list[Coroutine[Any, Any, Any]] = []
+        for draft in self._orchestrator.drafts:
+            if draft.up:
+                calls.append(_call(draft, draft_pb2_grpc.DraftServiceStub, flush))
+            else:
+                draft.flush_later(request)
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _flush_targets(self, deadline: float) -> None:

@@ -33,6 +33,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         super().__init__(address, tls)
         self._target_model = target_model
         self._awaited = True  # hints were wanted by the last commits
+        self._owed: draft_pb2.FlushDraftRequest | None = None  # what it must forget before it is used again
         self.features: Features | None = None  # what it feeds on; None if it needs nothing of the target
         self.before_up: Callable[[], Awaitable[None]] = _at_once  # `features` are known; may raise ConfigError
         self._clear()
@@ -76,6 +77,11 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         if not all(batch.finish_reasons):  # the end of a session says nothing about the hints of others
             self._awaited = any(batch.wanted_counts)
         self._wake()
+
+    def flush_later(self, request: draft_pb2.FlushDraftRequest) -> None:
+        """Ask it to forget before it is used again: it may have lost no more than its stream."""
+        if self._owed is None or self._owed.only_fed:
+            self._owed = request
 
     def _wake(self) -> None:
         if self._awaited:
@@ -126,6 +132,10 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
             parts = stub.GetFusion(draft_pb2.GetFusionRequest(), timeout=FUSION_TIMEOUT)
             self.features = Features(info.features, [part.content async for part in parts])
             await self.before_up()
+        while (owed := self._owed) is not None:
+            await stub.FlushDraft(owed, timeout=CALL_TIMEOUT)
+            if self._owed is owed:
+                self._owed = None
         return info
 
     def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:

@@ -5,11 +5,15 @@ import asyncio
 import numpy as np
 import pytest
 
+from gateway.control import Control
+from gateway.metrics import Metrics
+from gateway.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
+from outrider import PROTOCOL_VERSION
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.wire.codec import commits_to_pb, features_from_pb, features_to_pb
-from outrider.wire.v1 import common_pb2
+from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 
 @pytest.fixture
@@ -67,3 +71,27 @@ async def test_rows_of_a_session_s_last_run_are_left_out(link):
     told = [(block.session_id, block.first) for block in features_from_pb(link._take().features)]
     assert told == [(2, 5), (2, 7), (3, 0), (1, 0)]
     assert (len(link._features), link._features._bytes) == (0, 0)
+
+
+async def test_what_is_flushed_while_a_draft_is_away_is_flushed_before_it_is_used_again(link, monkeypatch):
+    """A draft whose stream was lost, and nothing else, still has all that it learned."""
+    asked = []
+
+    class Stub:
+        def __init__(self, channel):
+            pass
+
+        async def GetDraftInfo(self, request, **options):
+            return draft_pb2.GetDraftInfoResponse(protocol_version=PROTOCOL_VERSION)
+
+        async def FlushDraft(self, request, **options):
+            asked.append(request.only_fed)
+
+    monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
+    control = Control(Orchestrator([], [link], Metrics()), None)
+    for only_fed in (True, False, True):
+        assert await control._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
+    assert asked == []
+    for _ in range(2):
+        await link._handshake(None)
+    assert asked == [False], "all of it, once"
