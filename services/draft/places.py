@@ -25,6 +25,8 @@ class Places:
         self.waiting: dict[int, DraftSession] = {}
         self._most = most
         self._blocked = False  # the first waiting session found no pages; try again when some come home
+        # Those that gave their pages back since the last admission: it passes over them, for those that wait behind.
+        self._returned: set[int] = set()
 
     def __contains__(self, session: DraftSession) -> bool:
         return session.id in self.held or session.id in self.waiting
@@ -53,23 +55,27 @@ class Places:
     def admit(self) -> list[DraftSession]:
         """Hold waiting sessions as long as there is room. Returns those that are held now."""
         admitted: list[DraftSession] = []
-        while self.waiting and len(self.held) < self._most and not self._blocked:
-            session = next(iter(self.waiting.values()))
+        for session in list(self.waiting.values()):
+            if self._blocked or len(self.held) >= self._most:
+                break
             try:
                 self.drafter.open(session)
             except OutOfPages:
-                # Pages come home when a session ends; if none runs, this one can never be held.
-                self._blocked = bool(self.held)
-                if not self.held:
+                if not self.held:  # pages come home when a session ends; if none runs, this one can never be held
                     log.info(
                         "session %d does not fit into the cache of %s, which leaves it out",
                         session.id, self.drafter.name,
                     )  # fmt: skip
                     del self.waiting[session.id]
+                elif session.id not in self._returned:
+                    self._blocked = True
                 continue
             self.held[session.id] = self.waiting.pop(session.id)
             session.frontiers[self.index].held = True
             admitted.append(session)
+        if self._returned:
+            self._returned.clear()
+            self._blocked = bool(self.held and self.waiting)
         return admitted
 
     def will_commit(self, session: DraftSession, count: int, path: list[int]) -> bool:
@@ -83,8 +89,8 @@ class Places:
             self._release(session)
             session.features.give_up()  # those that were used are gone
             self._queue(session)
-            # If it is the first, no pages came home but those that were too few for it.
-            self._blocked = bool(self.held) and next(iter(self.waiting.values())) is session
+            self._returned.add(session.id)
+            self._blocked = False
             return False
 
     def did_commit(self, session: DraftSession, kept: list[int]) -> None:

@@ -212,19 +212,22 @@ def test_a_session_that_gave_its_pages_back_keeps_its_turn(head):
     assert set(engine.running) == {1, 2}
     new = list(range(4, 34))
     engine.receive([], [commit_of(PROMPT, new, session_id=1)])
-    assert list(engine._places[-1].waiting) == [1, 3, 4]
+    assert (set(engine.running), list(engine._places[-1].waiting)) == ({2, 3}, [1, 4]), "its pages were enough for one"
     engine.close(2)
+    assert (set(engine.running), list(engine._places[-1].waiting)) == ({3}, [1, 4]), "room for 4, but not before 1"
+    engine.close(3)
     (failure,) = failures(settle(engine))
     assert failure.session_id == 1
-    assert set(engine.running) == {3, 4}, "meanwhile there are places for others"
-    start(engine, PROMPT, 5)
+    for session_id in (5, 6):
+        start(engine, PROMPT, session_id)
+    assert set(engine.running) == {4, 5}, "meanwhile there are places for others"
     start(engine, [*PROMPT, *new], 1)
-    assert list(engine._places[-1].waiting) == [1, 5]
-    engine.close(3)
+    assert list(engine._places[-1].waiting) == [1, 6]
     engine.close(4)
+    engine.close(5)
     assert not failures(settle(engine)), "it was fed while it waited"
     check_tree(engine, twin, 50)
-    for session_id in (1, 5):
+    for session_id in (1, 6):
         engine.close(session_id)
     engine.check()
 
