@@ -43,7 +43,9 @@ _MANY = 8  # sessions that are served together, whatever numbers of them have hi
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
 HINTED = 8  # tokens of a hint
 _RACES = 4
-_FEW, _LEARNING_FEW, _LEARNING_MANY = 2, 10.0, 40.0  # seconds: many sessions begin without hints, for half a minute
+# Seconds. Many sessions begin without hints, for half a minute, and where it is not known yet how often hints are right
+# their first trial may lose; the second one comes a quarter of a minute later.
+_FEW, _LEARNING_FEW, _LEARNING_MANY = 2, 10.0, 60.0
 Hints = Callable[[int, list[int]], Proposal | None]
 
 
