@@ -7,7 +7,7 @@ Flags that SGLang users know keep SGLang's names and meaning. A field's docstrin
 """
 
 from outrider.config.argv import format_cores, parse_cores, plain_argv, to_argv
-from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions
+from outrider.config.common import AUTO_CORES, DEFAULT_MODEL, DType, ProcessConfig, SharedOptions, check_least
 from outrider.config.draft import (
     BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
@@ -49,6 +49,7 @@ __all__ = [
     "TargetConfig",
     "ToolCallParser",
     "TrainConfig",
+    "check_least",
     "format_cores",
     "parse_cores",
     "plain_argv",

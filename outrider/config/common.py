@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from outrider.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -51,3 +54,11 @@ class SharedOptions:
     """Rows verified per session and step, the root included; for a chain (--speculative-eagle-topk 1) its depth + 1."""
     disable_radix_cache: bool = False
     """Keep no KV pages for later sessions that begin with the same tokens."""
+
+
+def check_least(config: Any, least: Mapping[str, int]) -> None:
+    """Raise ConfigError for numbers below what they must be at least, by the names of their fields; None is none."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")

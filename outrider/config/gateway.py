@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.config.common import ServiceConfig
+from outrider.config.common import ServiceConfig, check_least
 from outrider.config.tls import ServiceTlsOptions, TlsOptions
 from outrider.errors import ConfigError
 
@@ -71,15 +71,8 @@ class GatewayOptions(TlsOptions):
 
     def check(self) -> None:
         """Raise ConfigError for numbers that cannot be or leave nobody served, and for keys that anybody has."""
-        counts = {
-            "--gateway-workers": self.gateway_workers,
-            "--max-body-bytes": self.max_body_bytes,
-            "--max-pending-requests": self.max_pending_requests,
-            "--max-requests-per-key": self.max_requests_per_key,
-        }
-        for flag, count in counts.items():
-            if count is not None and count < 1:
-                raise ConfigError(f"{flag} must be 1 or more, not {count}")
+        counts = ("gateway_workers", "max_body_bytes", "max_pending_requests", "max_requests_per_key")
+        check_least(self, dict.fromkeys(counts, 1))
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_least
 from outrider.errors import ConfigError
 from outrider.speculation.shape import TreeShape, explicit_shape
 from services.draft.frontier import TreeLimits
@@ -52,18 +52,18 @@ def check(config: DraftConfig) -> None:
         raise ConfigError("--speculative-ngram-external-corpus-path is for NGRAM, alone or --speculative-ngram-beside")
 
 
+_POSITIVE = (
+    "max_running_requests",
+    "draft_page_size",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "draft_max_total_tokens",
+    "speculative_ngram_capacity",
+)
+
+
 def _check_numbers(config: DraftConfig) -> None:
-    positive = {
-        "--max-running-requests": config.max_running_requests,
-        "--draft-page-size": config.draft_page_size,
-        "--speculative-num-steps": config.speculative_num_steps,
-        "--speculative-eagle-topk": config.speculative_eagle_topk,
-        "--draft-max-total-tokens": config.draft_max_total_tokens,
-        "--speculative-ngram-capacity": config.speculative_ngram_capacity,
-    }
-    for flag, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} must be 1 or more, not {value}")
+    check_least(config, dict.fromkeys(_POSITIVE, 1))
     part = config.draft_mem_fraction_static
     if part is not None and not 0.0 < part <= 1.0:
         raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {part}")

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from outrider.config import TargetConfig
+from outrider.config import TargetConfig, check_least
 from outrider.errors import ConfigError
 from outrider.serving.scheduler import Limits
 from outrider.speculation.acceptance import Thresholds
@@ -36,10 +36,7 @@ def check_limits(config: TargetConfig) -> None:
     chunk = config.chunked_prefill_size
     if chunk is not None and chunk < 1 and chunk != -1:
         raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
-    for name, bound in _LEAST.items():
-        value = getattr(config, name)
-        if value is not None and value < bound:
-            raise ConfigError(f"--{name.replace('_', '-')} must be {bound} or more, not {value}")
+    check_least(config, _LEAST)
     if not 0.0 < config.mem_fraction_static <= 1.0:
         raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")
 
