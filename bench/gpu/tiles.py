@@ -12,15 +12,21 @@ import torch
 from bench.gpu.cases import PAGE, VERIFIED, sessions
 from bench.gpu.clocks import Clocks
 from services.target.batch import build
+from services.target.kernels.ragged import Split
 from services.target.kernels.triton_attention import Tile, TritonAttention, pick_tile
 from services.target.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.layout import SHORT
 
-_OTHERS = (
-    Tile(16, 64, 256, 4, 3), Tile(16, 64, 256, 4, 4), Tile(16, 128, 256, 4, 2), Tile(16, 128, 512, 4, 3),
-    Tile(64, 64, 256, 4, 3), Tile(64, 64, 512, 4, 4), Tile(64, 64, 512, 8, 3),
+_OTHERS = tuple(
+    Tile(lanes, keys, Split(split, split), warps, stages)
+    for lanes, keys, split, warps, stages in (
+        (16, 64, 256, 4, 3), (16, 128, 128, 4, 3), (16, 128, 256, 4, 3), (16, 128, 512, 4, 3), (64, 64, 64, 4, 3),
+        (64, 64, 128, 4, 3), (64, 64, 256, 4, 3), (64, 64, 512, 4, 4),
+    )
 )  # fmt: skip
-_CELLS = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048))
+_CELLS = (
+    (1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 1024), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048),
+)  # fmt: skip
 _LAYERS = 12  # whose keys and values are more than the device's caches hold
 
 
@@ -43,7 +49,8 @@ def measured(
         pool.normal_()
     for (count, rows, context), tile in itertools.product(_CELLS, (None, *_OTHERS)):
         picked = tile or (short if rows <= SHORT else tall)
-        name = f"{picked.lanes}x{picked.keys}, split {picked.split}, {picked.warps} warps, {picked.stages} stages"
+        split = f"{picked.split.least}" + (f" to {picked.split.most}" if picked.split.least < picked.split.most else "")
+        name = f"{picked.lanes}x{picked.keys}, split {split}, {picked.warps} warps, {picked.stages} stages"
         with failing(name):
             batch = build(sessions(count, context, rows, cache), device)
             q = torch.randn(len(batch), heads, head, dtype=dtype, device=device)

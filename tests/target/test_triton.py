@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from services.target.engine import TargetEngine
 from services.target.kernels import choose
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.ragged import Load, Ragged, ancestor_words
+from services.target.kernels.ragged import Load, Ragged, Split, ancestor_words
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape
 from services.target.layout import tree_mask
@@ -35,7 +36,7 @@ from services.target.kernels import triton_attention, triton_cache  # noqa: E402
 from services.target.kernels.triton_attention import Tile, TritonAttention  # noqa: E402
 
 CPU = torch.device("cpu")
-SMALL = Tile(lanes=16, keys=16, split=32, warps=4, stages=2)
+SMALL = Tile(lanes=16, keys=16, split=Split(32, 32), warps=4, stages=2)
 LONGEST = 72  # tokens: parts of three splits, for the interpreter takes a millisecond for each tile of keys
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -141,13 +142,36 @@ def test_rows_of_padding_see_nothing():
 def test_partial_results_stay_within_their_room():
     batch, *_ = case(8, sessions=6)
     ragged = Ragged(batch.layout, batch.rows.positions)
-    free = ragged.tables(8, None, 16, Load(1000, 10**6), 2)
+    free = ragged.tables(8, None, Split(16, 16), Load(1000, 10**6), 2)
     assert free.partial_rows > 50
     assert len(free.items) > len(free.tiles)
     for room in (0, 10, 50):
-        assert ragged.tables(8, None, 16, Load(1000, room), 2).partial_rows <= room
+        assert ragged.tables(8, None, Split(16, 16), Load(1000, room), 2).partial_rows <= room
     cost = free.items[:, 2] - free.items[:, 1]
     assert (np.diff(cost) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("sessions", "keys", "expected"),
+    [
+        (1, 1024, 128),
+        (1, 8192, 256),
+        (1, 32768, 1024),
+        (12, 1024, 512),
+        (16, 8192, 4096),
+        (40, 8192, 2048),
+        (3, 0, 4096),
+    ],
+)
+def test_splits_are_as_long_as_leaves_no_program_idle(sessions, keys, expected):
+    load = Load(264, 10**6)  # an H200, 8 heads
+    assert Split(128, 4096).under(load, np.full(sessions, keys), 8) == expected
+    assert Split(256, 256).under(load, np.full(sessions, keys), 8) == 256
+
+
+@pytest.mark.parametrize("least", [16, 32, 64])
+def test_splits_that_follow_the_load_change_nothing_but_rounding(least):
+    agree(*case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
 
 
 def test_rows_are_written_where_they_belong_and_never_into_the_null_page():
@@ -212,7 +236,7 @@ POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sin
     "query_weight": "bf16", "key_weight": "bf16", "queries": "bf16", "cosines": "fp32", "sines": "fp32",
     "tile_group": "i64", "tile_row": "i64", "group_end": "i64"}
 HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0, D=128, DV=128, DV_PAD=128, D_PAD=1024,
-    PAGE=16, M=64, N=64, SPLIT=512, PART=1024, AT_ONCE=8, LIMIT=0.0,
+    PAGE=16, M=64, N=64, PART=1024, AT_ONCE=8, LIMIT=0.0,
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
     EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True)

@@ -1,12 +1,12 @@
 """What a kernel must know of a ragged batch, as a few tables of integers that NumPy fills for all sessions at once.
 
     span   rows of one session                      tile   neighbouring rows of a span that one program attends for
-    split  SPLIT keys of a session, by position     item   a tile and the splits that one program takes
+    split  some keys of a session, by position      item   a tile and the splits that one program takes
 
 A row's result is a fold over the splits that it sees, in order. Each split is computed alone, so the bits of the result
 do not depend on whether one program folds all splits of a tile or several programs leave partial results that are
-folded later; which of the two is done follows the load. As splits lie at fixed positions and a tile's height is fixed
-too, a row's result does not depend on the rest of the batch.
+folded later; which of the two is done follows the load. So does the size of splits, unless it is fixed: then splits lie
+at fixed positions, and as a tile's height is fixed too, a row's result does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ Ints = NDArray[np.int32]
 # Columns of the tables.
 #   tile: first row in the batch; rows; place of the first row in its span; keys in the cache before the span; key of
 #         the span's first node; first entry in `pages`; first entry in `words`; first key that is seen; first key that
-#         is looked up in `paths`, and where it stands there
+#         is looked up in `paths`, and where it stands there; keys a split
 #   item: tile; first split; split behind the last; first partial row, or -1 if the item is its tile's only one
 #   fold: first partial row; partial rows between splits; splits (0: the row has its result)
-TILE_COLUMNS, ITEM_COLUMNS, FOLD_COLUMNS = 10, 4, 3
+TILE_COLUMNS, ITEM_COLUMNS, FOLD_COLUMNS = 11, 4, 3
 _NO_PATH = np.iinfo(np.int32).max
 _WORD_BITS = 32
 # Programs that a device should have to do, as a multiple of those that it runs at once, before tiles stay whole.
 _ROUNDS = 2
+# Keys in the time in which a program begins an item and ends it: 2 us on an H200.
+_BEGINNING = 192
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,28 @@ class Load:
 
 
 @dataclass(frozen=True)
+class Split:
+    """Fewest and most keys of a split, powers of two. Where they are equal, a row's bits do not depend on the batch."""
+
+    least: int
+    most: int
+
+    def under(self, load: Load, keys: NDArray[np.int64], programs_per_item: int) -> int:
+        """Keys a split by which programs are through soonest, if each takes one. keys: [tiles], that a tile sees."""
+        if self.least == self.most:
+            return self.least
+        sizes = self.least << np.arange((self.most // self.least).bit_length())
+        items = np.maximum(-(-keys // sizes[:, None]), 1).sum(1) * programs_per_item
+        rounds = -(-items // load.programs)
+        cost = rounds * (int(keys.sum()) * programs_per_item / items + _BEGINNING)
+        return int(sizes[::-1][cost[::-1].argmin()])  # the longest of equals
+
+
+@dataclass(frozen=True)
 class Tables:
     """Items of a batch for the layers that share a height of tiles and a window. items: costliest first."""
 
-    tiles: Ints  # [tiles, 10]
+    tiles: Ints  # [tiles, 11]
     items: Ints  # [items, 4]
     folds: Ints  # [T, 3]
     partial_rows: int
@@ -96,8 +116,8 @@ class Ragged:
         self.first, self.rows, self.start, self.own = columns[:4]
         self.first_page, self.first_word, self.path_key, self.first_path = columns[4:]
 
-    def tables(self, height: int, window: int | None, split: int, load: Load, programs_per_item: int) -> Tables:
-        """Lay out the work. height: rows a tile; window: keys seen back, in positions; split: keys."""
+    def tables(self, height: int, window: int | None, split: Split, load: Load, programs_per_item: int) -> Tables:
+        """Lay out the work. height: rows a tile; window: keys seen back, in positions."""
         if (self.rows <= height).all():
             span, place, rows = np.arange(len(self.rows)), np.zeros(len(self.rows), np.int64), self.rows
         else:
@@ -110,12 +130,13 @@ class Ragged:
         low = np.zeros(len(span), np.int64)
         if window is not None:
             low = np.maximum(np.minimum.reduceat(self.positions, first_row) - window + 1, 0)
+        keys = split.under(load, np.maximum(end - low, 0), programs_per_item)
         columns = (
             first_row, rows, place, self.start[span], self.own[span], self.first_page[span], self.first_word[span], low,
-            self.path_key[span], self.first_path[span],
+            self.path_key[span], self.first_path[span], np.full(len(span), keys),
         )  # fmt: skip
         tiles = _table(columns)
-        first, stop = low // split, -(-end // split)
+        first, stop = low // keys, -(-end // keys)
         first = np.minimum(first, stop)
         shared = _shared(rows, stop - first, load, programs_per_item)
         partial = np.where(shared, rows * (stop - first), 0)

@@ -25,6 +25,7 @@ from services.target.kernels.ragged import (
     TILE_COLUMNS,
     Load,
     Ragged,
+    Split,
     Tables,
     words_for,
 )
@@ -38,6 +39,8 @@ _PARTIAL_BYTES = 64 << 20
 # Programs a multiprocessor runs at once; persistent ones, so that a captured launch serves any batch.
 _PER_PROCESSOR = 2
 _FOLDS_AT_ONCE = 16
+# Keys of a split where keys are visited in the order of plain decoding, and elsewhere.
+_ORDERED, _UNORDERED = Split(256, 256), Split(128, 4096)
 # Items of a captured step beyond one a tile.
 _STATIC_ITEMS = 4096
 # Entries of paths in a captured step, for each of its rows.
@@ -48,30 +51,31 @@ _STATIC_PATH = 16
 class Tile:
     """How a program cuts its work: rows times heads, keys a block and a split, warps, blocks in flight.
 
-    Tiles differ in the order in which a device adds up, and so in a row's bits.
+    Tiles differ in the order in which a device adds up, and so in a row's bits. A split begins where a block does.
     """
 
     lanes: int
     keys: int
-    split: int
+    split: Split
     warps: int
     stages: int
 
 
-def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = False) -> Tile:
+def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = False, ordered: bool = False) -> Tile:
     """The tile of a shape. Tall enough that the verification of 16 nodes reads the keys of 4 heads a group once.
 
-    short: of batches of short spans (see Extent), where a tile has little to do but wait for its keys
+    short: of batches of short spans (see Extent), where a tile has little to do but wait for its keys; ordered: see
+    TritonAttention
     """
     if itemsize > 2:  # exact products run outside the tensor cores
-        return Tile(16, 32, 512, 4, 2)
-    if short and max(key_dim, value_dim) <= 128:
-        return Tile(16, 128, 256, 4, 3)
-    if max(key_dim, value_dim) <= 128:
-        return Tile(64, 64, 256, 4, 3)
-    if max(key_dim, value_dim) <= 256:
-        return Tile(64, 32, 512, 8, 2)
-    return Tile(16, 32, 512, 4, 2)
+        lanes, keys, warps, stages = 16, 32, 4, 2
+    elif max(key_dim, value_dim) <= 128:
+        lanes, keys, warps, stages = (16, 128, 4, 3) if short else (64, 64, 4, 3)
+    elif max(key_dim, value_dim) <= 256:
+        lanes, keys, warps, stages = 64, 32, 8, 2
+    else:
+        lanes, keys, warps, stages = 16, 32, 4, 2
+    return Tile(lanes, keys, _ORDERED if ordered else _UNORDERED, warps, stages)
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Kind:
 
     height: int
     window: int | None
-    split: int
+    split: Split
     programs: int  # per item: key heads times blocks of heads
     partial_rows: int
 
@@ -138,7 +142,7 @@ class TritonAttention:
         v_scale: float = 1.0,
     ) -> Tensor:
         """As `reference.paged_attention`; pools may be fp8, whose numbers are multiplied by k_scale and v_scale."""
-        layout = Layout.of(q, k_pool, v_pool, self._tile, short=self.extent < Extent.LONG)
+        layout = Layout.of(q, k_pool, v_pool, self._tile, short=self.extent < Extent.LONG, ordered=self.ordered)
         tables, partial = self._tables_of(layout.kind(window), q.device)
         assert self._ragged is not None
         return launch(
@@ -229,7 +233,7 @@ class StaticAttention:
         v_scale: float = 1.0,
     ) -> Tensor:
         """As TritonAttention."""
-        layout = Layout.of(q, k_pool, v_pool, short=self._extent < Extent.LONG)
+        layout = Layout.of(q, k_pool, v_pool, short=self._extent < Extent.LONG, ordered=self._ordered)
         return launch(
             layout, q, k_pool, v_pool, self._positions, self._tables[layout.kind(window)], self._pages, self._words,
             self._paths, partial=True, tree=self._extent > Extent.PLAIN, words_a_node=self._node_words,
@@ -258,9 +262,12 @@ class Layout:
     blocks: int
 
     @classmethod
-    def of(cls, q: Tensor, k_pool: Tensor, v_pool: Tensor, tile: Tile | None = None, *, short: bool = False) -> Layout:
-        """q: [T, heads, D]; pools: [pages, page_size, kv_heads, D or Dv]. short: as of `pick_tile`."""
-        tile = tile or pick_tile(q.shape[2], v_pool.shape[3], q.element_size(), short=short)
+    def of(
+        cls, q: Tensor, k_pool: Tensor, v_pool: Tensor, tile: Tile | None = None, *, short: bool = False,
+        ordered: bool = False,
+    ) -> Layout:  # fmt: skip
+        """q: [T, heads, D]; pools: [pages, page_size, kv_heads, D or Dv]. short, ordered: as of `pick_tile`."""
+        tile = tile or pick_tile(q.shape[2], v_pool.shape[3], q.element_size(), short=short, ordered=ordered)
         return _layout(q.shape[1], k_pool.shape[2], q.shape[2], v_pool.shape[3], k_pool.shape[1], tile)
 
     @property
@@ -326,7 +333,7 @@ def launch(
         q.stride(0), q.stride(1), *k_pool.stride()[:3], *v_pool.stride()[:3], out.stride(0), out.stride(1),
         KV_HEADS=layout.kv_heads, GROUP=layout.group, HEADS=layout.heads, BLOCKS=layout.blocks,
         D1=wide_keys, D2=max(16, 1 << (rest - 1).bit_length()) if rest else 0, D=key_dim,
-        DV=value_dim, DV_PAD=padded_value, PAGE=layout.page_size, M=tile.lanes, N=tile.keys, SPLIT=tile.split,
+        DV=value_dim, DV_PAD=padded_value, PAGE=layout.page_size, M=tile.lanes, N=tile.keys,
         TREE=tree, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         WIDE=interpreted() and q.dtype == torch.bfloat16, ORDERED=ordered, CHAINED=chain,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, launch_pdl=chain,

@@ -119,7 +119,7 @@ def attend(
     q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, out_row, out_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr,
     D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
-    PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
     ORDERED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -134,12 +134,12 @@ def attend(
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         item = items + (work // (KV_HEADS * BLOCKS)) * 4
         kv_head = (work // BLOCKS) % KV_HEADS
-        tile = tiles + tl.load(item) * 10
+        tile = tiles + tl.load(item) * 11
         first_split, last_split, partial = tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         row0, rows, place = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
         start, own = tl.load(tile + 3), tl.load(tile + 4)
         page_row, word_row = pages + tl.load(tile + 5), words + tl.load(tile + 6)
-        low = tl.load(tile + 7)
+        low, split_keys = tl.load(tile + 7), tl.load(tile + 10)
         path_key, path = 0, paths
         if ORDERED:
             path_key, path = tl.load(tile + 8), paths + tl.load(tile + 9)
@@ -166,8 +166,8 @@ def attend(
         z_all = tl.zeros([M], tl.float32)
         acc_all = tl.zeros([M, DV_PAD], tl.float32)
         for split in tl.range(first_split, last_split):
-            begin = tl.maximum(split * SPLIT, low // N * N)
-            end = tl.minimum((split + 1) * SPLIT, stop)
+            begin = tl.maximum(split * split_keys, low // N * N)
+            end = tl.minimum((split + 1) * split_keys, stop)
             plain_end = end
             if TREE:  # blocks that hold nodes come last, and look at bits
                 plain_end = tl.maximum(tl.minimum(own // N * N, end), begin)
