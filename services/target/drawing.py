@@ -219,7 +219,7 @@ class Drawing:
         parcel.send(logits.device)
         mask = self._mask(works, drawn)
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
-        tokens = compiled.draw(adjusted, draw_plan(works, drawn), mask)
+        tokens = compiled.draw(adjusted.float(), draw_plan(works, drawn), mask)
         return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
     def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:

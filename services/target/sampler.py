@@ -8,8 +8,10 @@ tokens where it can be had (kernels/cpu/draw.py), and this is its plain twin.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -177,9 +179,9 @@ def adjusted(
     adjustments: Adjustments | None = None,
     mask: Mask | None = None,
 ) -> Tensor:
-    """Logits after penalties, bias, grammar and bans, [R, V] float32. logits: [R, V], which are not changed.
+    """Logits after penalties, bias, grammar and bans: [R, V] float32, or the very logits where there is none of that.
 
-    banned: rows and tokens, [B] int64 each, pairs that cannot be drawn
+    logits: [R, V], which are not changed; banned: rows and tokens, [B] int64 each, pairs that cannot be drawn
     """
     if adjustments is not None or mask is not None or (banned is not None and len(banned[0])):
         logits = logits.to(torch.float32, copy=True)
@@ -189,7 +191,7 @@ def adjusted(
             masks.apply(logits, mask)
         if banned is not None:
             logits.index_put_(banned, logits.new_full((), -torch.inf))
-    return logits.float()
+    return logits
 
 
 def pick(logits: Tensor, rows: RowParams, *, hurry: bool = False) -> Tensor:
@@ -198,11 +200,24 @@ def pick(logits: Tensor, rows: RowParams, *, hurry: bool = False) -> Tensor:
     hurry: do not wait for the device to find out whether the likeliest tokens were enough; rows for which they were not
     get UNSURE, and want to be drawn again without hurry.
     """
+    if rows.all_greedy and (greedy := _greedy(logits.device)) is not None:
+        return greedy(logits)
+    logits = logits.float()
     best, argmax = likeliest(logits, 1 if logits.device.type == "cpu" else _SHARED_BY)
     tokens = argmax
     if not rows.all_greedy:
         tokens = torch.where(rows.greedy, argmax, _draw_noisy(logits, best, rows, hurry))
     return torch.where(best.isfinite(), tokens, -1)
+
+
+@lru_cache
+def _greedy(device: torch.device) -> Callable[[Tensor], Tensor] | None:
+    """A device's kernel for rows that are all greedy."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from services.target.kernels.triton_greedy import greedy
+
+    return greedy
 
 
 def likeliest(logits: Tensor, parts: int) -> tuple[Tensor, Tensor]:
@@ -223,6 +238,7 @@ def probabilities(logits: Tensor, rows: RowParams, parents: Tensor, tokens: Tens
 
     parents, tokens: [n] int64, rows and token ids. Returns [n] float32.
     """
+    logits = logits.float()
     if rows.any_filter:
         logits = logits.masked_fill(~_kept(logits, logits.max(dim=-1).values, rows)[0], -torch.inf)
     scaled = logits / rows.temperature.float()[:, None]

@@ -32,7 +32,8 @@ from tests.tiny import VOCAB, write_model
 
 need_interpreter()
 
-from services.target.kernels import triton_attention, triton_cache  # noqa: E402
+from services.target import sampler  # noqa: E402
+from services.target.kernels import triton_attention, triton_cache, triton_greedy  # noqa: E402
 from services.target.kernels.triton_attention import Tile, TritonAttention  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -174,6 +175,19 @@ def test_splits_that_follow_the_load_change_nothing_but_rounding(least):
     agree(*case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
 
 
+@pytest.mark.parametrize("vocab", [1, 40, 2048 * 3, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_likeliest_token_is_the_first_of_equals(vocab, dtype):
+    torch.manual_seed(vocab)
+    logits = torch.randint(-5, 5, (6, 2 * vocab)).to(dtype)[:, :vocab]
+    logits[1] = 1.0
+    logits[2, vocab // 2] = torch.nan
+    logits[3, vocab // 3] = torch.inf
+    logits[4] = -torch.inf
+    best, tokens = sampler.likeliest(logits, 1)
+    assert torch.equal(triton_greedy.greedy(logits), torch.where(best.isfinite(), tokens, -1))
+
+
 def test_rows_are_written_where_they_belong_and_never_into_the_null_page():
     torch.manual_seed(0)
     keys, values = torch.randn(2, 5, 20).transpose(0, 1)[:, :, :12], torch.randn(5, 2, 8)
@@ -227,22 +241,25 @@ def test_paths_of_sessions_move_in_all_pools():
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from services.target.kernels import triton_cache, triton_few, triton_kernels, triton_product, triton_rows
+from services.target.kernels import (triton_cache, triton_few, triton_greedy, triton_kernels, triton_product,
+    triton_rows)
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
     "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
     "item_count": "i32", "pages": "i32", "words": "i32", "paths": "i32", "folds": "i32", "x": "bf16", "y": "bf16",
     "weight": "bf16", "bias": "bf16", "residual": "bf16", "branch": "bf16", "after": "bf16", "wide": "bf16",
     "query_weight": "bf16", "key_weight": "bf16", "queries": "bf16", "cosines": "fp32", "sines": "fp32",
-    "tile_group": "i64", "tile_row": "i64", "group_end": "i64"}
+    "tile_group": "i64", "tile_row": "i64", "group_end": "i64", "logits": "bf16", "bests": "fp32", "tokens": "i32",
+    "picked": "i64"}
 HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0, D=128, DV=128, DV_PAD=128, D_PAD=1024,
-    PAGE=16, M=64, N=64, PART=1024, AT_ONCE=8, LIMIT=0.0,
+    PAGE=16, M=64, N=64, PART=1024, PARTS=64, AT_ONCE=8, LIMIT=0.0,
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
     EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True)
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
                triton_cache.move_paths, triton_product._product, triton_product._sum, triton_few.few_rows,
-               triton_few.turned_rows, triton_rows._add_norm, triton_rows._turn, triton_rows._gated):
+               triton_few.turned_rows, triton_rows._add_norm, triton_rows._turn, triton_rows._gated,
+               triton_greedy.part_best, triton_greedy.row_best):
     names = kernel.arg_names
     floats = ("scale", "softcap", "v_scale", "epsilon", "after_epsilon", "query_epsilon", "key_epsilon")
     signature = {n: "constexpr" if n in HEADS else "*" + POINTERS[n] if n in POINTERS else
@@ -261,7 +278,7 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
     assert list(shared) == [
         "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "few_rows", "turned_rows",
-        "_add_norm", "_turn", "_gated",
+        "_add_norm", "_turn", "_gated", "part_best", "row_best",
     ]  # fmt: skip
     assert max(shared.values()) < 227 << 10
 
