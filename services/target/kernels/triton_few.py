@@ -7,7 +7,7 @@ are the same whether 1 or 16 are computed together. What comes behind a product 
     gated      a program multiplies with the rows of gates and of their values
     turned     a program multiplies with both halves of a head, turns them by their positions and stores keys and values
 
-Behind a small launch, which leaves processors idle, programs start before it ends.
+Behind a small launch, which leaves processors idle, programs start before it ends, and read what does not depend on it.
 """
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from services.target.kernels.triton_attention import interpreted
+from services.target.kernels.triton_attention import interpreted, processors
 from services.target.kernels.triton_cache import largest
 from services.target.kernels.triton_chain import chained, let_go, wait
 from services.target.kernels.triton_rows import activated, at_slot, put
@@ -34,57 +34,78 @@ _PAIRS = 16  # of a head's two halves, that a program turns
 
 
 @triton.jit
+def _part(first, at, inputs, EVEN: tl.constexpr):
+    """Numbers of the matrix's rows that begin at `first`. at: [K]. Returns [K, OUTPUTS]."""
+    if EVEN:
+        return tl.load(first[None, :] + at[:, None])
+    return tl.load(first[None, :] + at[:, None], mask=(at < inputs)[:, None], other=0.0)
+
+
+@triton.jit
+def _inputs(x, live, at, inputs, EVEN: tl.constexpr):
+    """Numbers of the rows x, [ROWS, 1]. at: [K]. Returns [ROWS, K]."""
+    if EVEN:
+        return tl.load(x + at[None, :], mask=live, other=0.0)
+    return tl.load(x + at[None, :], mask=live & (at < inputs)[None, :], other=0.0)
+
+
+@triton.jit
+def _add(left, right, total, WIDE: tl.constexpr):
+    """total + left right."""
+    if WIDE:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+    return tl.dot(left, right, total)
+
+
+@triton.jit
 def _multiply(
     x, own, beside, rows, inputs, x_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr,
-    WIDE: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    TWO: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Rows with the matrix's rows that begin at `own`, [OUTPUTS], and, of TWO, at `beside`.
+    """Rows with the matrix's rows that begin at `own`, [OUTPUTS], and, of TWO, at `beside`; waits for the rows.
 
-    Returns two times [ROWS, OUTPUTS] float32, the second for TWO.
+    AHEAD: the matrix's first block is read before the rows are there, and multiplied last, so that the blocks behind it
+    are asked for at once. Returns two times [ROWS, OUTPUTS] float32, the second for TWO.
     """
     row, part = tl.arange(0, ROWS), tl.arange(0, INPUTS)
-    x_rows = x + row[:, None] * x_row
+    live, x_rows = (row < rows)[:, None], x + row[:, None] * x_row
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     second = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for begin in tl.range(0, inputs, INPUTS):
-        at = begin + part
-        live = (row < rows)[:, None]
-        if EVEN:
-            right = tl.load(own[None, :] + at[:, None])
-        else:
-            live = live & (at < inputs)[None, :]
-            right = tl.load(own[None, :] + at[:, None], mask=(at < inputs)[:, None], other=0.0)
-        left = tl.load(x_rows + at[None, :], mask=live, other=0.0)
-        if WIDE:
-            total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
-        else:
-            total = tl.dot(left, right, total)
+    if AHEAD:
+        own_ahead = _part(own, part, inputs, EVEN)
         if TWO:
-            if EVEN:
-                third = tl.load(beside[None, :] + at[:, None])
-            else:
-                third = tl.load(beside[None, :] + at[:, None], mask=(at < inputs)[:, None], other=0.0)
-            if WIDE:
-                second = tl.dot(left.to(tl.float32), third.to(tl.float32), second, input_precision="ieee")
-            else:
-                second = tl.dot(left, third, second)
+            beside_ahead = _part(beside, part, inputs, EVEN)
+    wait(CHAINED)
+    if AHEAD:
+        x_ahead = _inputs(x_rows, live, part, inputs, EVEN)
+    for begin in tl.range(INPUTS if AHEAD else 0, inputs, INPUTS):
+        right = _part(own, begin + part, inputs, EVEN)
+        left = _inputs(x_rows, live, begin + part, inputs, EVEN)
+        total = _add(left, right, total, WIDE)
+        if TWO:
+            second = _add(left, _part(beside, begin + part, inputs, EVEN), second, WIDE)
+    if AHEAD:
+        total = _add(x_ahead, own_ahead, total, WIDE)
+        if TWO:
+            second = _add(x_ahead, beside_ahead, second, WIDE)
     return total, second
 
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x, weight, bias, y, rows, outputs, inputs, x_row, w_row, y_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """GATED: the weight holds gates and, `outputs` rows on, their values."""
     let_go(CHAINED)
     row, output = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = weight + tl.minimum(output, outputs - 1).to(tl.int64) * w_row
     beside = own + outputs.to(tl.int64) * w_row
-    wait(CHAINED)
-    total, values = _multiply(x, own, beside, rows, inputs, x_row, ROWS, OUTPUTS, INPUTS, EVEN, GATED, WIDE)
+    total, values = _multiply(
+        x, own, beside, rows, inputs, x_row, ROWS, OUTPUTS, INPUTS, AHEAD, EVEN, GATED, WIDE, CHAINED
+    )
     rounded = y.dtype.element_ty
     if GATED:
         opened = activated(total.to(rounded).to(tl.float32), GELU).to(rounded).to(tl.float32)
@@ -110,17 +131,17 @@ def turned_rows(
     place = tl.arange(0, 2 * PAIRS)
     output = head * D + first + place % PAIRS + place // PAIRS * HALF
     own = weight + output.to(tl.int64) * w_row
-    wait(CHAINED)
-    total, _ = _multiply(x, own, own, rows, inputs, x_row, ROWS, 2 * PAIRS, INPUTS, EVEN, False, WIDE)
+    row, at = tl.arange(0, ROWS), first + tl.arange(0, PAIRS)[None, :]
+    there = row < rows
+    angle = tl.load(positions + row, mask=there, other=0)[:, None] * HALF + at
+    cosine, sine = tl.load(cosines + angle), tl.load(sines + angle)
+    slot = tl.load(slots + row, mask=there, other=0)[:, None]
+    total, _ = _multiply(x, own, own, rows, inputs, x_row, ROWS, 2 * PAIRS, INPUTS, True, EVEN, False, WIDE, CHAINED)
     rounded = queries.dtype.element_ty
     if BIAS:
         total += tl.load(bias + output).to(tl.float32)[None, :]
     left, right = tl.split(total.to(rounded).to(tl.float32).reshape(ROWS, 2, PAIRS).permute(0, 2, 1))
-    row, at = tl.arange(0, ROWS), first + tl.arange(0, PAIRS)[None, :]
-    there = row < rows
     if head < HEADS + KV_HEADS:
-        angle = tl.load(positions + row, mask=there, other=0)[:, None] * HALF + at
-        cosine, sine = tl.load(cosines + angle), tl.load(sines + angle)
         left, right = left * cosine - right * sine, right * cosine + left * sine
     left, right = left.to(rounded), right.to(rounded)
     if head < HEADS:
@@ -128,7 +149,6 @@ def turned_rows(
         tl.store(target, left, mask=there[:, None])
         tl.store(target + HALF, right, mask=there[:, None])
     else:
-        slot = tl.load(slots + row, mask=there, other=0)[:, None]
         stored = slot >= PAGE  # others lie in NULL_PAGE
         if head < HEADS + KV_HEADS:
             key = at_slot(k_pool, slot, k_page, k_slot, PAGE) + (head - HEADS) * D
@@ -149,7 +169,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, early: bool
     """x W^T + bias. x: [T, inputs], at most ROWS rows; weight: [outputs, inputs]; bias: [outputs]. [T, outputs].
 
     early: the launch before is a small one, such as a norm, so that programs may start while it runs; behind a product
-    they would crowd on the processors that are through with it first
+    more than one a processor would crowd on those that are through with it first
     """
     return _launch(x, weight, bias, weight.shape[0], early, gated=False, gelu=False)
 
@@ -204,13 +224,15 @@ def _launch(
 ) -> Tensor:
     rows, inputs = _shape(x, weight)
     y = x.new_empty(rows, outputs)
-    wide = weight.shape[0] >= 2 * _LEAST_OUTPUTS
+    own = 32 if weight.shape[0] >= 2 * _LEAST_OUTPUTS else 16
+    programs = triton.cdiv(outputs, own)
+    alone = not gated and programs <= processors(x.device)  # on a processor, where so many blocks leave no room for two
     chain = chained(x.device)
-    few_rows[(triton.cdiv(outputs, 32 if wide else 16),)](
+    few_rows[(programs,)](
         x, weight, x if bias is None else bias, y, rows, outputs, inputs, x.stride(0), weight.stride(0), y.stride(0),
-        ROWS=ROWS, OUTPUTS=32 if wide else 16, INPUTS=_INPUTS, EVEN=inputs % _INPUTS == 0, BIAS=bias is not None,
-        GATED=gated, GELU=gelu, WIDE=interpreted(), CHAINED=chain,
-        num_warps=4, num_stages=3 if gated else 4, launch_pdl=chain and early,
+        ROWS=ROWS, OUTPUTS=own, INPUTS=_INPUTS, AHEAD=gated or alone, EVEN=inputs % _INPUTS == 0,
+        BIAS=bias is not None, GATED=gated, GELU=gelu, WIDE=interpreted(), CHAINED=chain,
+        num_warps=4, num_stages=3 if gated else 6 if alone else 4, launch_pdl=chain and (early or alone),
     )  # fmt: skip
     return y
 

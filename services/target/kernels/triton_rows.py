@@ -32,18 +32,17 @@ class Norm:
 
 
 @triton.jit
-def _scaled(x, scale, weight, at, there, SHIFTED: tl.constexpr):
-    """x: float32, whose numbers `there` are scaled and weighted. Returns float32 that holds the weight's format."""
-    factor = tl.load(weight + at, mask=there, other=0.0)
+def _scaled(x, scale, factor, SHIFTED: tl.constexpr):
+    """x: float32, which is scaled and weighted by `factor`. Returns float32 that holds the factor's format."""
     if SHIFTED:
         return (x * scale * (1.0 + factor.to(tl.float32))).to(factor.dtype).to(tl.float32)
     return ((x * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)).to(factor.dtype).to(tl.float32)
 
 
 @triton.jit
-def _normed(x, weight, at, width, epsilon, SHIFTED: tl.constexpr):
+def _normed(x, factor, width, epsilon, SHIFTED: tl.constexpr):
     """x: float32, zeros behind `width`. Returns as `_scaled`."""
-    return _scaled(x, tl.rsqrt(tl.sum(x * x, 0) / width + epsilon), weight, at, at < width, SHIFTED)
+    return _scaled(x, tl.rsqrt(tl.sum(x * x, 0) / width + epsilon), factor, SHIFTED)
 
 
 @triton.jit
@@ -52,17 +51,21 @@ def _add_norm(
     BLOCK: tl.constexpr, ADDED: tl.constexpr, AFTER: tl.constexpr, SHIFTED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     let_go(CHAINED)
-    wait(CHAINED)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    factor = tl.load(weight + at, mask=at < width, other=0.0)
+    after_factor = factor
+    if AFTER:
+        after_factor = tl.load(after + at, mask=at < width, other=0.0)
+    wait(CHAINED)
     x = tl.load(residual + row * width + at, mask=at < width, other=0.0).to(tl.float32)
     if ADDED:
         more = tl.load(branch + row * branch_row + at, mask=at < width, other=0.0).to(tl.float32)
         if AFTER:
-            more = _normed(more, after, at, width, after_epsilon, SHIFTED)
+            more = _normed(more, after_factor, width, after_epsilon, SHIFTED)
         total = (x + more).to(residual.dtype.element_ty)
         tl.store(residual + row * width + at, total, mask=at < width)
         x = total.to(tl.float32)
-    normed = _normed(x, weight, at, width, epsilon, SHIFTED)
+    normed = _normed(x, factor, width, epsilon, SHIFTED)
     tl.store(y + row * width + at, normed.to(y.dtype.element_ty), mask=at < width)
 
 
@@ -104,8 +107,8 @@ def _turn(
         weight = query_weight if is_query else key_weight
         epsilon = query_epsilon if is_query else key_epsilon
         scale = tl.rsqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / D + epsilon)
-        left = _scaled(left, scale, weight, at, half, SHIFTED)
-        right = _scaled(right, scale, weight + HALF, at, half, SHIFTED)
+        left = _scaled(left, scale, tl.load(weight + at, mask=half, other=0.0), SHIFTED)
+        right = _scaled(right, scale, tl.load(weight + HALF + at, mask=half, other=0.0), SHIFTED)
     position = tl.load(positions + row)
     cosine = tl.load(cosines + position * HALF + at, mask=half, other=0.0)
     sine = tl.load(sines + position * HALF + at, mask=half, other=0.0)
