@@ -85,11 +85,12 @@ def _blocks(
         if TREE:
             bit = tl.maximum(key - own, 0)
             is_node = inside & (key >= own)
-            word = tl.load(
-                words + node[:, None] * WORDS + (bit // 32)[None, :],
-                mask=(node >= 0)[:, None] & is_node[None, :], other=0,
-            )  # fmt: skip
-            seen = seen | (((word >> (bit % 32)[None, :]) & 1) != 0)
+            first_word = tl.maximum(block - own, 0) // 32
+            for nth in tl.static_range((N + 30) // 32 + 1):  # word after word, as one for each key takes registers
+                at_word = first_word + nth
+                word = tl.load(words + node * WORDS + tl.minimum(at_word, WORDS - 1), mask=node >= 0, other=0)
+                within = is_node & (bit // 32 == at_word)
+                seen = seen | (within[None, :] & (((word[:, None] >> (bit % 32)[None, :]) & 1) != 0))
         if WINDOW:
             position = key.to(tl.int64)
             if TREE:
