@@ -1,4 +1,4 @@
-"""Processes that live as long as a benchmark needs them, and that can be waited for."""
+"""Processes that live as long as a benchmark needs them, however it ends, and that can be waited for."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench.errors import BenchError
+from outrider.leash import leashed
 
 _SAID = 3  # last lines of a program that failed
 _GRACE = 30.0  # seconds until a process that was asked to end is killed
 
 
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """A process that is killed when this one is. options: of Popen. Call it from the main thread."""
+    child = subprocess.Popen(leashed(command), **options)
+    child.args = list(command)  # what is told of it if it fails
+    return child
+
+
 @contextlib.contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process, ended with the context, its pipes closed. options: of Popen."""
-    child = subprocess.Popen(command, **options)
+    child = start(command, **options)
     try:
         yield child
     finally:
@@ -35,7 +43,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 def output_of(command: Sequence[str], text: str = "") -> str:
     """What a program prints that is given a text. Raises BenchError with what it said last if it fails."""
-    ended = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    ended = subprocess.run(leashed(command), input=text, capture_output=True, text=True, check=False)
     if ended.returncode:
         last = "\n".join(ended.stderr.splitlines()[-_SAID:])
         raise BenchError(f"{shlex.join(command)} ended with code {ended.returncode}:\n{last}")

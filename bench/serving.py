@@ -18,6 +18,7 @@ from typing import IO, Any
 import httpx
 
 from bench.errors import BenchError
+from bench.processes import start
 from bench.prompts import Prompt
 from bench.serve import load, measures
 from bench.serve.client import Target
@@ -47,7 +48,7 @@ def served(model: str, flags: Sequence[str], dtype: str, most: int = 8) -> Itera
     command += [flag.replace("{model}", model) for flag in flags]
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+", errors="replace") as said:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        process = start(command, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
         try:
             _wait(process, url, shlex.join(command), said)
             yield url

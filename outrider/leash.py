@@ -19,11 +19,14 @@ def leashed(command: Sequence[str]) -> list[str]:
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Become `command`. The parent's death is noticed even if it came before the request."""
+    """Become `command`. The parent's death is noticed even if it came before the request. Exits with 1 if it cannot."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == parent:
-        os.execvp(command[0], command)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            sys.exit(f"error: {command[0]} cannot be run: {error.strerror}")
 
 
 if __name__ == "__main__":

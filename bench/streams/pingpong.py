@@ -9,10 +9,10 @@ import contextlib
 import select
 import socket
 import statistics
-import subprocess
 import sys
 import time
 
+from bench.processes import start
 from outrider.serving.pipe import Pipe
 
 _PATIENCE = 20.0  # seconds that the other process gets to start
@@ -80,7 +80,7 @@ def _measure(path: str, sizes: list[int], rounds: int) -> list[float]:
 
 def round_trips(path: str, sizes: list[int], rounds: int = 1000) -> list[float]:
     """Median round trip in microseconds for frames of given sizes in bytes."""
-    process = subprocess.Popen([sys.executable, "-m", "bench.streams.pingpong", path])
+    process = start([sys.executable, "-m", "bench.streams.pingpong", path])
     try:
         return _measure(path, sizes, rounds)
     finally:

@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import httpx
 import uvloop
 
+from bench.processes import start
 from bench.report import Report
 from bench.serving import free_port
 from bench.streams.clients import over_grpc, over_sse
@@ -58,10 +58,10 @@ def system(folder: str, engines_ms: float = 0.0) -> Iterator[System]:
     addresses = {role: f"unix:{folder}/{role}-{port}" for role in ("target", "draft")}
     takes = {"target": _SHARE * engines_ms, "draft": (1 - _SHARE) * engines_ms}
     command = [sys.executable, "-m", "bench.streams.fakes"]
-    processes = {role: subprocess.Popen([*command, role, addresses[role], str(takes[role])]) for role in addresses}
+    processes = {role: start([*command, role, addresses[role], str(takes[role])]) for role in addresses}
     flags = ["--target", addresses["target"], "--draft", addresses["draft"], "--log-level", "error"]
     gateway = [sys.executable, "-m", "gateway", *flags, "--port", str(port), "--grpc-port", str(grpc_port)]
-    processes["gateway"] = subprocess.Popen(gateway)
+    processes["gateway"] = start(gateway)
     try:
         for _ in range(240):
             with contextlib.suppress(httpx.HTTPError):
