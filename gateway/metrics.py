@@ -195,7 +195,7 @@ class Metrics:
         self._compilations = gauge(
             "draft_compilations", "Programs compiled while serving; none should be.", drafter[:1]
         )
-        self.loads: dict[tuple[str, str], common_pb2.EngineLoad] = {}  # the last of each service, by its address
+        self.loads: dict[tuple[str, str], common_pb2.EngineLoad] = {}  # the last of each that is up, by its address
         self._hints = Hints()
         registry.register(self._hints)
         self._learning = Learning()
@@ -248,6 +248,14 @@ class Metrics:
             self._offered.labels(address, drafter.name).set(drafter.offered)
             self._promised.labels(address, drafter.name).set(drafter.promised)
             self._accepted.labels(address, drafter.name).set(drafter.accepted)
+
+    def away(self, service: str, address: str) -> None:
+        """Forget the sessions and pages of an engine that cannot be reached: they are gone. What it counted stays."""
+        held = (self._running, self._queue, self._free_pages, self._cached_pages, self._total_pages, self._step_seconds)
+        for gauge in held:
+            gauge.remove(service, address)
+        if service == "target":
+            self._plain.remove(address)
 
     def render(self) -> bytes:
         """The exposition, as Prometheus reads it."""

@@ -348,7 +348,9 @@ class Orchestrator:
     def _sample(self) -> None:
         for link in self.links:
             self.metrics.service_up.labels(link.service, link.address).set(link.up)
-            if link.load is not None:
+            if not link.up:
+                self.metrics.away(link.service, link.address)
+            elif link.load is not None:
                 self.metrics.load(link.service, link.address, link.load)
 
     async def stop(self) -> None:
