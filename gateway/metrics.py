@@ -146,6 +146,20 @@ class Learning(Collector):
             yield gauge
 
 
+@dataclass(eq=False)
+class Sum:
+    """Of what services count since their start; it never becomes less, though one that starts again begins at 0."""
+
+    total: int = 0
+    _counts: dict[str, int] = field(default_factory=dict)  # the last of each service, by address
+
+    def note(self, address: str, count: int) -> None:
+        """What a service has counted so far."""
+        before = self._counts.get(address, 0)
+        self.total += count - before if count >= before else count
+        self._counts[address] = count
+
+
 class Metrics:
     """All metrics, in a registry of their own."""
 
@@ -196,6 +210,7 @@ class Metrics:
             "draft_compilations", "Programs compiled while serving; none should be.", drafter[:1]
         )
         self.loads: dict[tuple[str, str], common_pb2.EngineLoad] = {}  # the last of each that is up, by its address
+        self.target_preemptions = Sum()
         self._hints = Hints()
         registry.register(self._hints)
         self._learning = Learning()
@@ -238,6 +253,7 @@ class Metrics:
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
         if service == "target":
             self._plain.labels(address).set(load.hints_unwanted)
+            self.target_preemptions.note(address, load.preemptions)
             if load.HasField("hints"):
                 self._hints.loads[address] = load.hints
         if service == "draft":

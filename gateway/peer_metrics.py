@@ -71,7 +71,7 @@ class Vllm(_Peer):
         yield self._gauge("num_requests_running", "Requests in the batch.", self._targets("running_sessions"))
         yield self._gauge("num_requests_waiting", "Requests that wait.", self._targets("waiting_sessions"))
         yield self._gauge("kv_cache_usage_perc", "Part of the KV cache in use, 1 is all.", self._used())
-        yield self._counter("num_preemptions", "Sessions that gave way to others.", self._targets("preemptions"))
+        yield self._counter("num_preemptions", "Sessions that gave way to others.", metrics.target_preemptions.total)
         yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", _value(metrics.prompt_tokens))
         yield self._counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", tally.cached)
         yield from self._tokens_and_times()

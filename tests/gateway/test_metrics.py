@@ -73,3 +73,15 @@ def test_what_a_service_has_counted_stays():
     page.draft.up = False
     assert page.addresses("outrider_draft_compilations") == {"draft"}
     assert page.addresses("outrider_engine_preemptions") == {"one", "other", "draft"}
+
+
+def test_a_sum_of_counts_never_becomes_less():
+    page = Page()
+    assert page.value("vllm:num_preemptions_total") == 8
+    page.one.up = False
+    assert page.value("vllm:num_preemptions_total") == 8
+    page.one.up = True
+    page.one.load = common_pb2.EngineLoad(preemptions=1)  # it started again
+    page.other.load = common_pb2.EngineLoad(preemptions=6)
+    assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2
+    assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2
