@@ -76,8 +76,9 @@ class GatewayOptions(TlsOptions):
         if self.request_timeout is not None and not self.request_timeout > 0:
             raise ConfigError(f"--request-timeout must be more than 0, or left out, not {self.request_timeout}")
         for flag, port in (("--port", self.port), ("--grpc-port", self.grpc_port)):
-            if not 0 <= port < 65536:  # the system would take another, so much lower
-                raise ConfigError(f"{flag} {port} is no port; the highest is 65535")
+            # For 0 the system would take any that is free, which nobody learns of; for more, another, so much lower.
+            if not 0 < port < 65536:
+                raise ConfigError(f"{flag} {port} is no port; choose one from 1 to 65535")
         if self.port == self.grpc_port:
             raise ConfigError(f"--port and --grpc-port are both {self.port}; choose another for one of them")
         keys = {"--api-key": self.api_key, "--admin-api-key": (self.admin_api_key,)}

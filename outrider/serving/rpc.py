@@ -93,8 +93,9 @@ class GrpcServer:
                               "or listen on host:port")  # fmt: skip
         if (path := socket_path(address)) is not None:
             refuse_used_socket(path)
-        elif (port := address.rpartition(":")[2]).isdecimal() and int(port) > 65535:  # gRPC would take a lower one
-            raise ConfigError(f"cannot listen on {address}: {port} is no port; the highest is 65535")
+        # gRPC would take any port for 0, and a lower one for those above.
+        elif (port := address.rpartition(":")[2]).isdecimal() and not 0 < int(port) < 65536:
+            raise ConfigError(f"cannot listen on {address}: {port} is no port; choose one from 1 to 65535")
         self._names = ("", *service_names)
         reflection.enable_server_reflection(
             (*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self.server

@@ -79,9 +79,11 @@ def test_no_target_in_time(folder):
     ("flags", "words"),
     [
         (["--port", 99999], "--port 99999 is no port"),
+        (["--port", 0], "--port 0 is no port"),
         (["--grpc-port", -3], "--grpc-port -3 is no port"),
         (["--port", 31000, "--grpc-port", 31000], "--port and --grpc-port are both 31000"),
         (["--health-listen", "127.0.0.1:65536"], "65536 is no port"),
+        (["--health-listen", "127.0.0.1:0"], " 0 is no port"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
