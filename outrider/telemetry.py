@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -21,6 +22,13 @@ _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", 
 
 def untold(part: int, parts: int) -> None:
     """Progress that nobody hears of."""
+
+
+def say(line: str) -> None:
+    """Write a line to standard error as it is. One that cannot be written, as on a full disk, is lost."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
 
 class JsonLines(logging.Formatter):

@@ -25,7 +25,8 @@ from outrider.interpreter import python
 from outrider.serving.ports import take_port
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.health import is_healthy
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, pass_on, stop_and_hurry, supervise
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, stop_and_hurry, supervise
+from outrider.telemetry import say
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     for index in range(config.gateway_workers):
         command = python("-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder))
         command += to_argv(worker_config(config, index, folder))
-        child = Child(f"worker {index}", command, health_address(folder, index), pass_on)
+        child = Child(f"worker {index}", command, health_address(folder, index), say)
         child.extra_grace = config.drain_timeout
         children.append(child)
     return children

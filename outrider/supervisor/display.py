@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -11,6 +10,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.status import Status
 from rich.table import Table
+
+from outrider.telemetry import say
 
 
 class Display:
@@ -25,8 +26,7 @@ class Display:
     def line(self, text: str) -> None:
         """Pass on a line that a process wrote, as it is."""
         if self._status is None:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            say(text)
         else:
             self.console.out(text, highlight=False)
 

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,12 +187,6 @@ def stop_and_hurry(tell: Callable[[], None] = lambda: None) -> tuple[asyncio.Eve
     for number in (signal.SIGINT, signal.SIGTERM, *hangup):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     return stop, hurry
-
-
-def pass_on(line: str) -> None:
-    """Write a child's line to standard error, as it came."""
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 async def supervise(

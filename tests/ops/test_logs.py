@@ -1,12 +1,15 @@
 """Logs: for people, or one JSON object an event."""
 
+import contextlib
 import json
 import logging
 import sys
 
 import pytest
 
-from outrider.telemetry import REQUEST_ID, setup_logging
+from outrider.supervisor.display import Display
+from outrider.telemetry import REQUEST_ID, say, setup_logging
+from services.draft.train.progress import Bar
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +58,18 @@ def test_what_cannot_be_json_is_told_as_text(capsys):
     logging.getLogger("x").info("odd", extra={"what": sys})
     (line,) = lines(capsys)
     assert json.loads(line)["what"] == str(sys)
+
+
+def test_lines_that_cannot_be_written_end_neither_a_system_nor_a_training(monkeypatch):
+    full = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115 - its end fails, too
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", full)
+        say("a child's line")
+        display = Display()
+        display.line("preparing")
+        display.starting({"target": None, "draft": "loading"})
+        display.ready([("REST", "http://h:5/v1")], "curl http://h:5")
+        with Bar("tokens", 10) as bar:
+            bar.at(10)
+    with contextlib.suppress(OSError):
+        full.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from outrider.telemetry import say
 
 _EVERY = 15.0  # seconds between lines
 
@@ -55,5 +56,4 @@ class Bar:
         if self._console.is_terminal:
             self._bar.console.out(text, highlight=False)
         else:
-            sys.stderr.write(text + "\n")
-            sys.stderr.flush()
+            say(text)

@@ -15,7 +15,8 @@ from outrider.config import TargetConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault, Unavailable
 from outrider.interpreter import python
 from outrider.serving.features import FeatureSpec, row_bytes
-from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, pass_on
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
+from outrider.telemetry import say
 from outrider.text.tokenizer import Tokenizer
 from services.draft.model.formats.target import read_target
 from services.draft.train.collect import Collector, Limits, Writer
@@ -123,7 +124,7 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
             max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
             log_format=config.log_format,
         )  # fmt: skip
-        child = Child("target", python("-um", "outrider", "target", *to_argv(flags)), address, pass_on)
+        child = Child("target", python("-um", "outrider", "target", *to_argv(flags)), address, say)
         life = asyncio.create_task(child.keep_alive())
         try:
             yield address, child
