@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from gateway.workers.peers import health_address, open_mark
 from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
 from outrider.interpreter import python
-from outrider.serving.ports import take_port
+from outrider.serving.ports import socket_folder, take_port
 from outrider.serving.rpc import GrpcServer
 from outrider.supervisor.health import is_healthy
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, stop_and_hurry, supervise
@@ -39,12 +38,12 @@ async def oversee(config: GatewayConfig) -> int:
     config.check()
     stop, hurry = stop_and_hurry()
     health = GrpcServer() if config.health_listen is not None else None
-    with _reserved(config), tempfile.TemporaryDirectory(prefix="outrider-gateway-") as name:
-        children = _children(config, Path(name))
+    with _reserved(config), socket_folder("outrider-gateway-") as folder:
+        children = _children(config, folder)
         if health is not None:
             await health.start(config.health_listen or "", ())
         try:
-            watching = _watch(children, Path(name)) if health is None else _watch_both(children, Path(name), health)
+            watching = _watch(children, folder) if health is None else _watch_both(children, folder, health)
             loser = await supervise(children, watching, stop, hurry, together=True)
         finally:
             if health is not None:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 from outrider.errors import ConfigError
+
+_LONGEST_PATH = 107  # bytes of a Unix domain socket's path
+_ROOM = 48  # of which so many stay for a private folder below the one for such, and for names in it
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -48,6 +56,38 @@ def socket_path(address: str) -> str | None:
         return None
     path = address.removeprefix("unix:")
     return path[2:] if path.startswith("//") else path
+
+
+def check_socket_path(path: str) -> None:
+    """Raise ConfigError for a path where no Unix domain socket can be."""
+    if not path:
+        raise ConfigError("unix: names no path; write unix:/path")
+    if (size := len(os.fsencode(path))) > _LONGEST_PATH:
+        raise ConfigError(
+            f"the path of a Unix domain socket has at most {_LONGEST_PATH} bytes, and {path} has {size}; choose another"
+        )
+    if not (folder := Path(path).parent).is_dir():
+        raise ConfigError(f"there is no folder {folder} for the socket {path}; make it, or choose another path")
+
+
+@contextlib.contextmanager
+def socket_folder(prefix: str) -> Iterator[Path]:
+    """A private folder for Unix domain sockets, gone with the context: where temporary files are, or below /tmp where
+    the path of that is too long.
+
+    prefix: of its name, at most 17 letters. Raises ConfigError where no such folder can be made.
+    """
+    try:
+        usual = tempfile.gettempdir()
+        above = usual if len(os.fsencode(usual)) <= _LONGEST_PATH - _ROOM else "/tmp"
+        made = tempfile.TemporaryDirectory(prefix=prefix, dir=above)
+    except OSError as error:
+        raise ConfigError(
+            f"no folder for sockets can be made ({error.strerror}); let TMPDIR name a folder that can be written, "
+            f"with a path of at most {_LONGEST_PATH - _ROOM} bytes"
+        ) from None
+    with made as folder:
+        yield Path(folder)
 
 
 def refuse_used_socket(path: str) -> None:

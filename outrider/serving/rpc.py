@@ -28,7 +28,7 @@ from outrider.serving.loop import Engine, EngineLoop
 from outrider.serving.pipe import MAX_MESSAGE_BYTES
 from outrider.serving.piped import Decode, Encode
 from outrider.serving.place import compute_on, speak_from
-from outrider.serving.ports import refuse_used_socket, socket_path
+from outrider.serving.ports import check_socket_path, refuse_used_socket, socket_path
 from outrider.serving.process import Abandoned
 from outrider.serving.stream import StreamHub
 from outrider.tls import ServerTls
@@ -92,6 +92,7 @@ class GrpcServer:
             raise ConfigError(f"{address} is a Unix domain socket, which is never encrypted; leave --ssl-certfile out, "
                               "or listen on host:port")  # fmt: skip
         if (path := socket_path(address)) is not None:
+            check_socket_path(path)
             refuse_used_socket(path)
         # gRPC would take any port for 0, and a lower one for those above.
         elif (port := address.rpartition(":")[2]).isdecimal() and not 0 < int(port) < 65536:

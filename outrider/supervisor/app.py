@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from outrider.config import (
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
 from outrider.interpreter import python
-from outrider.serving.ports import host_and_port, take_port
+from outrider.serving.ports import host_and_port, socket_folder, take_port
 from outrider.supervisor.cores import CorePlan, choose_cores
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.drafting import choose_drafters
@@ -66,8 +65,8 @@ def serve(config: ServeConfig) -> int:
     signal.signal(signal.SIGTERM, _leave)
     try:
         prepare_models(config, display)
-        with tempfile.TemporaryDirectory(prefix="outrider-") as runtime:
-            return asyncio.run(_run(configure(config, cores, Path(runtime)), display))
+        with socket_folder("outrider-") as runtime:
+            return asyncio.run(_run(configure(config, cores, runtime), display))
     except KeyboardInterrupt:
         return 0
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ from outrider.config import TargetConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault, Unavailable
 from outrider.interpreter import python
 from outrider.serving.features import FeatureSpec, row_bytes
+from outrider.serving.ports import socket_folder
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
 from outrider.telemetry import say
 from outrider.text.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]
     if config.target is not None:
         yield config.target, None
         return
-    with tempfile.TemporaryDirectory(prefix="outrider-") as runtime:
+    with socket_folder("outrider-") as runtime:
         address = f"unix:{runtime}/target.sock"
         room = config.max_running_requests * (config.max_length + 64)
         flags = TargetConfig(

@@ -1,0 +1,51 @@
+"""Where Unix domain sockets can be, and the folders that are made for them."""
+
+import socket
+import tempfile
+
+import pytest
+
+from outrider.errors import ConfigError
+from outrider.serving.ports import check_socket_path, socket_folder
+from outrider.serving.rpc import GrpcServer
+
+
+@pytest.fixture
+def long_folder(tmp_path):
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    return folder
+
+
+async def test_paths_where_no_socket_can_be_are_refused_by_what_is_wrong(tmp_path, long_folder):
+    check_socket_path("/tmp/" + "x" * 102)
+    for path, words in (
+        ("", "names no path"),
+        ("/tmp/" + "x" * 103, "at most 107 bytes, and /tmp/x+ has 108"),
+        ("/tmp/" + "ü" * 52, "has 109; choose another"),
+        (f"{tmp_path}/no/x", f"there is no folder {tmp_path}/no for the socket"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            await GrpcServer().start(f"unix:{path}", ())
+
+
+@pytest.mark.parametrize("prefix", ["outrider-", "outrider-gateway-"])
+def test_sockets_have_a_folder_of_their_own_however_long_the_usual_path(monkeypatch, long_folder, prefix):
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+    with socket_folder(prefix) as folder, socket.socket(socket.AF_UNIX) as one:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        one.bind(f"{folder}/gateway.sock.frames")
+    assert not folder.exists()
+
+
+def test_the_usual_folder_is_used_where_its_path_is_short(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as usual:
+        monkeypatch.setattr(tempfile, "tempdir", usual)
+        with socket_folder("outrider-") as folder:
+            assert str(folder.parent) == usual
+
+
+def test_where_nothing_can_be_written_it_is_said_what_to_do(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    with pytest.raises(ConfigError, match="let TMPDIR name a folder that can be written"), socket_folder("outrider-"):
+        pass
