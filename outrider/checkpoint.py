@@ -48,6 +48,19 @@ def cache_folder() -> Path:
     return Path(home)
 
 
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """What the system says of files that cannot be read becomes a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename} cannot be read: {error.strerror}"
+        if isinstance(error, PermissionError):
+            reason += f"; let user {os.geteuid()} read it and the folders above it, whom this process runs as"
+        raise ConfigError(reason) from None
+
+
+@_readable()
 def resolve(model_path: str, revision: str | None = None, *, torch_files: bool = False) -> Path:
     """The folder of a model, fetched and converted if need be.
 
@@ -161,7 +174,9 @@ def vocabulary(folder: Path) -> dict[str, int]:
 def _checked(folder: Path, torch_files: bool = False) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json, so it is no model")
-    weight_files(folder, torch_files=torch_files)
+    for file in {*weight_files(folder, torch_files=torch_files), *folder.glob("*.json")}:
+        if file.exists():
+            file.open("rb").close()  # each reader would say it in its own way, and some that there is no file
     return folder
 
 

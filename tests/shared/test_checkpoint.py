@@ -1,6 +1,10 @@
 """Finding a model's files: what is accepted, and a clear word for everything that is not."""
 
+import ctypes
 import json
+import os
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -80,6 +84,44 @@ def test_missing_pieces_are_named(folder):
 def test_paths_that_do_not_exist_are_refused(path):
     with pytest.raises(ConfigError, match="there is no"):
         checkpoint.resolve(path)
+
+
+@pytest.fixture
+def somebody():
+    """Reads files as a user without rights, if the tests run as one who may read all."""
+    libc = ctypes.CDLL(None)
+    libc.setfsuid(65534)
+    yield
+    libc.setfsuid(os.geteuid())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", ""])
+def test_what_may_not_be_read_is_named(name, somebody):
+    with tempfile.TemporaryDirectory(dir="/tmp") as top:
+        folder = Path(top) / "model"
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"a": np.zeros(3, np.float32)}, folder / "model.safetensors")
+        assert checkpoint.resolve(str(folder)) == folder
+        (folder / name).chmod(0)
+        try:
+            with pytest.raises(ConfigError, match=f"{folder / name}.* cannot be read: Permission denied; let user "):
+                checkpoint.resolve(str(folder))
+        finally:
+            (folder / name).chmod(0o700)
+
+
+def test_a_gguf_file_that_may_not_be_read_is_named(somebody):
+    with tempfile.NamedTemporaryFile(dir="/tmp", suffix=".gguf") as file:
+        os.chmod(file.name, 0)
+        with pytest.raises(ConfigError, match=f"{file.name} cannot be read: Permission denied"):
+            checkpoint.resolve(file.name)
+
+
+def test_a_path_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        checkpoint.resolve("/" + "x" * 300)
 
 
 def test_an_id_that_the_hub_cannot_give_is_refused(monkeypatch):
