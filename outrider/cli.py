@@ -58,6 +58,7 @@ class Healthcheck(ServiceTlsOptions):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb. Returns the exit code: 0 done, 1 failed, 2 wrong flags or configuration, 130 for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_standard_streams()
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
@@ -70,6 +71,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before a process listens to signals, as while it imports what is large
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Let those that are closed be of nothing.
+
+    Whatever is opened next would have their numbers, and be written to for them; event loops abort the process then.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -247,3 +247,20 @@ def test_doctor_says_where_each_start_compiles_the_libraries_again(monkeypatch, 
     assert dict(doctor.report())["compiled"] == "ponderous: when first imported"
     compileall.compile_dir(package, quiet=1)
     assert dict(doctor.report())["compiled"] == "ponderous"
+
+
+@pytest.mark.parametrize("closed", [(0, 1, 2), (2,), (1,)])
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--version"], 0),
+        (["no-verb"], 2),
+        (["gateway", "--target", "unix:nowhere", "--connect-timeout", "0.1"], 1),
+    ],
+)
+def test_standard_streams_may_be_closed(flags, code, closed):
+    if flags[0] == "gateway":
+        flags = [*flags, "--port", str(free_port()), "--grpc-port", str(free_port())]
+    script = f"import os, sys\nfor number in {closed}: os.close(number)\n"
+    script += "os.execv(sys.executable, [sys.executable, '-m', 'outrider', *sys.argv[1:]])"
+    assert subprocess.run([sys.executable, "-c", script, *flags], timeout=120).returncode == code
