@@ -66,6 +66,24 @@ def test_states_that_stand_for_the_target_s_give_its_logits(tmp_path, scaling, f
         close(found, own * Twin.of(kind, config, tensors, target).logits(tokens, features))
 
 
+@pytest.mark.parametrize(("said", "cap"), [({"final_logit_softcapping": 2.0}, 2.0), ({"model_type": "gemma2"}, 30.0)])
+def test_states_that_stand_for_the_target_s_give_logits_within_its_bound(tmp_path, said, cap):
+    """A matrix of a head's own has learnt what comes of it."""
+    target = write_model(tmp_path / "target", tie_word_embeddings=False)
+    heads = [("EAGLE", *MAKERS["EAGLE"](target)), ("EAGLE3", *MAKERS["EAGLE3"](target))]
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    tokens = [5, 6, 7, 8]
+    for kind, config, tensors in heads:
+        draft = build(kind, write_head(tmp_path / kind, config, tensors), target)
+        features = 60 * np.random.default_rng(1).standard_normal((3, draft.config.hidden_size)).astype(np.float32)
+        model = Stepper(draft.config, draft.load(jnp.float32), tokens)
+        found = model.run(4, feed=3, features=features)[:3]
+        plain = Twin.of(kind, config, tensors, target).logits(tokens, features)
+        assert np.abs(plain).max() > cap / 3, "the bound is felt"
+        close(found, cap * np.tanh(plain / cap) if kind == "EAGLE" else plain)
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_says_what_the_formulas_say(tmp_path, target, name):
     kind, options = HEADS[name]

@@ -128,12 +128,13 @@ def test_what_counts(tmp_path, target):
     np.testing.assert_array_equal(tally.counts, expected)
 
 
-@pytest.mark.parametrize(("name", "factor"), [("EAGLE3", 1.0), ("EAGLE", 0.25)])
-def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor):
-    """Also where what reads the states is the target's head, whose logits have a factor."""
+@pytest.mark.parametrize(("name", "factor", "cap"), [("EAGLE3", 1.0, None), ("EAGLE", 0.25, None), ("EAGLE", 2.0, 3.0)])
+def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor, cap):
+    """Also where what reads the states is the target's head, whose logits have a factor, or a bound."""
     target = target_of(tmp_path / "target")
+    logits_of = {"logit_scale": factor, "final_logit_softcapping": cap}
     file = target.folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"logit_scale": factor}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | logits_of))
     algorithm, ids, params = head_of(target, name=name)
     monkeypatch.setattr(algorithm, "imitation", 0.0)
     shared = shared_of(target, ids)
@@ -145,6 +146,7 @@ def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor):
     head, expected = np.asarray(shared.head), np.zeros(AHEAD)
 
     def log_softmax(x):
+        x = x if cap is None else cap * np.tanh(x / cap)
         return x - np.log(np.exp(x - x.max()).sum()) - x.max()
 
     for row in range(32):
@@ -185,11 +187,15 @@ def test_a_head_begins_with_what_the_target_makes_of_its_states(tmp_path, family
     assert size == pytest.approx(0.3 * {"granite": 1 / 8, "cohere": 0.25}.get(family, 1), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("name", "narrow"), [("EAGLE3", False), ("EAGLE3", True), ("EAGLE", False), ("NEXTN", True), ("STANDALONE", True)]
-)
-def test_slopes_are_those_of_the_loss(tmp_path, target, name, narrow):
+@pytest.mark.parametrize(("name", "narrow", "cap"), [
+    ("EAGLE3", False, None), ("EAGLE3", True, None), ("EAGLE", False, None), ("EAGLE", False, 2.0),
+    ("NEXTN", True, None), ("STANDALONE", True, None),
+])  # fmt: skip
+def test_slopes_are_those_of_the_loss(tmp_path, name, narrow, cap):
     """Against differences, along a random direction; in bfloat16 only roughly."""
+    target = target_of(tmp_path / "target")
+    file = target.folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": cap}))
     algorithm, ids, params = head_of(target, name=name)
     shared, fed = shared_of(target, ids), algorithm.model.head.fed
     _, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1, fed=fed)

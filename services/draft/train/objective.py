@@ -85,10 +85,11 @@ class Objective:
             weights = counted.reshape(-1).astype(jnp.float32)
             states = said.state.reshape(len(weights), -1)
             beside = take(p, said.place).reshape(len(weights), -1)
-            loss = cross_entropy(self.algorithm.model.factor * states, head, beside, weights)
+            model = self.algorithm.model
+            loss = cross_entropy(model.factor * states, head, beside, weights, model.softcap)
             if self.algorithm.imitation:
-                model = take(self._final(shared, batch), said.place).reshape(states.shape)
-                loss += self.algorithm.imitation * jnp.sum(weights * _smooth_distance(states - model))
+                final = take(self._final(shared, batch), said.place).reshape(states.shape)
+                loss += self.algorithm.imitation * jnp.sum(weights * _smooth_distance(states - final))
             losses.append(loss)
             counts.append(weights.sum())
         tally = Tally(jnp.stack(losses), jnp.stack(counts))

@@ -2,7 +2,7 @@
 
 What differs from a Llama: layer 0 has no input norm, there is no final norm, `fc` has a bias unless it is said not to,
 embedding and head are the target's, and names lack `model.` except in files that were converted for SGLang. What comes
-out stands for the target's state, so its logits have the target's factor.
+out stands for the target's state, so its logits have the target's factor and softcap.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def _config(raw: dict[str, Any], tensors: Tensors, target: Target) -> ModelConfi
     check_activation(raw)
     hidden, epsilon = raw["hidden_size"], raw.get("rms_norm_eps", 1e-6)
     qkv_bias = bool(raw.get("qkv_bias", "layers.0.self_attn.q_proj.bias" in tensors))
+    factor, softcap = target_logits(target)
     layers = tuple(
         Layer(attention_of(raw, qkv_bias=qkv_bias), Mlp(raw["intermediate_size"]), epsilon, input_norm=i > 0)
         for i in range(raw["num_hidden_layers"])
@@ -66,7 +67,8 @@ def _config(raw: dict[str, Any], tensors: Tensors, target: Target) -> ModelConfi
         context=int(raw.get("max_position_embeddings", 2048)),
         head=EagleHead(epsilon),
         eos_token_ids=target.eos_token_ids,
-        factor=target_logits(target)[0],
+        softcap=softcap,
+        factor=factor,
     )
 
 

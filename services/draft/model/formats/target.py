@@ -93,7 +93,8 @@ def target_logits(target: Target) -> tuple[float, float | None]:
     factor = float(raw.get("logit_scale") or raw.get("lm_head_multiplier") or 1.0) / float(
         raw.get("logits_scaling") or 1.0
     )
-    return factor, raw.get("final_logit_softcapping")
+    # Where Gemma 2's config.json leaves it out, its classes mean 30.
+    return factor, raw.get("final_logit_softcapping", 30.0 if raw.get("model_type") == "gemma2" else None)
 
 
 def check_fit(folder: Path, target: Target, *, vocab_size: int, hidden_size: int) -> None:

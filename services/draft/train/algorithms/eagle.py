@@ -33,6 +33,7 @@ class Eagle(LastStateHead):
             "bias": True, "tie_word_embeddings": False, "vocab_size": target.vocab_size,
         }  # fmt: skip
         epsilon = self.config["rms_norm_eps"]
+        factor, softcap = target_logits(target)
         self.model = ModelConfig(
             architecture=self.config["architectures"][0],
             vocab_size=target.vocab_size,
@@ -44,7 +45,8 @@ class Eagle(LastStateHead):
             context=self.config["max_position_embeddings"],
             head=EagleHead(epsilon),
             eos_token_ids=target.eos_token_ids,
-            factor=target_logits(target)[0],
+            softcap=softcap,
+            factor=factor,
         )
 
     def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
