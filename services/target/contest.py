@@ -175,13 +175,17 @@ class Contest:
         """A turn has ended; choose the next one's way. tokens: of each of so many sessions, in measured steps."""
         self._turns += 1
         present = self._measured[self.way]
+        rested = self._rest > 0.0 and self.way in HINTED and not present.turn
         present.add(self._turns, tokens, seconds)
         present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
         rates = {way: self._rate(way) for way, measured in self._measured.items() if measured.turn}
         best = max(rates, key=lambda way: rates[way] * (1.0 if way in HINTED else _LEAD))
-        present.hopeful = tokens > 0 and self._rate_of(seconds / tokens, self.way) > rates[best]
+        # Hints that come after a rest are at first chosen by scores that are not calibrated, and the next trial may be
+        # a quarter of a minute away: a first turn that is not far behind is followed by another one.
+        hope = _FAR_BEHIND if rested and self.way is not best else 1.0
+        present.hopeful = tokens > 0 and self._rate_of(seconds / tokens, self.way) > hope * rates[best]
         present.behind = present.behind + 1 if self.way is not best and not present.hopeful else 0
         self._judge_hints(rates)
         due = [way for way in self._measured if way is not best and self._due(way, rates, best) <= self._elapsed]

@@ -183,6 +183,42 @@ def test_hints_that_are_dear_are_tried_once_a_load_has_lasted(dear):
     assert share_of(Way.WAIT, clock, patience, 64 * TURN, answer=0.001, gain=2.0) > 0.8
 
 
+def after_the_first_trial(first, then, drafting=0.0):
+    """Shares of hints in ten seconds behind the first 100 steps with them, of eight sessions; and the time lost there.
+
+    first, then: tokens that hints bring in those steps, while their scores are not calibrated, and later.
+    drafting: seconds that each of these steps takes longer, and the very first one ten times of it
+    """
+    clock = Clock()
+    patience = Patience(clock=clock)
+    steps = hinted = 0
+    lost, begun = 0.0, None
+    while begun is None or clock.now < begun + 10:
+        hints = patience.way is not Way.PLAIN
+        before, gain = clock.now, first if hinted <= 18 else then
+        dear = drafting * (10 if hinted == 1 else 1)  # of the steps before, one was the load's first
+        work(clock, patience, 1, answer=0.0, gain=gain, drafting=dear, sessions=8, step=0.010)
+        hinted += hints
+        if hinted > 1:
+            begun = begun or clock.now
+            steps += 1
+            lost += hints * (clock.now - before - 0.010 * (1 + gain))
+    return (hinted - 1) / steps, lost
+
+
+def test_hints_whose_first_turn_ties_have_another_one():
+    """Half a minute after a load began they are tried; until scores are calibrated too many nodes are verified."""
+    share, _ = after_the_first_trial(first=0.2, then=0.45, drafting=0.002)
+    assert share > 0.9
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.19])
+def test_hints_that_never_pay_cost_no_more_for_it(gain):
+    share, lost = after_the_first_trial(first=gain, then=gain, drafting=0.002)
+    assert share < 0.15
+    assert lost < 0.01 * 10.0
+
+
 def test_many_sessions_that_come_first_of_all_begin_without_hints():
     clock = Clock()
     patience = Patience(clock=clock)
