@@ -9,8 +9,8 @@ On CUDA, messages are taken in between launch and collect, and where nobody has 
 is launched before this one is collected (overlap.py).
 
 Hints are taken as they lie when a step begins, held for a moment where that pays (patience.py); without any, a step is
-plain decoding. A session is refused when it
-opens at or past its limit of tokens, for there is nothing left to commit and its finish was said before.
+plain decoding. A session is refused when it opens at or past its limit of tokens, for there is nothing left to commit
+and its finish was said before.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from services.target.entry import Entry
 from services.target.features import Features
 from services.target.hints import HintRecord
 from services.target.kv_cache import pages_that_fit
-from services.target.limits import check_limits, scheduling, thresholds
+from services.target.limits import check_limits, scheduling, thresholds, weighed
 from services.target.model.base import Model
 from services.target.overlap import Flight, expecting, undemanding
 from services.target.own import OwnDrafts, self_draft
-from services.target.patience import ALWAYS, AS_LONG_AS_IT_TAKES, Patience
+from services.target.patience import AS_LONG_AS_IT_TAKES, Patience
 from services.target.planning import Planner
 from services.target.sessions import Sessions
 from services.target.verifier import Verdict, settle
@@ -92,11 +92,7 @@ class TargetEngine(Engine):
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
         self._gather_seconds = config.gather_seconds
-        if self.planner.fixed_rows:
-            ways = ALWAYS if config.speculative_always else HINTED
-        self._ways = [way for way in ways if model.drafts or way is not Way.SELF]
-        if model.looks_back:  # it begins with the first
-            self._ways.sort(key=lambda way: way in HINTED)
+        self._ways = weighed(ways, config, model)
         self._longest = AS_LONG_AS_IT_TAKES if config.speculative_always else None
         self._patience = self._new_patience()
         self._calibration = Calibration()  # of all sessions; where new ones begin

@@ -1,8 +1,9 @@
-"""What the flags allow a step, a session and the pool; numbers that make no sense are refused by name."""
+"""What the flags allow: a step, a session, the pool, ways of working; what makes no sense is refused by name."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -10,7 +11,10 @@ from outrider.config import TargetConfig, check_least
 from outrider.errors import ConfigError
 from outrider.serving.scheduler import Limits
 from outrider.speculation.acceptance import Thresholds
+from services.target.contest import HINTED, Way
 from services.target.logprobs import scored_rows
+from services.target.model.base import Model
+from services.target.patience import ALWAYS
 
 log = logging.getLogger(__name__)
 
@@ -63,3 +67,13 @@ def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> L
         config.schedule_policy,
         scored_rows(vocab_size),
     )
+
+
+def weighed(ways: Iterable[Way], config: TargetConfig, model: Model) -> list[Way]:
+    """Those ways of working that a model has and the flags leave open, the one to begin with first."""
+    if config.fixed_hints:
+        ways = ALWAYS if config.speculative_always else HINTED
+    open_ways = [way for way in ways if model.drafts or way is not Way.SELF]
+    if model.looks_back:
+        open_ways.sort(key=lambda way: way in HINTED)
+    return open_ways
