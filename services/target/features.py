@@ -138,6 +138,8 @@ class Features:
         if fusion is None:
             log.warning("session %d wants features that nobody has configured; it gets none", request.session_id)
             return request
+        if any(chunk.session.id == request.session_id for step in self._unfused for chunk in step.chunks):
+            self._catch_up()  # what waits of a former run, which wanted none, is not this one's
         first = request.features_from
         # Rows that are not sent are computed, too, where others may find their page.
         assert request.session_id not in self._wanted, "one of the same id is closed before"

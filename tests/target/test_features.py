@@ -478,6 +478,34 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     np.testing.assert_allclose(rows, truth(reader.tokens[2])[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
+def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(model, truth):
+    """Its draft has come back meanwhile, and feeds on the states of all tokens, not of those that wait to be fused."""
+    engine = engine_of(model)
+    engine._patience = Moody(np.random.default_rng(0), share=1.0)  # no hints are wanted
+    fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    wanted = configured(engine, FeatureSpec((2, 4), format=F32), save({"fc.weight": fc}))
+    prompt, other = prompts(2, longest=30)
+    reader = Reader(engine)
+    reader.open(replace(opening(1, other, max_tokens=40), feature_spec=wanted))
+    reader.open(opening(2, prompt, max_tokens=40))
+    for _ in range(3):
+        reader.step()
+    engine.features.forget()  # as of a flush: what waited until here is fused
+    for _ in range(3):
+        reader.step()
+    committed = reader.tokens[2][len(prompt) :]
+    assert committed
+    reader.open(replace(opening(2, prompt, committed=committed, max_tokens=40), feature_spec=wanted))
+    engine._patience = Moody(np.random.default_rng(0), share=0.0)
+    reader.run()
+    for session_id in (1, 2):
+        tokens, rows = reader.tokens[session_id], reader.states(session_id)
+        states = truth(tokens)
+        expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
+        assert (reader.first[session_id], len(rows)) == (0, len(tokens) - 2)
+        np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+
+
 def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model, truth):
     engine = engine_of(model)
     engine._patience = Moody(np.random.default_rng(0), 1.0)
