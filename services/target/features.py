@@ -201,8 +201,8 @@ class Features:
             wanted = self._wanted.get(chunk.session.id)
             if wanted is None:
                 continue
-            known = max(0, wanted.fresh - chunk.start)  # rows that are computed again
-            if known >= len(chunk):
+            known = min(max(0, wanted.fresh - chunk.start), len(chunk))  # rows that are computed again
+            if first + known == behind:
                 continue
             own = chosen.setdefault(wanted.fusion, [])
             self._shares[chunk.session.id] = _Share(wanted.fusion, chunk.start + known, len(own), len(chunk) - known)
@@ -266,7 +266,8 @@ class Features:
             self._arrived = None
         behind = share.offset + share.committed
         rows = [*range(share.offset, behind), *(behind + node for node in path)]
-        self._keep(session_id, share.position, self._host[share.fusion].numpy()[rows])
+        if rows:
+            self._keep(session_id, share.position, self._host[share.fusion].numpy()[rows])
 
     def _settle_late(self, work: Work, path: Sequence[int], first: int) -> None:
         """As `settle`, of a session whose states wait. first: where its rows begin."""

@@ -274,6 +274,24 @@ def test_a_session_that_is_opened_again_says_from_where(model):
     assert np.allclose(np.concatenate([decode(b.rows, F32) for b in blocks]), whole[50:], rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("cached", [True, False])
+def test_who_has_all_there_is_gets_what_comes(model, truth, ahead, cached):
+    """Of the first step that is what is accepted behind the session's tokens."""
+    spec, prompt = FeatureSpec((4,), format=F32), prompts(1)[0]
+    plain = Reader(engine_of(model))
+    plain.open(opening(1, prompt))
+    tokens = plain.run().tokens
+    reader = Reader(engine := engine_of(model, disable_radix_cache=not cached))
+    first = len(prompt) + ahead
+    reader.open(replace(opening(1, prompt), feature_spec=configured(engine, spec), features_from=first))
+    reader.run(lambda session_id, path: [chain(session_id, path, tokens[session_id][len(path) :][:4])])
+    assert reader.tokens == tokens
+    assert reader.first[1] == first
+    sent = reader.states(1)
+    np.testing.assert_allclose(sent, truth(tokens[1])[4][first:][: len(sent)], rtol=2e-3, atol=2e-3)
+
+
 def test_who_asks_for_what_nobody_configured_gets_nothing(model):
     reader = Reader(engine := engine_of(model))
     reader.open(replace(opening(1, [5, 6, 7]), feature_spec=77))
