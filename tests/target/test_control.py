@@ -20,6 +20,7 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import target_pb2
 from services.target.control import Control, Update
+from services.target.kernels.cpu import library
 from services.target.service import TargetServicer, describe
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
@@ -239,6 +240,28 @@ def test_a_sharded_folder_in_half_width_is_taken_as_well(folders, tmp_path):
     control.update_from_folder(control.read_folder(str(tmp_path)), Update())
     fresh = engine_of(load_model(tmp_path))
     assert run(engine, requests(0.0)).new == run(fresh, requests(0.0)).new
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch_native"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("width", [torch.float32, torch.float16])
+def test_wider_weights_become_what_they_are_when_they_are_loaded(tmp_path, width, quantization, backend):
+    if quantization is not None and not library.available():
+        pytest.skip("weights are narrowed by compiled kernels")
+    first, second = (write_model(tmp_path / str(seed), "qwen2", seed=seed) for seed in (1, 2))
+    noise = torch.Generator().manual_seed(3)  # norms and biases of a random model have no bits to lose
+    tensors = load_file(second / "model.safetensors").items()
+    rough = {k: (v + 0.1 * torch.randn(v.shape, generator=noise)).to(width) for k, v in tensors}
+    save_file(rough, second / "model.safetensors", {"format": "pt"})
+    flags = {"dtype": "bfloat16", "quantization": quantization, "attention_backend": backend}
+    model = load_model(first, **flags)
+    model.runner.update(rough)
+    asked = [opening(i, prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(PROMPTS, start=1)]
+    after, fresh = run(engine_of(model), asked), run(engine_of(load_model(second, **flags)), asked)
+    assert after.new == fresh.new
+    for i in after.commits:
+        told, expected = ([c.logprobs.values for c in found.commits[i]] for found in (after, fresh))
+        assert np.array_equal(np.concatenate(told), np.concatenate(expected))
 
 
 # --- a bad update changes nothing, and says why ---

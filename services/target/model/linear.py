@@ -64,7 +64,7 @@ class NativeLinear(nn.Module):
 
     def replace_weight(self, weight: Tensor) -> None:
         """Lay out another weight, [out_features, in_features] of any float dtype, in place of this one."""
-        self._packed.fill(torch.arange(self.out_features), weight)
+        self._packed.fill(torch.arange(self.out_features), weight.to(self._dtype))
 
     @property
     def laid_out(self) -> tuple[PackedWeight, Tensor | None]:

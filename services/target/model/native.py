@@ -111,9 +111,9 @@ class ProgramRunner:
         return self._shapes
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights where they lie."""
+        """Replace weights where they lie. Wider ones are rounded first, as they are when a model is loaded."""
         for name, tensor in tensors.items():
-            self._writes[name](tensor)
+            self._writes[name](tensor.to(self._dtype))
 
     def place(self, name: str, shape: tuple[int, ...], write: Callable[[Tensor], object]) -> None:
         """Say how a weight is replaced; a name may have several places."""
