@@ -1,8 +1,8 @@
 """Control of the services from the gateway: new weights, a flush, a pause. Every call goes to all of a kind at once.
 
 What a target refuses as a bad update is the caller's mistake. A target that was away has missed the update; once it is
-back, it is refused for its old weights until it gets the new ones too. Updates are taken over one after the other: of
-two at once, one target could have the first in the end, and another one the second.
+back, it is refused for its old weights until it gets all of the new ones too. Updates are taken over one after the
+other: of two at once, one target could have the first in the end, and another one the second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import grpc
 
@@ -40,6 +40,14 @@ _PARTS = 4  # of a stream that a slow target may lag behind the others
 _PART_BYTES = 1 << 20
 
 
+class Updated(NamedTuple):
+    """What came of an update. resting: of so many targets those that are not used, for they lack earlier weights."""
+
+    weights: common_pb2.WeightFacts
+    targets: int
+    resting: int
+
+
 class Control:
     """All targets as one."""
 
@@ -56,7 +64,7 @@ class Control:
 
     # --- weights ---
 
-    async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
+    async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> Updated:
         """Take the weights of a folder that every target can read. Raises InvalidRequest for one that does not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
         async with self._alone():
@@ -66,9 +74,7 @@ class Control:
             ]
             return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update)
 
-    async def update_from_tensors(
-        self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate
-    ) -> common_pb2.WeightFacts:
+    async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> Updated:
         """Take tensors that come as one safetensors file. Raises InvalidRequest for those that do not fit."""
         queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_PARTS) for _ in self._targets]
 
@@ -100,25 +106,39 @@ class Control:
         async with self._updating, self._facts.peers.alone("weights"):
             yield
 
-    async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> common_pb2.WeightFacts:
+    async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> Updated:
         """Note what each target has now, here and in other workers. Raises the first error."""
-        changed: list[common_pb2.WeightFacts] = [r.weights for r in results if not isinstance(r, BaseException)]
-        if changed:
-            first = changed[0]
-            prints = [(first if isinstance(r, BaseException) else r.weights).fingerprint for r in results]
-            here = [not isinstance(r, BaseException) for r in results]
-            news = {"version": first.weight_version, "fingerprint": first.fingerprint, "targets": prints, "here": here}
+        found = [None if isinstance(result, BaseException) else result.weights for result in results]
+        due = self._due(found)
+        here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
+        if due is not None:
+            news = {"version": due.weight_version, "fingerprint": due.fingerprint, "here": here}
             self.adopt(news)
             await self._facts.peers.ask("weights", news)
-            if not update.keep_cache:
-                await self._forget_states()
+        for target, facts, whole in zip(self._targets, found, here, strict=True):
+            if facts is not None and not whole:
+                log.warning(
+                    "the target at %s lacks weights of earlier updates; it rests until all come", target.address
+                )
+        if any(found) and not update.keep_cache:
+            await self._forget_states()
         try:
             _check(results)
         except OutriderError as error:
-            if changed:
-                error.message += f"; {len(changed)} of {len(results)} targets have the new weights, the others rest"
+            if any(found):
+                error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others rest"
             raise
-        return changed[0]
+        return Updated(due or next(facts for facts in found if facts is not None), len(here), here.count(False))
+
+    def _due(self, found: Sequence[common_pb2.WeightFacts | None]) -> common_pb2.WeightFacts | None:
+        """What all targets must have from now on: what one has that lacked nothing before. found: of each, what it has.
+
+        A target that has missed an update, and gets a part of the next one, has weights of no model. Where all have,
+        the first one that has nothing left of what it was started with is right; None as long as none is.
+        """
+        pairs = [(target, facts) for target, facts in zip(self._targets, found, strict=True) if facts is not None]
+        right = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
+        return next(iter(right or [facts for _, facts in pairs if facts.whole]), None)
 
     async def _forget_states(self) -> None:
         """Let drafts forget what the old weights told them of prompts that may come again."""
@@ -127,13 +147,11 @@ class Control:
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
     def adopt(self, news: Mapping[str, Any]) -> None:
-        """Targets have new weights. news: their `version` and `fingerprint`; of each target, what it must have, and
-        whether it is `here`.
-        """
+        """Targets have new weights. news: their `version` and `fingerprint`; for each target, whether it is `here`."""
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = news["fingerprint"], news["version"]
-        for target, fingerprint, here in zip(self._targets, news["targets"], news["here"], strict=True):
-            target.weights_changed(fingerprint, here=here)
+        for target, here in zip(self._targets, news["here"], strict=True):
+            target.weights_changed(news["fingerprint"], here=here)
 
     # --- cache and pauses ---
 

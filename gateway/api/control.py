@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from gateway.admission import check_admin
 from gateway.api.unicode import WHOLE
-from gateway.control import Control, PauseMode
+from gateway.control import Control, PauseMode, Updated
 from gateway.facts import Facts
 from gateway.generator import Generator
 from outrider.errors import InvalidRequest
@@ -145,10 +145,16 @@ def _key_check(key: str | None) -> Any:
     return check
 
 
-def _updated(weights: common_pb2.WeightFacts) -> Response:
+def _updated(updated: Updated) -> Response:
+    weights = updated.weights
+    message = f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}."
+    if updated.resting:
+        message += (
+            f" {updated.resting} of {updated.targets} targets lack weights of earlier updates, and rest until all come."
+        )
     return _json({
         "success": True,
-        "message": f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}.",
+        "message": message,
         "num_paused_requests": weights.retracted_sessions,
         "num_aborted_requests": weights.aborted_sessions,
         "weight_version": weights.weight_version,

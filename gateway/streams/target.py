@@ -44,6 +44,10 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         if self.info is not None:
             self._check(self.info)
 
+    def expects(self, fingerprint: str) -> bool:
+        """True if weights of this fingerprint are those that it must have to be used."""
+        return self._expected is not None and self._expected.model.fingerprint == fingerprint
+
     def weights_changed(self, fingerprint: str, *, here: bool = True) -> None:
         """It has weights of this fingerprint now. here: False if it must get them before it is used again."""
         assert self._expected is not None, "weights change only once a target has been met"

@@ -11,7 +11,6 @@ a model of two halves: then the process ends, and begins anew with the weights o
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +22,7 @@ from torch import Tensor
 from outrider import checkpoint
 from outrider.errors import EngineFault, InvalidRequest
 from services.target.engine import TargetEngine
-from services.target.weights import Folder, Incoming, check
+from services.target.weights import Folder, Incoming, Origin, check
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +45,8 @@ class Weights:
     replaced: int = 0
     aborted: int = 0
     retracted: int = 0
+    before: str = ""
+    whole: bool = False
 
 
 class Control:
@@ -59,7 +60,8 @@ class Control:
         self._settings = loaded.settings
         self._shapes = dict(engine.model.runner.weights())
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys())
-        self.weights = Weights(engine.weight_version, checkpoint.fingerprint(folder))
+        self._origin = Origin(checkpoint.fingerprint(folder))
+        self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
@@ -76,14 +78,18 @@ class Control:
 
     def update_from_folder(self, folder: Folder, update: Update) -> Weights:
         """In the engine thread: take a checked folder's weights over. Raises EngineFault."""
-        return self._update(folder.tensors(self._shapes), checkpoint.fingerprint(folder.path), update)
+        origin = Origin(checkpoint.fingerprint(folder.path))
+        return self._update(folder.tensors(self._shapes), origin, update, whole=True)
 
     def update_from_tensors(self, incoming: Incoming, update: Update) -> Weights:
         """In the engine thread: take checked tensors over. Raises EngineFault."""
-        digest = hashlib.sha256(self.weights.fingerprint.encode() + incoming.digest)
-        return self._update([incoming.tensors()], digest.hexdigest()[:16], update)
+        origin = self._origin.under(incoming.digests)
+        whole = self.weights.whole or origin.covered(self._shapes)
+        return self._update([incoming.tensors()], origin, update, whole=whole)
 
-    def _update(self, shards: Iterable[Mapping[str, Tensor]], fingerprint: str, update: Update) -> Weights:
+    def _update(
+        self, shards: Iterable[Mapping[str, Tensor]], origin: Origin, update: Update, *, whole: bool
+    ) -> Weights:
         engine, start, replaced = self._engine, time.perf_counter(), 0
         engine.finish()
         aborted = engine.abort() if update.abort_all_requests else 0
@@ -99,7 +105,10 @@ class Control:
             raise EngineFault(f"the weights are changed in part, so the target starts anew: {error}") from error
         if update.weight_version is not None:
             engine.weight_version = update.weight_version
-        self.weights = Weights(engine.weight_version, fingerprint, replaced, aborted, retracted)
+        before, self._origin = self.weights.fingerprint, origin
+        self.weights = Weights(
+            engine.weight_version, origin.fingerprint(self._shapes), replaced, aborted, retracted, before, whole
+        )
         log.info(
             "weights \"%s\": %d tensors replaced in %.2f s; %d sessions aborted, %d computed anew",
             engine.weight_version, replaced, time.perf_counter() - start, aborted, retracted,

@@ -205,6 +205,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             replaced_tensors=weights.replaced,
             aborted_sessions=weights.aborted,
             retracted_sessions=weights.retracted,
+            fingerprint_before=weights.before,
+            whole=weights.whole,
         )
 
     async def FlushCache(  # noqa: N802

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,31 @@ def check(
             raise ConfigError(f"{name} takes {entry.stop - entry.start} bytes, which does not fit its shape")
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where weights are from. folder: fingerprint of a checkpoint; tensors: digests of those that came on top of it."""
+
+    folder: str
+    tensors: Mapping[str, bytes] = field(default_factory=dict)
+
+    def under(self, tensors: Mapping[str, bytes]) -> Origin:
+        """With further tensors on top."""
+        return Origin(self.folder, {**self.tensors, **tensors})
+
+    def covered(self, names: Iterable[str]) -> bool:
+        """True if nothing of the folder is left of a model with tensors of these names."""
+        return all(name in self.tensors for name in names)
+
+    def fingerprint(self, names: Iterable[str]) -> str:
+        """Equal for equal weights of such a model, in whatever parts and order they came."""
+        if not self.tensors:
+            return self.folder
+        digest = hashlib.sha256(b"" if self.covered(names) else self.folder.encode())
+        for name, content in sorted(self.tensors.items()):
+            digest.update(f"\0{name}\0".encode() + content)
+        return digest.hexdigest()[:16]
+
+
 class Folder:
     """The weights of a checkpoint's folder. settings: its configuration; files: the tensors of each file, by path."""
 
@@ -146,7 +171,7 @@ class Incoming:
         self._shapes = shapes
         self._data = bytearray()
         self._header: tuple[dict[str, HeaderEntry], int] | None = None
-        self.digest = b""  # of all that came
+        self.digests: dict[str, bytes] = {}  # of the tensors, once all have come
 
     def add(self, part: bytes) -> None:
         """The next part. Raises ConfigError."""
@@ -167,7 +192,12 @@ class Incoming:
         """All has come. Raises ConfigError if something is missing."""
         if self._header is None or len(self._data) < self._size():
             raise ConfigError("less was sent than the header says")
-        self.digest = hashlib.sha256(self._data).digest()
+        entries, length = self._header
+        with memoryview(self._data) as data:
+            for name, entry in entries.items():
+                digest = hashlib.sha256(data[length + entry.start : length + entry.stop])
+                digest.update(entry.dtype.encode())
+                self.digests[name] = digest.digest()
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, as views of what came, once it has been finished."""

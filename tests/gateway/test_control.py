@@ -24,10 +24,14 @@ class Target:
         self.may = asyncio.Event()
         self.taken = []
         self.believed = ""  # what the gateway takes it to have
+        self.here = True
+        self.address = "unix:/target"
+
+    def expects(self, fingerprint):
+        return fingerprint == self.believed
 
     def weights_changed(self, fingerprint, *, here):
-        assert here
-        self.believed = fingerprint
+        self.believed, self.here = fingerprint, here
 
     async def UpdateWeightsFromDisk(self, request, **_):
         return await self._take(request.update.weight_version)
@@ -39,8 +43,35 @@ class Target:
     async def _take(self, version):
         if version in self.slow:
             await self.may.wait()
+        before = self.taken[-1] if self.taken else ""
         self.taken.append(version)
-        return SimpleNamespace(weights=common_pb2.WeightFacts(weight_version=version, fingerprint=version))
+        facts = common_pb2.WeightFacts(weight_version=version, fingerprint=version, fingerprint_before=before)
+        return SimpleNamespace(weights=facts)
+
+
+class Piecemeal(Target):
+    """A target whose weights are two tensors, of which each update brings one: `version:name`."""
+
+    def __init__(self):
+        super().__init__()
+        self.start()
+
+    def start(self):
+        self.weights = {"a": "0", "b": "0"}
+
+    @property
+    def fingerprint(self):
+        return repr(self.weights)
+
+    async def _take(self, version):
+        before = self.fingerprint
+        label, name = version.split(":")
+        self.weights = self.weights | {name: label}
+        facts = common_pb2.WeightFacts(
+            weight_version=label, fingerprint=self.fingerprint, fingerprint_before=before,
+            whole="0" not in self.weights.values(),
+        )  # fmt: skip
+        return SimpleNamespace(weights=facts)
 
 
 @pytest.fixture
@@ -111,5 +142,27 @@ def test_tensors_that_are_still_coming_hold_up_no_other_update(control_of):
         await slow
         assert target.taken == ["2", "1"]
         assert target.believed == updates.weight_version == "1"
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_target_that_has_missed_a_part_of_the_weights_is_not_used_until_it_has_them_all(control_of, count):
+    async def scene():
+        targets = [Piecemeal() for _ in range(count)]
+        for target in targets:
+            target.believed = target.fingerprint
+        updates = control_of(*targets)
+        assert (await tensors(updates, "1:a")).resting == 0
+        targets[-1].start()  # anew, with the weights of its flags
+        assert (await tensors(updates, "1:b")).resting == 1
+        assert all(target.here for target in targets[:-1])
+        for target in targets[:-1]:
+            assert target.fingerprint == target.believed
+        assert targets[-1].fingerprint != targets[-1].believed
+        assert (await tensors(updates, "1:a")).resting == 0
+        for target in targets:
+            assert target.here
+            assert target.fingerprint == target.believed
 
     asyncio.run(scene())

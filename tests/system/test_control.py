@@ -265,6 +265,32 @@ def test_requests_go_on_with_new_weights(system, folders):
         assert (len(tokens), reason) == (450, "length")
 
 
+@pytest.mark.parametrize("targets", [1, 2])
+def test_a_target_that_starts_anew_between_two_parts_of_an_update_is_not_used(system, folders, expected, targets):
+    running = system(folders[0], targets=targets)
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = sorted(tensors)
+    parts = [save({name: tensors[name] for name in part}) for part in (names[::2], names[1::2])]
+    told = []
+
+    def send(part):
+        kind = {"content-type": "application/octet-stream"}
+        told.append(running.post("/update_weights_from_tensor", content=part, headers=kind)["message"])
+
+    send(parts[0])
+    running.targets[0].stop()
+    running.targets[0].start()
+    until(lambda: "fingerprint" in running.gateway.log.read_text())
+    send(parts[1])
+    if targets > 1:
+        assert running.texts(temperature=1, seed=3) == expected[1]
+    send(parts[0])
+    assert [f"1 of {targets} targets lack weights" in message for message in told] == [False, True, False]
+    if targets > 1:
+        running.targets[1].stop()
+    assert running.texts(temperature=1, seed=3) == expected[1]
+
+
 def test_a_target_with_old_weights_is_not_used(system, folders, expected, monkeypatch):
     """One of two targets cannot take the new ones, and later starts anew with the weights that it had at first."""
     running = system(folders[0], targets=2)

@@ -242,6 +242,27 @@ def test_a_sharded_folder_in_half_width_is_taken_as_well(folders, tmp_path):
     assert run(engine, requests(0.0)).new == run(fresh, requests(0.0)).new
 
 
+def test_equal_weights_have_one_fingerprint_in_whatever_parts_they_came(folders):
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = sorted(tensors)
+    parts = [save({name: tensors[name] for name in part}) for part in (names[::3], names[1::3], names[2::3])]
+    found = []
+    for order, folder in (((0, 1, 2), 0), ((2, 1, 0, 2), 0), ((0, 1), 0), ((1, 0), 0), ((0, 1), 1), ((0, 1, 2), 1)):
+        _, control = started(folders[folder])
+        before = control.weights.fingerprint
+        for part in order:
+            said = control.update_from_tensors(in_parts(control, parts[part]), Update())
+            assert said.before == before
+            before = said.fingerprint
+        found.append((said.fingerprint, said.whole))
+    whole, some, others = found[0], found[2], found[4]
+    assert found == [whole, whole, some, some, others, whole]
+    assert len({whole, some, others}) == 3
+    assert (whole[1], some[1], others[1]) == (True, False, False)
+    said = control.update_from_folder(control.read_folder(str(folders[0])), Update())
+    assert (said.fingerprint, said.whole) == (checkpoint.fingerprint(folders[0]), True)
+
+
 @pytest.mark.parametrize("backend", ["auto", "torch_native"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("width", [torch.float32, torch.float16])

@@ -310,18 +310,22 @@ class WeightUpdate(_message.Message):
     def __init__(self, weight_version: _Optional[str] = ..., keep_cache: _Optional[bool] = ..., abort_all_requests: _Optional[bool] = ...) -> None: ...
 
 class WeightFacts(_message.Message):
-    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions")
+    __slots__ = ("weight_version", "fingerprint", "replaced_tensors", "aborted_sessions", "retracted_sessions", "fingerprint_before", "whole")
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     REPLACED_TENSORS_FIELD_NUMBER: _ClassVar[int]
     ABORTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     RETRACTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
     weight_version: str
     fingerprint: str
     replaced_tensors: int
     aborted_sessions: int
     retracted_sessions: int
-    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ...) -> None: ...
+    fingerprint_before: str
+    whole: bool
+    def __init__(self, weight_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., replaced_tensors: _Optional[int] = ..., aborted_sessions: _Optional[int] = ..., retracted_sessions: _Optional[int] = ..., fingerprint_before: _Optional[str] = ..., whole: _Optional[bool] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("model_path", "fingerprint", "architecture", "vocab_size", "vocab_hash", "context_length", "dtype")
