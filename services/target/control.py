@@ -5,8 +5,8 @@
     flush       only while no session runs
     pause       no steps; sessions end, give their pages back, or stay as they are
 
-What does not fit is refused before anything changes. What fails later, such as a disk in the midst of reading, leaves
-a model of two halves: then the process ends, and begins anew with the weights of its flags.
+What does not fit, or cannot be read, is refused before anything changes. What fails later, such as a disk in the midst
+of reading, leaves a model of two halves: then the process ends, and begins anew with the weights of its flags.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from outrider import checkpoint
-from outrider.errors import EngineFault, InvalidRequest
+from outrider.errors import ConfigError, EngineFault, InvalidRequest
 from services.target.engine import TargetEngine
 from services.target.weights import Folder, Incoming, Origin, check
 
@@ -60,14 +60,17 @@ class Control:
         self._settings = loaded.settings
         self._shapes = dict(engine.model.runner.weights())
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys())
-        self._origin = Origin(checkpoint.fingerprint(folder))
+        self._origin = Origin(loaded.fingerprint)
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
     def read_folder(self, path: str) -> Folder:
         """A folder's checkpoint, checked against the model. Raises ConfigError."""
-        folder = Folder(checkpoint.resolve(path), self._trust_remote_code)
+        try:
+            folder = Folder(checkpoint.resolve(path), self._trust_remote_code)
+        except OSError as error:
+            raise ConfigError(f"the weights in {path} cannot be read: {error}") from None
         folder.check_settings(self._settings)
         check(folder.entries, self._shapes, self._ignored, whole=True)
         return folder
@@ -77,9 +80,10 @@ class Control:
         return Incoming(self._shapes)
 
     def update_from_folder(self, folder: Folder, update: Update) -> Weights:
-        """In the engine thread: take a checked folder's weights over. Raises EngineFault."""
-        origin = Origin(checkpoint.fingerprint(folder.path))
-        return self._update(folder.tensors(self._shapes), origin, update, whole=True)
+        """In the engine thread: take a checked folder's weights over. Raises EngineFault; ConfigError for a folder that
+        is gone by now.
+        """
+        return self._update(folder.tensors(self._shapes), Origin(folder.fingerprint), update, whole=True)
 
     def update_from_tensors(self, incoming: Incoming, update: Update) -> Weights:
         """In the engine thread: take checked tensors over. Raises EngineFault."""
@@ -97,11 +101,15 @@ class Control:
         if not update.keep_cache:
             engine.flush()  # first, so that sessions share nothing of before, but what they compute anew
             retracted = engine.scheduler.retract()
+        begun = False
         try:
             for tensors in shards:
+                begun = True
                 engine.model.runner.update(tensors)
                 replaced += len(tensors)
         except Exception as error:
+            if not begun:
+                raise ConfigError(f"the weights cannot be read, so nothing has changed: {error}") from error
             raise EngineFault(f"the weights are changed in part, so the target starts anew: {error}") from error
         if update.weight_version is not None:
             engine.weight_version = update.weight_version

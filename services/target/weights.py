@@ -122,10 +122,13 @@ class Folder:
     """The weights of a checkpoint's folder. settings: its configuration; files: the tensors of each file, by path."""
 
     def __init__(self, path: Path, trust_remote_code: bool) -> None:
-        """Reads headers alone. Raises ConfigError for a folder that is no checkpoint, or not complete."""
+        """Reads little more than headers. Raises ConfigError for a folder that is no checkpoint, or not complete, and
+        OSError for one that cannot be read.
+        """
         self.path = path
         self.settings: dict[str, Any] = read_settings(path, trust_remote_code)[0].to_dict()
         self.files = {file: _file_header(file) for file in checkpoint.weight_files(path)}
+        self.fingerprint = checkpoint.fingerprint(path)
 
     @property
     def entries(self) -> dict[str, HeaderEntry]:

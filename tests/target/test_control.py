@@ -346,15 +346,37 @@ def test_streams_that_are_not_whole_are_refused(folders):
             in_parts(control, data)
 
 
-def test_a_disk_that_fails_in_the_midst_ends_the_engine(folders, tmp_path):
-    _, control = started(folders[0])
-    folder = control.read_folder(str(spoilt(folders[1], tmp_path / "gone")))
-    shutil.rmtree(tmp_path / "gone")
-    (tmp_path / "gone").mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / "gone" / name).write_bytes((folders[1] / name).read_bytes()[:5000])
-    with pytest.raises(EngineFault, match="in part"):
+def sharded(folder, target):
+    """A copy of a checkpoint in several files."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target, max_shard_size="40KB")
+    assert len(list(target.glob("*.safetensors"))) > 2
+    return target
+
+
+@pytest.mark.parametrize(("broken", "error", "words"), [
+    (0, ConfigError, "nothing has changed"), (-1, EngineFault, "in part"),
+])  # fmt: skip
+def test_a_disk_that_fails_in_the_midst_ends_the_engine(folders, texts, tmp_path, broken, error, words):
+    engine, control = started(folders[0])
+    folder = control.read_folder(str(sharded(folders[1], tmp_path / "weights")))
+    file = list(folder.files)[broken]
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(error, match=words):
         control.update_from_folder(folder, Update())
+    if error is ConfigError:
+        assert control.weights.weight_version == "default"
+        assert run(engine, requests(0.0)).new == texts[0, 0.0]
+
+
+def test_what_cannot_be_read_is_refused(folders, tmp_path):
+    _, control = started(folders[0])
+    folder = spoilt(folders[1], tmp_path / "linked")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"cannot be read.*model\.safetensors"):
+        control.read_folder(str(folder))
 
 
 # --- pauses and flushes ---
