@@ -36,7 +36,7 @@ from gateway.peer_metrics import Sglang, Vllm
 from gateway.pools.pool import Routing
 from gateway.service import SERVICE_NAME, GatewayServicer
 from gateway.streams.draft import DraftLink
-from gateway.streams.target import TargetLink
+from gateway.streams.target import OtherWeights, TargetLink
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.workers.answers import answers_for
 from gateway.workers.parent import oversee
@@ -206,7 +206,8 @@ async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> 
 async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetLink:
     """Connect to all targets and wait for the first. Raises ConfigError if one does not fit, Unavailable if none came.
 
-    From then on every target must serve the same model.
+    From then on every target must serve the same model. Where some have had an update that others have missed, as those
+    do that have started anew, it is one of the former, if it is there by then.
     """
     for link in targets:
         link.start()
@@ -217,7 +218,10 @@ async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetL
         for task in done:
             if isinstance(task.exception(), ConfigError) or not pending:
                 task.result()
-        if first := next((link for link in targets if link.up and link.info is not None), None):
+        if first := _most_recent(targets):
+            if pending and not _updated(first):
+                await asyncio.wait(pending, timeout=_PATIENCE)
+                first = _most_recent(targets) or first
             for task in pending:
                 task.cancel()
             assert first.info is not None, "a link that is up knows its service"
@@ -225,6 +229,18 @@ async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetL
                 link.expect(first.info)
             return first
     raise Unavailable("no target service answered")
+
+
+def _most_recent(targets: Sequence[TargetLink]) -> TargetLink | None:
+    """Of the targets that are up, the first one whose weights were updated; if none were, the first one."""
+    up = [link for link in targets if link.up and link.info is not None]
+    return next((link for link in up if _updated(link)), next(iter(up), None))
+
+
+def _updated(link: TargetLink) -> bool:
+    """True if a target has other weights than those that it was started with."""
+    info = link.info
+    return info is not None and info.first_fingerprint not in ("", info.model.fingerprint)
 
 
 async def meet(orchestrator: Orchestrator, first: TargetLink) -> None:
@@ -236,9 +252,10 @@ async def meet(orchestrator: Orchestrator, first: TargetLink) -> None:
 
 
 async def _meet(link: TargetLink | DraftLink) -> None:
-    try:
-        await link.wait_up(_PATIENCE)
-    except Unavailable as error:
-        log.warning("%s; going on without it until it comes", error.message)
-        with contextlib.suppress(Unavailable):
-            await link.wait_up(_START_UP)
+    with contextlib.suppress(OtherWeights):  # of which the link tells, and which the next update mends
+        try:
+            await link.wait_up(_PATIENCE)
+        except Unavailable as error:
+            log.warning("%s; going on without it until it comes", error.message)
+            with contextlib.suppress(Unavailable):
+                await link.wait_up(_START_UP)

@@ -19,6 +19,10 @@ from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 log = logging.getLogger(__name__)
 
 
+class OtherWeights(ConfigError):
+    """A target fits but for an update of its weights that it has missed, or that others have."""
+
+
 class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyResponse]):
     """Opens, proposals and closes go out; commits come in. Replicas of a pool must serve the same checkpoint."""
 
@@ -39,10 +43,16 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self._closes: list[int] = []
 
     def expect(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Refuse what would give other texts from now on. Raises ConfigError if it is such a one already."""
+        """Refuse what would give other texts from now on. Raises ConfigError if it is such a one already, unless an
+        update can mend it.
+        """
         self._expected = target_pb2.GetTargetInfoResponse.FromString(facts.SerializeToString())
-        if self.info is not None:
+        if self.info is None:
+            return
+        try:
             self._check(self.info)
+        except OtherWeights:
+            self.shake_hands_again()
 
     def expects(self, fingerprint: str) -> bool:
         """True if weights of this fingerprint are those that it must have to be used."""
@@ -56,16 +66,16 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             self.shake_hands_again()
 
     def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Raise ConfigError for another model than the expected one, or other number formats."""
+        """Raise ConfigError for another model than the expected one, other number formats, or other weights."""
         expected = self._expected
         if expected is None:
             return
         model, served = facts.model, expected.model
-        if model.fingerprint != served.fingerprint:
+        first, others = facts.first_fingerprint, expected.first_fingerprint
+        updated = first != "" and first == others  # began as the same
+        if model.fingerprint != served.fingerprint and not updated:
             raise ConfigError(
-                f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
-                f"that this gateway serves is {served.model_path}, fingerprint {served.fingerprint}; "
-                "restart the gateway to change the model, or update the target's weights"
+                self._serves(facts) + "restart the gateway to change the model, or update the target's weights"
             )
         for flag, own, others in (
             ("--dtype", model.dtype, served.dtype),
@@ -76,6 +86,16 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                     f"the target at {self.address} computes with {flag} {own}, the others of its pool with {others}; "
                     "sessions may move between them, so give all the same"
                 )
+        if model.fingerprint != served.fingerprint:
+            raise OtherWeights(self._serves(facts) + "update the target's weights")
+
+    def _serves(self, facts: target_pb2.GetTargetInfoResponse) -> str:
+        assert self._expected is not None, "it is compared with what is expected"
+        model, served = facts.model, self._expected.model
+        return (
+            f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
+            f"that this gateway serves is {served.model_path}, fingerprint {served.fingerprint}; "
+        )
 
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session."""

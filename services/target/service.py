@@ -55,13 +55,13 @@ class Facts:
 
 def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
     """The facts of a loaded model. Reads the folder's weight headers and tokenizer."""
-    model = engine.model
+    model, fingerprint = engine.model, checkpoint.fingerprint(folder)
     info = target_pb2.GetTargetInfoResponse(
         protocol_version=outrider.PROTOCOL_VERSION,
         software_version=outrider.__version__,
         model=common_pb2.ModelInfo(
             model_path=checkpoint.display_name(config.model_path),
-            fingerprint=checkpoint.fingerprint(folder),
+            fingerprint=fingerprint,
             architecture=model.architecture,
             vocab_size=model.vocab_size,
             vocab_hash=checkpoint.vocab_hash(folder),
@@ -75,6 +75,7 @@ def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
         page_size=config.page_size,
         weight_version=engine.weight_version,
         kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        first_fingerprint=fingerprint,
     )
     return Facts(folder, info)
 

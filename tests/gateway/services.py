@@ -52,8 +52,9 @@ class Target(target_pb2_grpc.TargetServiceServicer):
     coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)
     name = "outrider.wire.v1.TargetService"
 
-    def __init__(self, hub, model, files=None):
+    def __init__(self, hub, model, files=None, first=""):
         self.hub, self.model, self.files = hub, model, tokenizer_files() if files is None else files
+        self.first = first
 
     def register(self, server):
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
@@ -62,6 +63,7 @@ class Target(target_pb2_grpc.TargetServiceServicer):
         return target_pb2.GetTargetInfoResponse(
             protocol_version=PROTOCOL_VERSION, software_version="0", model=self.model, eos_token_ids=[EOS],
             max_session_tokens=CONTEXT, max_running_sessions=64, max_draft_tokens=8, page_size=16,
+            first_fingerprint=self.first,
         )  # fmt: skip
 
     async def GetTokenizer(self, request, context):
@@ -101,9 +103,11 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 class Service:
     """A fake service in a thread of its own. `stop` tears its streams down as a crash does; `start` brings it back."""
 
-    def __init__(self, kind, address, *, delay=0.0, files=None, tls=None, **facts):
+    def __init__(self, kind, address, *, delay=0.0, tls=None, files=None, first=None, **facts):
+        """files, first: of a target, tokenizer files and the fingerprint that it began with. facts: of the model."""
         self.kind, self.address, self.delay, self.tls = kind, address, delay, tls
-        self.facts, self.options = facts, {"files": files} if files is not None else {}
+        options = {"files": files, "first": first}
+        self.facts, self.options = facts, {name: value for name, value in options.items() if value is not None}
         self.engine: FakeEngine
 
     def start(self):

@@ -1,5 +1,6 @@
 """What does not fit is refused at start-up: one clear line and exit code 2."""
 
+import asyncio
 import socket
 import subprocess
 import sys
@@ -7,9 +8,11 @@ import sys
 import httpx
 import pytest
 
+from gateway.app import first_target
 from outrider.client import Client
 from outrider.errors import ConfigError, Unavailable
 from outrider.serving.ports import take_port
+from outrider.wire.v1 import common_pb2, target_pb2
 from tests.gateway.services import Draft, Gateway, Service, Target, answers, free_port, until
 
 
@@ -44,6 +47,54 @@ def test_targets_with_different_models(folder, target):
         assert "f2" in output
     finally:
         other.stop()
+
+
+def test_targets_with_different_updates_of_one_model(folder):
+    """One of them is left out until the next update, which nobody could send if the gateway did not start."""
+    targets = [
+        Service(Target, f"unix:{folder}/{name}", fingerprint=name, first="f1").start() for name in ("f1", "f2", "f3")
+    ]
+    gateway = Gateway(folder, [target.address for target in targets])
+    try:
+        gateway.wait()
+        until(lambda: gateway.log.read_text().count("; update the target's weights") == 2)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        assert sum(link["up"] for link in gateway.client.get("/server_info").json()["targets"]) == 1
+    finally:
+        assert gateway.stop() == 0
+        for target in targets:
+            target.stop()
+
+
+class Comes:
+    """A link to a target that comes after a while."""
+
+    def __init__(self, turns, fingerprint):
+        self.turns, self.up, self.info, self.expected = turns, False, None, None
+        model = common_pb2.ModelInfo(fingerprint=fingerprint)
+        self.facts = target_pb2.GetTargetInfoResponse(model=model, first_fingerprint="f1")
+
+    def start(self):
+        pass
+
+    async def wait_up(self, _):
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        self.up, self.info = True, self.facts
+
+    def expect(self, facts):
+        self.expected = facts.model.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("come", "expected"),
+    [([(1, "f1"), (50, "f2")], "f2"), ([(50, "f1"), (1, "f2")], "f2"), ([(1, "f1"), (50, "f1")], "f1")],
+)
+async def test_weights_that_were_updated_are_the_right_ones(come, expected):
+    links = [Comes(*one) for one in come]
+    first = await first_target(links, 60)
+    assert first.facts.model.fingerprint == expected
+    assert {link.expected for link in links} == {expected}
 
 
 def test_a_checkpoint_without_tokenizer(folder):
