@@ -10,7 +10,7 @@ import pytest
 
 from outrider.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, Overloaded, Unavailable
 from outrider.serving.features import FeatureBlock, FeatureSpec
-from outrider.serving.messages import StepOutput
+from outrider.serving.messages import EngineLoad, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
@@ -117,6 +117,30 @@ def test_a_frame_that_cannot_be_read_breaks_the_stream():
 
     with pytest.raises(Unavailable, match="cannot be read"):
         asyncio.run(run())
+
+
+async def test_answers_of_other_weights_are_not_mixed_with_those_before():
+    """Whoever asks again meets the target anew, and sees whether they are those that are to be learnt."""
+
+    class Call:
+        async def read(self):
+            await asyncio.sleep(0)
+            output = StepOutput(commits=[commit(3, [9])], features=[block(0, 3)])
+            return codec.verify_response_to_pb(replace(output, load=EngineLoad(weight_version="two")))
+
+        async def write(self, frame):
+            pass
+
+        def cancel(self):
+            pass
+
+    writer = Writer("unix:/nowhere", FeatureSpec(final=True))
+    writer.info.weight_version, writer._stub = "one", SimpleNamespace(Verify=Call)
+    task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(writer._listen(), 60)
+    with pytest.raises(Unavailable, match="new weights, 'two'"):
+        await asyncio.wait_for(task, 60)
 
 
 # --- what is asked ---

@@ -90,6 +90,20 @@ def test_a_head_learns_what_its_target_says(trained):
     assert json.loads((answers / "about.json").read_text())["layers"] == [2, 4, 5]
 
 
+def test_a_target_with_other_weights_is_not_asked(models, tmp_path):
+    other = write_tokenizer(write_cyclic_target(tmp_path / "other", intermediate_size=96))
+    service = target_service(other, f"unix:{tmp_path}/writer").start()
+    config = TrainConfig(
+        model_path=str(models / "target"), data=(str(models / "prompts.jsonl"),), output=str(tmp_path / "draft"),
+        target=service.address, **FLAGS,
+    )  # fmt: skip
+    try:
+        with pytest.raises(ConfigError, match="name the checkpoint that it serves"):
+            app.train(config)
+    finally:
+        service.stop()
+
+
 def test_the_output_folder_is_not_written_twice(models, trained):
     config = TrainConfig(model_path=str(models / "target"), output=str(trained), **FLAGS)
     with pytest.raises(ConfigError, match="holds a model already"):

@@ -73,7 +73,7 @@ def _train(config: TrainConfig) -> None:
     target = checkpoint.resolve(config.model_path)
     learning = Learning(config, target)
     store = open_store(config, target, learning.algorithm.states)
-    uvloop.run(write_answers(config, store, learning.algorithm.states))
+    uvloop.run(write_answers(config, store, learning.algorithm.states, checkpoint.fingerprint(target)))
     store.close()  # other trainings may share it while this one learns
     began = time.monotonic()
     learning.run(store, output / "checkpoint", settings(config))

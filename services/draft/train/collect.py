@@ -89,8 +89,11 @@ class _Session:
 class Writer:
     """A target that writes. Use: `async with Writer(...) as writer`."""
 
-    def __init__(self, address: str, spec: FeatureSpec, tls: ClientTls | None = None) -> None:
-        self.address, self.spec, self.tls = address, spec, tls
+    def __init__(
+        self, address: str, spec: FeatureSpec, tls: ClientTls | None = None, fingerprint: str | None = None
+    ) -> None:
+        """fingerprint: of the weights that it must have; None for any."""
+        self.address, self.spec, self.tls, self._fingerprint = address, spec, tls, fingerprint
         self.info = target_pb2.GetTargetInfoResponse()
         self.row_bytes = 0
         self._sessions: dict[int, _Session] = {}
@@ -126,6 +129,12 @@ class Writer:
             raise ConfigError(
                 f"the target at {self.address} speaks protocol version {self.info.protocol_version}, this trainer "
                 f"{PROTOCOL_VERSION}; run the same release everywhere"
+            )
+        found = self.info.model.fingerprint
+        if self._fingerprint not in (None, found):
+            raise ConfigError(
+                f"the target at {self.address} has weights of fingerprint {found}, those of --model-path have "
+                f"{self._fingerprint}; name the checkpoint that it serves"
             )
         files: dict[str, bytearray] = {}
         async for part in self._stub.GetTokenizer(target_pb2.GetTokenizerRequest(), timeout=_TIMEOUT):
@@ -177,6 +186,8 @@ class Writer:
                 session.done.set_exception(error)
 
     def _hear(self, frame: target_pb2.VerifyResponse) -> None:
+        if frame.load.weight_version not in ("", self.info.weight_version):
+            raise Unavailable(f"the target at {self.address} has new weights, {frame.load.weight_version!r}")
         bases: dict[int, int] = {}  # tokens of each session before the frame
         for number, base, tokens, _, _, _, finish, _ in codec.commit_rows(frame.commits):
             session = self._sessions.get(number)

@@ -42,8 +42,11 @@ def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
     return Store(folder, about, row_bytes(width, states.format))
 
 
-async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) -> None:
-    """Let the target write until there is enough. Raises OutriderError if it cannot."""
+async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str) -> None:
+    """Let the target write until there is enough. Raises OutriderError if it cannot.
+
+    fingerprint: of the target's weights
+    """
     conversations = read_conversations(config.data, config.data_limit)
     openings = read_openings(config.free_openings)
     limits = Limits(
@@ -59,7 +62,7 @@ async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec) 
             if child is not None:
                 await _ready(child)
             try:
-                async with Writer(address, states, config.service_tls()) as writer:
+                async with Writer(address, states, config.service_tls(), fingerprint) as writer:
                     _check_template(writer.tokenizer, conversations, config.free_prompts)
                     collector = Collector(writer, store, limits, config.held_out)
                     await _watched(collector, store, limits, todo)
