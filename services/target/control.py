@@ -22,7 +22,7 @@ from torch import Tensor
 from outrider import checkpoint
 from outrider.errors import ConfigError, EngineFault, InvalidRequest
 from services.target.engine import TargetEngine
-from services.target.weights import Folder, Incoming, Origin, check
+from services.target.weights import Folder, Incoming, Origin, by_own_names, check, tied_names
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class Control:
         self._trust_remote_code = trust_remote_code
         self._settings = loaded.settings
         self._shapes = dict(engine.model.runner.weights())
-        self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys())
+        self._tied = tied_names(self._settings, self._shapes)
+        self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
         self._origin = Origin(loaded.fingerprint)
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
@@ -72,18 +73,22 @@ class Control:
         except OSError as error:
             raise ConfigError(f"the weights in {path} cannot be read: {error}") from None
         folder.check_settings(self._settings)
-        check(folder.entries, self._shapes, self._ignored, whole=True)
+        names = by_own_names(folder.entries, self._tied)
+        check({own: folder.entries[name] for own, name in names.items()}, self._shapes, self._ignored, whole=True)
+        folder.check_tied(self._tied)
         return folder
 
     def incoming(self) -> Incoming:
         """Where tensors arrive that are sent in parts."""
-        return Incoming(self._shapes)
+        return Incoming(self._shapes, self._tied)
 
     def update_from_folder(self, folder: Folder, update: Update) -> Weights:
         """In the engine thread: take a checked folder's weights over. Raises EngineFault; ConfigError for a folder that
         is gone by now.
         """
-        return self._update(folder.tensors(self._shapes), Origin(folder.fingerprint), update, whole=True)
+        names = by_own_names(folder.entries, self._tied)
+        wanted = {own: name for own, name in names.items() if own in self._shapes}
+        return self._update(folder.tensors(wanted), Origin(folder.fingerprint), update, whole=True)
 
     def update_from_tensors(self, incoming: Incoming, update: Update) -> Weights:
         """In the engine thread: take checked tensors over. Raises EngineFault."""

@@ -25,6 +25,7 @@ from services.target.model.support import read_settings
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LARGEST_HEADER = 100 << 20  # the format's own limit, in bytes
 _NAMED = 5
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Settings that say nothing about how a model computes.
 _IDLE_SETTINGS = {
     "_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "bos_token_id", "pad_token_id",
@@ -93,6 +94,25 @@ def check(
             raise ConfigError(f"{name} takes {entry.stop - entry.start} bytes, which does not fit its shape")
 
 
+def tied_names(settings: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, str]:
+    """Second names by which a tensor of the model may come. settings: its configuration; shapes: of its tensors."""
+    tied = bool(settings.get("tie_word_embeddings")) and _EMBEDDING in shapes and _HEAD not in shapes
+    return {_HEAD: _EMBEDDING} if tied else {}
+
+
+def by_own_names(entries: Mapping[str, HeaderEntry], tied: Mapping[str, str]) -> dict[str, str]:
+    """The names of entries by those that the model has for them: a tied one may have come by either, or by both."""
+    names = {name: name for name in entries if name not in tied}
+    for second, own in tied.items():
+        if second in entries:
+            names.setdefault(own, second)
+    return names
+
+
+def _differ(second: str, own: str) -> ConfigError:
+    return ConfigError(f"{second} and {own} are one tensor of this model, but differ; leave out {second}")
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where weights are from. folder: fingerprint of a checkpoint; tensors: digests of those that came on top of it."""
@@ -145,11 +165,22 @@ class Folder:
                     f"{settings.get(name)}; start the target anew to change it"
                 )
 
-    def tensors(self, names: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """The tensors of these names, file by file."""
+    def check_tied(self, tied: Mapping[str, str]) -> None:
+        """Refuse a folder that has a tensor by two names, and not the same one."""
+        entries = self.entries
+        for second, own in tied.items():
+            if second in entries and own in entries:
+                pair = {name: name for name in (second, own)}
+                found = {name: tensor for part in self.tensors(pair) for name, tensor in part.items()}
+                if not torch.equal(found[second], found[own]):
+                    raise _differ(second, own)
+
+    def tensors(self, names: Mapping[str, str]) -> Iterator[dict[str, Tensor]]:
+        """Tensors, file by file. names: in the files, by those that are wanted."""
         for file, entries in self.files.items():
+            here = {own: name for own, name in names.items() if name in entries}
             with safe_open(file, "pt") as content:
-                yield {name: content.get_tensor(name) for name in entries if name in names}
+                yield {own: content.get_tensor(name) for own, name in here.items()}
 
 
 def _file_header(file: Path) -> dict[str, HeaderEntry]:
@@ -169,9 +200,10 @@ def _file_header(file: Path) -> dict[str, HeaderEntry]:
 class Incoming:
     """A safetensors file that comes in parts. It is checked as soon as its header is here."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: of the model's tensors."""
-        self._shapes = shapes
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:
+        """shapes: of the model's tensors; tied: second names of some."""
+        self._shapes, self._tied = shapes, tied
+        self._names: dict[str, str] = {}  # of what came, by those of the model
         self._data = bytearray()
         self._header: tuple[dict[str, HeaderEntry], int] | None = None
         self.digests: dict[str, bytes] = {}  # of the tensors, once all have come
@@ -182,7 +214,10 @@ class Incoming:
         if self._header is None:
             self._header = read_header(self._data, "what was sent")
             if self._header is not None:
-                check(self._header[0], self._shapes, frozenset(), whole=False)
+                entries = self._header[0]
+                self._names = by_own_names(entries, self._tied)
+                own_entries = {own: entries[name] for own, name in self._names.items()}
+                check(own_entries, self._shapes, frozenset(), whole=False)
         if self._header is not None and len(self._data) > self._size():
             raise ConfigError("more was sent than the header says")
 
@@ -196,23 +231,28 @@ class Incoming:
         if self._header is None or len(self._data) < self._size():
             raise ConfigError("less was sent than the header says")
         entries, length = self._header
+        came: dict[str, bytes] = {}
         with memoryview(self._data) as data:
             for name, entry in entries.items():
                 digest = hashlib.sha256(data[length + entry.start : length + entry.stop])
                 digest.update(entry.dtype.encode())
-                self.digests[name] = digest.digest()
+                came[name] = digest.digest()
+        for second, own in self._tied.items():
+            if second in came and came[second] != came.get(own, came[second]):
+                raise _differ(second, own)
+        self.digests = {own: came[name] for own, name in self._names.items()}
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, as views of what came, once it has been finished."""
         assert self._header is not None, "what came is complete"
         entries, length = self._header
         return {
-            name: torch.frombuffer(
+            own: torch.frombuffer(
                 self._data, dtype=_DTYPES[e.dtype], count=torch.Size(e.shape).numel(), offset=length + e.start
             ).reshape(e.shape)
             if e.stop > e.start
             else torch.empty(e.shape, dtype=_DTYPES[e.dtype])
-            for name, e in entries.items()
+            for own, e in ((own, entries[name]) for own, name in self._names.items())
         }
 
 

@@ -346,6 +346,33 @@ def test_streams_that_are_not_whole_are_refused(folders):
             in_parts(control, data)
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch_native"])
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path, way, backend):
+    first, second = (write_model(tmp_path / str(seed), seed=seed, tie_word_embeddings=True) for seed in (1, 2))
+    tensors = load_file(second / "model.safetensors")
+    assert HEAD not in tensors
+    expected = run(engine_of(load_model(second, attention_backend=backend)), requests(0.0)).new
+    both = tensors | {HEAD: tensors[EMBEDDING].clone()}
+    for number, came in enumerate((both, {name: both[name] for name in both if name != EMBEDDING})):
+        engine = engine_of(load_model(first, attention_backend=backend))
+        control = Control(engine, first)
+        if way == "folder":
+            folder = spoilt(second, tmp_path / f"named{number}", **{HEAD: came[HEAD], EMBEDDING: came.get(EMBEDDING)})
+            said = control.update_from_folder(control.read_folder(str(folder)), Update())
+        else:
+            said = control.update_from_tensors(in_parts(control, save(came)), Update())
+        assert (said.replaced, said.whole) == (len(tensors), True)
+        assert run(engine, requests(0.0)).new == expected
+    differ = {EMBEDDING: tensors[EMBEDDING], HEAD: tensors[EMBEDDING] + 1}
+    folder = spoilt(second, tmp_path / "differs", **differ)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one"):
+        control.read_folder(str(folder)) if way == "folder" else in_parts(control, save(differ))
+
+
 def sharded(folder, target):
     """A copy of a checkpoint in several files."""
     from transformers import AutoModelForCausalLM
