@@ -151,7 +151,7 @@ class Control:
         model = self._facts.target.model
         model.fingerprint, self._facts.target.weight_version = news["fingerprint"], news["version"]
         for target, here in zip(self._targets, news["here"], strict=True):
-            target.weights_changed(news["fingerprint"], here=here)
+            target.weights_changed(news["fingerprint"], news["version"], here=here)
 
     # --- cache and pauses ---
 

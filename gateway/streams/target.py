@@ -58,12 +58,14 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         """True if weights of this fingerprint are those that it must have to be used."""
         return self._expected is not None and self._expected.model.fingerprint == fingerprint
 
-    def weights_changed(self, fingerprint: str, *, here: bool = True) -> None:
-        """It has weights of this fingerprint now. here: False if it must get them before it is used again."""
+    def weights_changed(self, fingerprint: str, version: str, *, here: bool = True) -> None:
+        """It has weights of this fingerprint and label now. here: False if it must get them before it is used again."""
         assert self._expected is not None, "weights change only once a target has been met"
         self._expected.model.fingerprint = fingerprint
         if not here:
             self.shake_hands_again()
+        elif self.info is not None:
+            self.info.model.fingerprint, self.info.weight_version = fingerprint, version
 
     def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
         """Raise ConfigError for another model than the expected one, other number formats, or other weights."""

@@ -30,7 +30,7 @@ class Target:
     def expects(self, fingerprint):
         return fingerprint == self.believed
 
-    def weights_changed(self, fingerprint, *, here):
+    def weights_changed(self, fingerprint, _, *, here):
         self.believed, self.here = fingerprint, here
 
     async def UpdateWeightsFromDisk(self, request, **_):

@@ -309,6 +309,8 @@ def test_a_target_with_old_weights_is_not_used(system, folders, expected, monkey
     for _ in range(3):
         assert running.texts(temperature=1, seed=3) == expected[1]
     running.post("/update_weights_from_disk", json=body)
+    targets = running.gateway.client.get("/server_info").json()["targets"]
+    assert [target["weight_version"] for target in targets] == ["2", "2"]
     assert running.texts(temperature=1, seed=3) == expected[1]
     running.targets[1].stop()
     running.targets[1].start()
