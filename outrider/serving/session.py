@@ -117,6 +117,11 @@ class Session:
             if not self._began:
                 self.cached_tokens = min(self.cached_tokens + taken, self.prompt_length)
 
+    def score_anew(self) -> None:
+        """Want all logits of the prompt again, unless they were told: they are to be of the same weights."""
+        if self.length == self.opened_length:
+            self.scored = 0
+
     def publish(self) -> None:
         """Give pages that have filled up to the prefix cache. Every computed row must have been written."""
         self.table.publish(self._tokens[: self.computed])

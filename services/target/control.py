@@ -106,6 +106,8 @@ class Control:
         if not update.keep_cache:
             engine.flush()  # first, so that sessions share nothing of before, but what they compute anew
             retracted = engine.scheduler.retract()
+            for session in engine.scheduler:
+                session.score_anew()
         begun = False
         try:
             for tensors in shards:

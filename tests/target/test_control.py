@@ -185,6 +185,24 @@ async def test_facts_are_those_of_the_weights_though_nobody_waits_for_the_update
     assert (info.weight_version, info.model.fingerprint) == ("two", checkpoint.fingerprint(folders[1]))
 
 
+@pytest.mark.parametrize("steps", range(7))
+def test_log_probabilities_of_a_prompt_are_of_the_same_weights(folders, steps):
+    """Also of one that was read in part when these came."""
+    request = opening(1, PROMPTS[1], max_tokens=3, prompt_logprobs=2)
+    [expected] = [c.prompt_logprobs for c in run(engine_of(load_model(folders[1])), [request]).commits[1][:1]]
+    engine, control = started(folders[0], page_size=4, max_prefill_tokens=7)
+    engine.open(request)
+    assert not any(commit for _ in range(steps) for commit in engine.step().commits)
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    other = opening(2, PROMPTS[1], max_tokens=1)  # its pages may be shared, but not those of what is to be told
+    engine.open(other)
+    told = []
+    while not engine.idle:
+        told += [commit.prompt_logprobs for commit in engine.step().commits if commit.session_id == 1]
+    assert np.allclose(told[0].values, expected.values, atol=1e-4)
+    assert np.array_equal(told[0].top_tokens, expected.top_tokens)
+
+
 def test_features_after_an_update_are_those_of_the_new_weights(folders):
     spec = FeatureSpec((1, 2), format=FeatureFormat.FLOAT32)
 
