@@ -1,6 +1,7 @@
 """The drafts' part in sessions: their hints go to targets, their failures and returns concern nobody else.
 
-A frame of a draft goes to the targets as it came, or in parts where there are several. A lost draft only means fewer
+A frame of a draft goes to the targets as it came, or in parts where there are several. One that cannot be read goes
+nowhere: on its way it is joined to those of other drafts, which would be lost with it. A lost draft only means fewer
 hints: its sessions are opened on another one, or on the same once it is back.
 """
 
@@ -45,10 +46,12 @@ class Drafting:
         self._telling = telling
         self._watches = watches
         self._metrics = metrics
+        self._unreadable: set[DraftLink] = set()  # those of which the log has said so
 
     def attach(self, draft: DraftLink) -> None:
         """Take a draft's link on."""
         self._places.add(draft)
+        self._metrics.unreadable.labels(draft.address)
         draft.on_up = partial(self._up, draft)
         draft.on_down = partial(self._down, draft)
         draft.on_frame = partial(self._take, draft)
@@ -57,29 +60,42 @@ class Drafting:
     # --- frames ---
 
     async def _take(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
-        if frame.proposals.session_ids:
-            self._relay(draft, frame)
+        if frame.proposals.session_ids and self._readable(draft, frame.proposals):
+            self._relay(frame.proposals)
             self._watches.see(frame.proposals)
         for error in frame.errors:
             self._failed(draft, codec.failure_from_pb(error))
         draft.load = frame.load
 
-    def _relay(self, draft: DraftLink, frame: draft_pb2.ProposeResponse) -> None:
+    def _readable(self, draft: DraftLink, batch: common_pb2.ProposalBatch) -> bool:
+        """False for hints that cannot be read, which are counted; the log says so once a connection."""
+        try:
+            codec.check_proposals(batch)
+        except InvalidRequest as error:
+            self._metrics.unreadable.labels(draft.address).inc()
+            if draft not in self._unreadable:
+                log.warning(
+                    "the draft at %s sends hints that cannot be read, and they are dropped: %s; run the same release "
+                    "everywhere",
+                    draft.address, error.message,
+                )  # fmt: skip
+            self._unreadable.add(draft)
+            return False
+        return True
+
+    def _relay(self, batch: common_pb2.ProposalBatch) -> None:
         targets = self._places.targets
         if len(targets) == 1:
             if targets[0].up:
-                targets[0].propose(frame.proposals)
+                targets[0].propose(batch)
             return
 
         def target_of(session_id: int) -> TargetLink | None:
             session = self._sessions.get(session_id)
             return session.target if session is not None else None
 
-        try:
-            for target, batch in split_proposals(frame.proposals, target_of).items():
-                target.propose(batch)
-        except InvalidRequest as error:
-            log.warning("the draft at %s sent proposals that cannot be read: %s", draft.address, error.message)
+        for target, part in split_proposals(batch, target_of).items():
+            target.propose(part)
 
     def _failed(self, draft: DraftLink, failure: SessionFailure) -> None:
         session = self._sessions.get(failure.session_id)
@@ -97,6 +113,7 @@ class Drafting:
     # --- coming and going ---
 
     def _up(self, draft: DraftLink) -> None:
+        self._unreadable.discard(draft)
         self._metrics.service_up.labels("draft", draft.address).set(1)
         free = [session for session in self._sessions.values() if session.draft is None]
         self._open_again([session for session in free if session.draft_failures < ATTEMPTS])

@@ -181,6 +181,9 @@ class Metrics:
         self.requests = counter("requests", "Generations that ended, by how.", ("outcome",))
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
         self.feature_bytes = counter("feature_bytes", "Hidden states that were passed on to drafts, in bytes.")
+        self.unreadable = counter(
+            "unreadable_hints", "Frames of a draft that could not be read and were dropped.", ("address",)
+        )
         self.reopened = counter("reopened_sessions", "Sessions opened again after a service went away.", ("service",))
         for service in ("target", "draft"):
             self.reopened.labels(service)

@@ -1,17 +1,15 @@
 """One session's draft as it looks from outside, for clients that want to see it.
 
-The gateway passes hints on unread. Of a session that is watched it keeps them in a tree, as the target does, and tells
-at each commit which path the draft believed in most: its first tokens may have been accepted, the others were not.
+The gateway passes hints on as they come. Of a session that is watched it keeps them in a tree, as the target does, and
+tells at each commit which path the draft believed in most: its first tokens may have been accepted, the others not.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from outrider.errors import InvalidRequest
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 from outrider.wire import codec
@@ -60,10 +58,9 @@ class Watches(dict[int, Watch]):
     """Those of all sessions that are watched, by session."""
 
     def see(self, batch: common_pb2.ProposalBatch) -> None:
-        """A draft has said something. Frames are not read as long as nobody is watched."""
+        """A draft has said something. Frames stay whole as long as nobody is watched. Raises InvalidRequest."""
         if not self:
             return
-        with contextlib.suppress(InvalidRequest):  # the target refuses it, and says so
-            for proposal in codec.proposals_from_pb(batch):
-                if (watch := self.get(proposal.session_id)) is not None:
-                    watch.proposed(proposal)
+        for proposal in codec.proposals_from_pb(batch):
+            if (watch := self.get(proposal.session_id)) is not None:
+                watch.proposed(proposal)

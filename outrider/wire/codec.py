@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from operator import add
+from itertools import chain
+from operator import add, lt
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
@@ -37,17 +38,36 @@ def proposals_to_pb(proposals: Sequence[Proposal]) -> common_pb2.ProposalBatch:
     )
 
 
+def check_proposals(message: common_pb2.ProposalBatch) -> None:
+    """Raise InvalidRequest for a message whose arrays do not fit together, or with a node before its parent."""
+    count, rest = divmod(len(message.session_ids), U64.itemsize)
+    nodes = len(message.tokens) // U32.itemsize
+    sizes = (
+        (rest, 0),
+        (len(message.anchor_lengths), count * U32.itemsize),
+        (len(message.anchor_hashes), count * U64.itemsize),
+        (len(message.committed_lengths), count * U32.itemsize),
+        (len(message.tokens), nodes * U32.itemsize),
+        (len(message.log_scores), nodes * F32.itemsize),
+    )
+    if any(size != needed for size, needed in sizes):
+        raise InvalidRequest("the arrays of proposals do not fit together")
+    counts = numbers_of(message.node_counts, U32, count)
+    above = numbers_of(message.parents, I32, nodes)
+    split(counts, nodes)
+    if min(above, default=-1) < -1 or not all(map(lt, above, chain.from_iterable(map(range, counts)))):
+        raise InvalidRequest("a proposed node does not stand behind its parent")
+
+
 def proposals_from_pb(message: common_pb2.ProposalBatch) -> list[Proposal]:
-    """The proposals of a message. Raises InvalidRequest if a node stands before its parent."""
+    """The proposals of a message. Raises InvalidRequest as check_proposals does."""
+    check_proposals(message)
     ids = numbers_of(message.session_ids, U64)
     count = len(ids)
     tokens = unpack(message.tokens, U32)
-    parents = unpack(message.parents, I32, len(tokens))
-    log_scores = unpack(message.log_scores, F32, len(tokens))
+    parents = unpack(message.parents, I32)
+    log_scores = unpack(message.log_scores, F32)
     spans = split(numbers_of(message.node_counts, U32, count), len(tokens))
-    above = parents.tolist()
-    if not all(-1 <= parent < place for span in spans for place, parent in enumerate(above[span])):
-        raise InvalidRequest("a proposed node does not stand behind its parent")
     columns = (
         ids,
         numbers_of(message.anchor_lengths, U32, count),
