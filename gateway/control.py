@@ -193,14 +193,25 @@ class Control:
             pause = min(2 * pause, _LONGEST_POLL)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop generating."""
+        """Stop generating. A target that is away is paused before it is used again."""
+        await self._note_pause(True)
         request = target_pb2.PauseGenerationRequest(mode=common_pb2.PauseMode.Name(_MODES[mode]))
         await self._all(lambda stub: stub.PauseGeneration(request, timeout=_CALL_TIMEOUT))
 
     async def proceed(self) -> None:
-        """Generate again."""
+        """Generate again. A target that is away is told before it is used again."""
+        await self._note_pause(False)
         request = target_pb2.ContinueGenerationRequest()
         await self._all(lambda stub: stub.ContinueGeneration(request, timeout=_CALL_TIMEOUT))
+
+    async def _note_pause(self, paused: bool) -> None:
+        self.adopt_pause(paused)
+        await self._facts.peers.ask("pause", paused)
+
+    def adopt_pause(self, paused: bool) -> None:
+        """Whether targets are to pause, or to go on."""
+        for target in self._targets:
+            target.paused = paused
 
     # --- calls ---
 

@@ -187,7 +187,7 @@ class Orchestrator:
     # --- frames of a target ---
 
     async def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
-        target.load = frame.load  # whoever hears of a commit finds what it left behind
+        target.heard(frame.load)  # whoever hears of a commit finds what it left behind
         if frame.commits.session_ids:
             for draft in self.drafts:
                 if draft.up and draft.session_count:

@@ -74,6 +74,9 @@ class Link(ABC, Generic[Info, Frame]):
     async def _handshake(self, channel: grpc.aio.Channel) -> Info:
         """Ask for facts and check them. Raises ConfigError for a replica that does not fit."""
 
+    async def _prepare(self, channel: grpc.aio.Channel) -> None:
+        """Say what must be said before its stream opens. It serves by now."""
+
     @abstractmethod
     def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         """The stream call."""
@@ -162,6 +165,7 @@ class Link(ABC, Generic[Info, Frame]):
                     self.channel = channel
                     self.info = await self._shake_hands(channel)
                     await _check_serving(channel)
+                    await self._prepare(channel)
                     self.refusal = None
                     opened = time.monotonic()
                     await self._stream(channel)

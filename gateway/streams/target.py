@@ -35,6 +35,9 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.features: set[int] = set()  # ids of the specifications that it knows
         self._wanted: dict[int, Features] = {}
         self._expected: target_pb2.GetTargetInfoResponse | None = None
+        # What it is told before it is used again: True to pause, False to go on, None for nothing. It may have been
+        # started anew, or have lost no more than its stream.
+        self.paused: bool | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -99,6 +102,11 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             f"that this gateway serves is {served.model_path}, fingerprint {served.fingerprint}; "
         )
 
+    def heard(self, load: common_pb2.EngineLoad) -> None:
+        """Its engine tells how it is; it is believed also where another gateway was asked to pause it or to go on."""
+        self.load = load
+        self.paused = load.paused or None
+
     def open(self, request: common_pb2.OpenSession) -> None:
         """Open a session."""
         self._opens.append(request)
@@ -136,6 +144,17 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self._check(info)
         await self._configure_all(channel)
         return info
+
+    async def _prepare(self, channel: grpc.aio.Channel) -> None:
+        told: bool | None = None
+        while (paused := self.paused) is not None and paused is not told:
+            stub: Any = target_pb2_grpc.TargetServiceStub(channel)
+            if paused:  # nobody ends, for those who wait there may be another gateway's
+                request = target_pb2.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_IN_PLACE)
+                await stub.PauseGeneration(request, timeout=CALL_TIMEOUT)
+            else:
+                await stub.ContinueGeneration(target_pb2.ContinueGenerationRequest(), timeout=CALL_TIMEOUT)
+            told = paused
 
     async def configure(self, features: Features) -> None:
         """Let it know what a draft's sessions will ask for, now or once it is up. Raises ConfigError if it refuses."""

@@ -8,10 +8,11 @@ from gateway.workers.peers import Answers
 
 
 def answers_for(generator: Generator, control: Control) -> Answers:
-    """By question: its own metrics; requests that another worker was told to end; weights that one has changed."""
+    """By question: its own metrics; what another worker was told: to end requests, new weights, to pause or go on."""
     return {
         "metrics": lambda _: generator.metrics.render().decode(),
         "abort": generator.abort,
         "abort_all": lambda _: generator.orchestrator.abort_all(),
         "weights": control.adopt,
+        "pause": control.adopt_pause,
     }

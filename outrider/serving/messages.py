@@ -170,6 +170,7 @@ class EngineLoad:
     compilations: int = 0
     online: OnlineLoad | None = None
     hints: HintLoad | None = None
+    paused: bool = False
 
 
 @dataclass

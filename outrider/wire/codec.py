@@ -277,6 +277,7 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         hints_unwanted=load.hints_unwanted,
         online=common_pb2.OnlineLoad(**vars(load.online)) if load.online is not None else None,
         hints=common_pb2.HintLoad(**vars(load.hints)) if load.hints is not None else None,
+        paused=load.paused,
     )
 
 
@@ -297,6 +298,7 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.compilations,
         _online_from_pb(message.online) if message.HasField("online") else None,
         _hints_from_pb(message.hints) if message.HasField("hints") else None,
+        message.paused,
     )
 
 

@@ -225,6 +225,7 @@ class TargetEngine(Engine):
             weight_version=self.weight_version,
             hints_unwanted=self._unwanted,
             hints=self._record.load(),
+            paused=self.scheduler.held,
         )
 
     def check(self) -> None:

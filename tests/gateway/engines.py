@@ -111,9 +111,10 @@ class FakeEngine(Engine):
     """Sessions that are open, for a test to look at; `delay` is how long a step takes, in seconds.
 
     hints_unwanted: what its load says, and its commits
+    held: it takes no steps
     """
 
-    hints_unwanted = False
+    hints_unwanted = held = False
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
@@ -131,8 +132,9 @@ class FakeEngine(Engine):
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            running_sessions=len(self.sessions), free_pages=7, total_pages=9, hints_unwanted=self.hints_unwanted
-        )
+            running_sessions=len(self.sessions), free_pages=7, total_pages=9, hints_unwanted=self.hints_unwanted,
+            paused=self.held,
+        )  # fmt: skip
 
     def check(self) -> None:
         pass
@@ -162,7 +164,7 @@ class FakeTarget(FakeEngine):
 
     @property
     def idle(self) -> bool:
-        return not self.sessions
+        return self.held or not self.sessions
 
     def step(self) -> StepOutput:
         time.sleep(self.delay)

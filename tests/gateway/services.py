@@ -17,6 +17,7 @@ import httpx
 
 from outrider import PROTOCOL_VERSION
 from outrider.serving.loop import EngineLoop
+from outrider.serving.messages import Message
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.wire import codec
@@ -70,6 +71,15 @@ class Target(target_pb2_grpc.TargetServiceServicer):
         for name, content in self.files.items():
             for start in range(0, len(content), 5000):
                 yield target_pb2.GetTokenizerResponse(file_name=name, content=content[start : start + 5000])
+
+    async def PauseGeneration(self, request, context):
+        self.hub._engine.engine.held = True
+        return target_pb2.PauseGenerationResponse()
+
+    async def ContinueGeneration(self, request, context):
+        self.hub._engine.engine.held = False
+        self.hub._engine.submit(Message())  # wakes it
+        return target_pb2.ContinueGenerationResponse()
 
     async def Verify(self, request_iterator, context):
         async with statuses(context):

@@ -96,7 +96,7 @@ def test_frames_for_the_draft_and_of_the_target(items):
     drafters = (DrafterLoad("NGRAM", 8, 2.5, 3, 5), DrafterLoad("EAGLE3", 0, 0.0, 0))
     load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9, drafters,
                       hints_unwanted=True, compilations=11, online=OnlineLoad(5, 600, 2, 1, 1.5, 1.75, 3.5),
-                      hints=HintLoad(9, 1, 2, 3, 4, 5, 6, (7, 0, 8), 10)
+                      hints=HintLoad(9, 1, 2, 3, 4, 5, 6, (7, 0, 8), 10), paused=True
                       )  # fmt: skip
     failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))

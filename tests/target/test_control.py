@@ -440,8 +440,10 @@ def test_a_pause_changes_no_token(folders, texts, mode):
     engine.open(requests(1.0)[3])  # it waits
     assert engine.idle
     assert engine.scheduler.running == (0 if mode == "retract" else 3)
+    assert engine.load().paused
     engine.check()
     control.proceed()
+    assert not engine.load().paused
     while not engine.idle:
         step(engine, tokens, knowing(texts[0, 1.0]))
     assert {i: path[len(PROMPTS[i - 1]) :] for i, path in tokens.items()} == texts[0, 1.0]
