@@ -1,8 +1,9 @@
 """Hidden states from a target's frame to the drafts that feed on them, unopened.
 
-A draft is fed each session's positions in order. When a draft takes a session over, its target is asked for all of them
-again; what was still on its way from before is then no beginning, and is left out. Where rows go missing otherwise, the
-draft sees the gap and asks for the session again.
+A draft is fed each session's positions in order, and only what it asked for: rows for another draft that had the
+session, which may be of other layers, can still be on their way. When a draft takes a session over, its target is asked
+for all of them again; what was still on its way from before is then no beginning, and is left out. Where rows go
+missing otherwise, the draft sees the gap and asks for the session again.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ def relay(
     hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
     owners: list[DraftLink | None] = []  # of each block; strays may stand before rows of the same session
     strays = False
-    for session_id, first, end in codec.feature_spans(batch):
+    for session_id, first, end, spec_id in codec.feature_spans(batch):
         session = sessions.get(session_id)
-        stray = session is not None and session.lingers and first > session.features_until == 0
+        stray = session is not None and (
+            (session.lingers and first > session.features_until == 0)
+            or (session.draft is not None and session.draft.feature_spec != spec_id)
+        )
         if session is not None and not stray:
             session.features_until = max(session.features_until, end)
         owners.append(session.draft if session is not None and not stray and session.draft in hungry else None)

@@ -70,11 +70,15 @@ class FeatureSpec:
 
 @dataclass(frozen=True)
 class FeatureBlock:
-    """Rows of one session. first: position of the first one, in tokens. rows: [n, row bytes] uint8."""
+    """Rows of one session. first: position of the first one, in tokens. rows: [n, row bytes] uint8.
+
+    spec_id: of the FeatureSpec that they were made for
+    """
 
     session_id: int
     first: int
     rows: NDArray[np.uint8]
+    spec_id: int = 0
 
 
 def row_bytes(width: int, layout: FeatureFormat) -> int:
@@ -118,8 +122,8 @@ def cut(blocks: Sequence[FeatureBlock], limit: int = FRAME_BYTES) -> tuple[list[
         if fitting < len(block.rows):
             rest = list(blocks[index + 1 :])
             if fitting:
-                head.append(FeatureBlock(block.session_id, block.first, block.rows[:fitting]))
-            return head, [FeatureBlock(block.session_id, block.first + fitting, block.rows[fitting:]), *rest]
+                head.append(replace(block, rows=block.rows[:fitting]))
+            return head, [replace(block, first=block.first + fitting, rows=block.rows[fitting:]), *rest]
         head.append(block)
         room -= block.rows.nbytes
     return head, []

@@ -220,6 +220,7 @@ def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
         row_counts=pack((len(b.rows) for b in blocks), U32),
         block_bytes=pack((b.rows.nbytes for b in blocks), U32),
         rows=b"".join(b.rows.tobytes() for b in blocks),
+        spec_ids=pack((b.spec_id for b in blocks), U64),
     )
 
 
@@ -232,24 +233,26 @@ def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
         numbers_of(message.first_positions, U32, len(ids)),
         numbers_of(message.row_counts, U32, len(ids)),
         split(numbers_of(message.block_bytes, U32, len(ids)), len(rows)),
+        numbers_of(message.spec_ids, U64, len(ids)),
     )
     blocks = []
-    for session_id, first, count, span in zip(*columns, strict=True):
+    for session_id, first, count, span, spec_id in zip(*columns, strict=True):
         size = span.stop - span.start
         if not count or size % count:
             raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
-        blocks.append(FeatureBlock(session_id, first, rows[span].reshape(count, size // count)))
+        blocks.append(FeatureBlock(session_id, first, rows[span].reshape(count, size // count), spec_id))
     return blocks
 
 
-def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int]]:
-    """Each block as (session id, first position, position behind its last row): for the gateway, which does not look
-    at rows. Raises InvalidRequest.
+def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int, int]]:
+    """Each block as (session id, first position, position behind its last row, id of its specification).
+
+    For the gateway, which does not look at rows. Raises InvalidRequest.
     """
     ids = numbers_of(batch.session_ids, U64)
     first = numbers_of(batch.first_positions, U32, len(ids))
     counts = numbers_of(batch.row_counts, U32, len(ids))
-    return zip(ids, first, map(add, first, counts), strict=True)
+    return zip(ids, first, map(add, first, counts), numbers_of(batch.spec_ids, U64, len(ids)), strict=True)
 
 
 # --- frames ---

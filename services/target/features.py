@@ -49,10 +49,11 @@ _ENDED = sys.maxsize
 class _Wanted:
     """A session that is sent features.
 
-    next: the first position that it has not been sent, _ENDED if it needs no more; fresh: the first one whose rows are
-    not known under the present weights, at most `next`
+    spec_id: the name of what it asked for; next: the first position that it has not been sent, _ENDED if it needs no
+    more; fresh: the first one whose rows are not known under the present weights, at most `next`
     """
 
+    spec_id: int
     fusion: Fusion
     next: int
     fresh: int
@@ -143,7 +144,9 @@ class Features:
         first = request.features_from
         # Rows that are not sent are computed, too, where others may find their page.
         assert request.session_id not in self._wanted, "one of the same id is closed before"
-        self._wanted[request.session_id] = _Wanted(fusion, first, 0 if self._store is not None else first)
+        self._wanted[request.session_id] = _Wanted(
+            request.feature_spec, fusion, first, 0 if self._store is not None else first
+        )
         self._used[fusion] += 1
         space = f"{request.cache_salt}\0features {request.feature_spec:x}"
         if self._store is not None:
@@ -326,7 +329,7 @@ class Features:
         wanted.fresh = max(wanted.fresh, end)
         if wanted.next < end:
             sent = max(0, wanted.next - first)
-            self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:]))
+            self._ready.append(FeatureBlock(session_id, first + sent, rows[sent:], wanted.spec_id))
             wanted.next = end
 
 

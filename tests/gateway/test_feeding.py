@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from gateway import feeding
 from gateway.metrics import Metrics
@@ -15,9 +16,10 @@ from outrider.wire.codec import features_from_pb, features_to_pb
 class Draft:
     """Notes what it is fed."""
 
-    up, feature_spec, address = True, 1, "here"
+    up, address = True, "here"
 
-    def __init__(self):
+    def __init__(self, spec=1):
+        self.feature_spec = spec
         self.fed = []
 
     def feed(self, batch):
@@ -30,8 +32,8 @@ def session(draft, until=0):
     return SimpleNamespace(draft=draft, features_until=until, lingers=True)
 
 
-def relay(sessions, drafts, *blocks):
-    rows = [FeatureBlock(name, first, np.zeros((count, 4), np.uint8)) for name, first, count in blocks]
+def relay(sessions, drafts, *blocks, spec=1):
+    rows = [FeatureBlock(name, first, np.zeros((count, 4), np.uint8), spec) for name, first, count in blocks]
     feeding.relay(features_to_pb(rows), sessions, drafts, Metrics())
 
 
@@ -53,6 +55,20 @@ def test_strays_take_nothing_with_them_that_came_in_the_same_frame():
     relay(sessions, [draft], (1, 57, 3), (1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4))
     assert draft.fed == [(1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4)]
     assert (sessions[1].features_until, sessions[2].features_until) == (61, 12)
+
+
+@pytest.mark.parametrize("others", [[], [Draft(1)]])
+def test_a_draft_is_not_fed_what_another_one_asked_for(others):
+    """It has taken the session over, and the prompt's first rows for the other one were on their way."""
+    draft = Draft(2)
+    sessions = {1: session(draft)}
+    sessions[1].lingers = False
+    relay(sessions, [draft, *others], (1, 0, 16), (1, 16, 16), spec=1)
+    assert (draft.fed, sessions[1].features_until) == ([], 0)
+    relay(sessions, [draft, *others], (1, 0, 16), spec=2)
+    relay(sessions, [draft, *others], (1, 16, 4), spec=1)
+    relay(sessions, [draft, *others], (1, 16, 8), spec=2)
+    assert (draft.fed, sessions[1].features_until) == ([(1, 0, 16), (1, 16, 8)], 24)
 
 
 def test_a_draft_sees_that_rows_are_missing():

@@ -118,7 +118,7 @@ def test_frames_of_the_draft(items):
 def blocks(sizes):
     """Blocks of (rows, row bytes), each with bytes of its own."""
     return [
-        FeatureBlock(2**63 + i, 7 * i, np.arange(n * size, dtype=np.uint8).reshape(n, size) + np.uint8(i))
+        FeatureBlock(2**63 + i, 7 * i, np.arange(n * size, dtype=np.uint8).reshape(n, size) + np.uint8(i), 2**62 + i)
         for i, (n, size) in enumerate(sizes)
     ]
 
@@ -130,14 +130,15 @@ def test_features_cross_both_streams_as_they_are(sizes):
     message, _ = codec.propose_request_from_pb(codec.propose_request_to_pb(Message(features=sent)))
     for got in (answer.features, message.features):
         for a, b in zip(sent, got, strict=True):
-            assert (a.session_id, a.first) == (b.session_id, b.first)
+            assert (a.session_id, a.first, a.spec_id) == (b.session_id, b.first, b.spec_id)
             assert np.array_equal(a.rows, b.rows)
     batch = codec.features_to_pb(sent)
-    assert list(codec.feature_spans(batch)) == [(b.session_id, b.first, b.first + len(b.rows)) for b in sent]
+    spans = [(b.session_id, b.first, b.first + len(b.rows), b.spec_id) for b in sent]
+    assert list(codec.feature_spans(batch)) == spans
 
 
 def test_blocks_that_do_not_add_up_are_refused():
-    for change in ({"row_counts": b"\0\0\0\0"}, {"rows": b"12345"}, {"block_bytes": b""}):
+    for change in ({"row_counts": b"\0\0\0\0"}, {"rows": b"12345"}, {"block_bytes": b""}, {"spec_ids": b""}):
         batch = codec.features_to_pb(blocks([(2, 3)]))
         for name, value in change.items():
             setattr(batch, name, value)

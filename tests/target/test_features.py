@@ -54,12 +54,13 @@ class Reader:
 
     def __init__(self, engine, layout=F32):
         self.engine, self.layout = engine, layout
-        self.tokens, self.rows, self.first = {}, {}, {}
+        self.tokens, self.rows, self.first, self.specs = {}, {}, {}, {}
 
     def open(self, request):
         self.engine.open(request)
         self.tokens.setdefault(request.session_id, request.tokens.tolist())
         self.rows.setdefault(request.session_id, [])
+        self.specs[request.session_id] = request.feature_spec
 
     def step(self, hints=None):
         if hints is not None:
@@ -71,6 +72,7 @@ class Reader:
             self.tokens[commit.session_id] += commit.tokens.tolist()
         for block in output.features:
             rows = self.rows[block.session_id]
+            assert block.spec_id == self.specs[block.session_id]
             first = self.first.setdefault(block.session_id, block.first)
             assert block.first == first + sum(map(len, rows))
             assert block.first + len(block.rows) < len(self.tokens[block.session_id])
@@ -568,7 +570,7 @@ def test_steps_ask_of_all_sessions_together_what_they_want(model):
 
 
 def test_blocks_are_cut_between_rows():
-    blocks = [FeatureBlock(i, 10 * i, np.full((7, 3), i, np.uint8)) for i in range(3)]
+    blocks = [FeatureBlock(i, 10 * i, np.full((7, 3), i, np.uint8), 5 + i) for i in range(3)]
     for limit in (1, 3, 10, 21, 40, 1000):
         rest, pieces = list(blocks), []
         while rest:
@@ -580,3 +582,4 @@ def test_blocks_are_cut_between_rows():
             own = [b for b in pieces if b.session_id == i]
             assert [b.first for b in own] == [10 * i + sum(len(p.rows) for p in own[:j]) for j in range(len(own))]
             assert sum(len(b.rows) for b in own) == 7
+            assert {b.spec_id for b in own} == {5 + i}

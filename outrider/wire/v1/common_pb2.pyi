@@ -144,18 +144,20 @@ class FeatureSpec(_message.Message):
     def __init__(self, spec_id: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., final: _Optional[bool] = ..., format: _Optional[_Union[FeatureFormat, str]] = ..., norm_epsilon: _Optional[float] = ...) -> None: ...
 
 class FeatureBatch(_message.Message):
-    __slots__ = ("session_ids", "first_positions", "row_counts", "block_bytes", "rows")
+    __slots__ = ("session_ids", "first_positions", "row_counts", "block_bytes", "rows", "spec_ids")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_IDS_FIELD_NUMBER: _ClassVar[int]
     session_ids: bytes
     first_positions: bytes
     row_counts: bytes
     block_bytes: bytes
     rows: bytes
-    def __init__(self, session_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., row_counts: _Optional[bytes] = ..., block_bytes: _Optional[bytes] = ..., rows: _Optional[bytes] = ...) -> None: ...
+    spec_ids: bytes
+    def __init__(self, session_ids: _Optional[bytes] = ..., first_positions: _Optional[bytes] = ..., row_counts: _Optional[bytes] = ..., block_bytes: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., spec_ids: _Optional[bytes] = ...) -> None: ...
 
 class ProposalBatch(_message.Message):
     __slots__ = ("session_ids", "anchor_lengths", "anchor_hashes", "node_counts", "tokens", "parents", "log_scores", "committed_lengths")
