@@ -36,6 +36,7 @@ _CALL_TIMEOUT = 60.0  # seconds; a step may be under way
 _LAST_CLOSES = 0.2  # seconds: the end of a cancelled request goes to its target over another connection than a flush
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
+_SHARE_TIMEOUT = 600.0  # seconds for a draft to read the target's embedding and head
 _PARTS = 4  # of a stream that a slow target may lag behind the others
 _PART_BYTES = 1 << 20
 
@@ -72,7 +73,7 @@ class Control:
                 self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
                 for target in self._targets
             ]
-            return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update)
+            return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update, folder)
 
     async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> Updated:
         """Take tensors that come as one safetensors file. Raises InvalidRequest for those that do not fit."""
@@ -106,8 +107,8 @@ class Control:
         async with self._updating, self._facts.peers.alone("weights"):
             yield
 
-    async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate) -> Updated:
-        """Note what each target has now, here and in other workers. Raises the first error."""
+    async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate, folder: str = "") -> Updated:
+        """Note what each target has now, here and in other workers. folder: of the weights. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
         due = self._due(found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
@@ -121,7 +122,7 @@ class Control:
                     "the target at %s lacks weights of earlier updates; it rests until all come", target.address
                 )
         if any(found) and not update.keep_cache:
-            await self._forget_states()
+            await self._forget_states(folder if due is not None else "")
         try:
             _check(results)
         except OutriderError as error:
@@ -140,9 +141,11 @@ class Control:
         right = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
         return next(iter(right or [facts for _, facts in pairs if facts.whole]), None)
 
-    async def _forget_states(self) -> None:
-        """Let drafts forget what the old weights told them of prompts that may come again."""
-        for result in await self._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True)):
+    async def _forget_states(self, folder: str) -> None:
+        """Let drafts forget what the old weights told them of prompts that may come again, and share the new ones."""
+        for draft in self._orchestrator.drafts:
+            draft.target_folder = folder or draft.target_folder
+        for result in await self._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=folder)):
             if isinstance(result, OutriderError):  # which costs speed alone
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
@@ -167,7 +170,7 @@ class Control:
         """What came of a request to each draft that is up; the others get it when they come back."""
 
         def flush(stub: Any) -> Any:
-            return stub.FlushDraft(request, timeout=_CALL_TIMEOUT)
+            return stub.FlushDraft(request, timeout=_SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
 
         calls: list[Coroutine[Any, Any, Any]] = []
         for draft in self._orchestrator.drafts:

@@ -16,6 +16,7 @@ from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 _UNLIMITED = "NGRAM"
+_FLUSH_TIMEOUT = 600.0  # seconds; it may read the target's embedding and head
 
 
 async def _at_once() -> None:
@@ -34,6 +35,7 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         self._target_model = target_model
         self._awaited = True  # hints were wanted by the last commits
         self._owed: draft_pb2.FlushDraftRequest | None = None  # what it must forget before it is used again
+        self.target_folder = ""  # of the target's weights, where they came from one since
         self.features: Features | None = None  # what it feeds on; None if it needs nothing of the target
         self.before_up: Callable[[], Awaitable[None]] = _at_once  # `features` are known; may raise ConfigError
         self._clear()
@@ -132,11 +134,20 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
             parts = stub.GetFusion(draft_pb2.GetFusionRequest(), timeout=FUSION_TIMEOUT)
             self.features = Features(info.features, [part.content async for part in parts])
             await self.before_up()
+        await self._flush(stub)
+        return info
+
+    async def _flush(self, stub: Any) -> None:
+        """Let it forget what it must, and take up what it shares with the target: it may have been started anew."""
+        told = ""
         while (owed := self._owed) is not None:
-            await stub.FlushDraft(owed, timeout=CALL_TIMEOUT)
+            await stub.FlushDraft(owed, timeout=_FLUSH_TIMEOUT)
+            told = owed.target_folder
             if self._owed is owed:
                 self._owed = None
-        return info
+        if self.features is not None and self.target_folder != told:
+            request = draft_pb2.FlushDraftRequest(only_fed=True, target_folder=self.target_folder)
+            await stub.FlushDraft(request, timeout=_FLUSH_TIMEOUT)
 
     def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from services.draft.model.spread import Spread, spread_over
 from services.draft.model.token_map import read_token_map, with_token_map
 from services.draft.online.options import options_of
 from services.draft.online.swap import Form
+from services.draft.sharing import Sharing
 
 if TYPE_CHECKING:
     from services.draft.online.loading import Teaching
@@ -85,6 +87,8 @@ def load_model_drafter(
         drafter = kind(
             config.speculative_algorithm, runner, prefix, config.max_running_requests, chunk, features, draft.fusion
         )
+    if draft.shares and teaching is None:
+        drafter.sharing = _sharing(drafter, origin, config, devices)
     if shape is not None:
         drafter.follow(shape)
     allocator = prefix.allocator
@@ -93,6 +97,23 @@ def load_model_drafter(
         allocator.total_pages, allocator.page_size,
     )  # fmt: skip
     return drafter, facts
+
+
+def _sharing(drafter: ModelDrafter, origin: Path, config: DraftConfig, devices: list[jax.Device]) -> Sharing:
+    """How a drafter takes what it shares from another folder of its target. origin: the draft's own folder."""
+    assert config.model_path is not None
+    dtype, _ = dtype_of(config, devices[0])
+    backend = drafter.runner.backend
+    quantization = chosen_quantization(config, backend)
+
+    def load(folder: Path) -> Params:
+        draft, _ = _read(origin, config, folder)
+        if config.speculative_token_map is not None:
+            draft = _mapped(draft, config.speculative_token_map, config.speculative_algorithm)
+        _, params, _ = _placed(draft, dtype, quantization, devices)
+        return in_panels(params) if backend == "cpu" else params
+
+    return Sharing(drafter, checkpoint.resolve(config.model_path), load)
 
 
 def _read_to_teach(origin: Path, config: DraftConfig) -> tuple[Path, Draft, Path, Teaching | None]:
@@ -136,13 +157,15 @@ def _path(config: DraftConfig) -> str:
     return path
 
 
-def _read(folder: Path, config: DraftConfig) -> tuple[Draft, Path]:
-    """The draft model, and the folder whose tokenizer it uses."""
+def _read(folder: Path, config: DraftConfig, shared: Path | None = None) -> tuple[Draft, Path]:
+    """The draft model, and the folder whose tokenizer it uses. shared: where embedding and head of the target are."""
     if config.speculative_algorithm not in FED_ALGORITHMS:
         return read_decoder(folder), folder
     assert config.model_path is not None
     target = checkpoint.resolve(config.model_path)
     algorithm, facts = config.speculative_algorithm, read_target(target)
+    if shared is not None:
+        facts = replace(facts, folder=shared)
     if algorithm == "NEXTN" or (algorithm in BUILT_IN_ALGORITHMS and (folder == target or holds_mtp(folder))):
         states = config.speculative_mtp_feature, config.speculative_mtp_own_state
         draft = read_mtp(folder, facts, feature=states[0], own=states[1], several=config.enable_multi_layer_eagle)

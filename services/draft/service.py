@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
 import grpc
 
-from outrider.errors import Unavailable
+from outrider.errors import OutriderError, Unavailable
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
 from services.draft.engine import DraftEngine
+from services.draft.sharing import Sharing
+
+log = logging.getLogger(__name__)
 
 _PART_BYTES = 1 << 20
 SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
@@ -28,6 +32,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._loop = loop
         self._engine: DraftEngine | None = None
         self._info: draft_pb2.GetDraftInfoResponse | None = None
+        self._sharing = asyncio.Lock()
 
     def serve(self, info: draft_pb2.GetDraftInfoResponse, engine: DraftEngine) -> None:
         """The drafters are built."""
@@ -69,8 +74,23 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         async with statuses(context):
             _, engine = self._built()
             await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
+            if request.target_folder and engine.drafter.sharing is not None:
+                await self._share(engine.drafter.sharing, request.target_folder)
             return draft_pb2.FlushDraftResponse()
         raise AssertionError("an aborted call does not go on")
+
+    async def _share(self, sharing: Sharing, folder: str) -> None:
+        """Take the target's embedding and head from a folder. What goes wrong costs speed alone, and is logged."""
+        async with self._sharing:  # one after the other: the last one stays
+            try:
+                shared = await asyncio.to_thread(sharing.read, folder)
+            except Exception as error:
+                why = error.message if isinstance(error, OutriderError) else error
+                log.warning("the draft goes on with the target's embedding and head that it has: %s", why)
+                return
+            if shared is not None:
+                await asyncio.wrap_future(self._loop.call(partial(sharing.take, shared)))
+                log.info("took the target's embedding and head from %s", folder)
 
     async def Propose(  # noqa: N802
         self,

@@ -95,3 +95,36 @@ async def test_what_is_flushed_while_a_draft_is_away_is_flushed_before_it_is_use
     for _ in range(2):
         await link._handshake(None)
     assert asked == [False], "all of it, once"
+
+
+@pytest.mark.parametrize("fed", [True, False])
+async def test_a_draft_hears_where_the_target_s_new_weights_are_whenever_it_is_met(link, monkeypatch, fed):
+    """It may have been started anew, with the embedding and head of its flags."""
+    asked = []
+
+    class Stub:
+        def __init__(self, channel):
+            pass
+
+        async def GetDraftInfo(self, request, **options):
+            features = common_pb2.FeatureSpec(spec_id=1) if fed else None
+            return draft_pb2.GetDraftInfoResponse(protocol_version=PROTOCOL_VERSION, features=features)
+
+        async def GetFusion(self, request, **options):
+            yield draft_pb2.GetFusionResponse()
+
+        async def FlushDraft(self, request, **options):
+            asked.append((request.only_fed, request.target_folder))
+
+    monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
+    control = Control(Orchestrator([], [link], Metrics()), None)
+    await link._handshake(None)
+    assert asked == []
+    await control._forget_states("/weights/1")
+    await control._forget_states("/weights/2")
+    await link._handshake(None)
+    await link._handshake(None)
+    assert asked == [(True, "/weights/2")] * (2 if fed else 1)
+    await control._forget_states("")  # tensors, which are in no folder
+    await link._handshake(None)
+    assert asked[-1] == (True, "/weights/2" if fed else "")

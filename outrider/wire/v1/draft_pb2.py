@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.wire.v1 import common_pb2 as outrider_dot_wire_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/wire/v1/draft.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\xf3\x01\n\x14GetDraftInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x10\n\x08\x64rafters\x18\x03 \x03(\t\x12*\n\x05model\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_running_sessions\x18\x06 \x01(\r\x12/\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x1d.outrider.wire.v1.FeatureSpec\"\x12\n\x10GetFusionRequest\"$\n\x11GetFusionResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\"%\n\x11\x46lushDraftRequest\x12\x10\n\x08only_fed\x18\x01 \x01(\x08\"\x14\n\x12\x46lushDraftResponse\"\xb0\x01\n\x0eProposeRequest\x12,\n\x05opens\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.OpenSession\x12.\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1d.outrider.wire.v1.CommitBatch\x12\x0e\n\x06\x63loses\x18\x03 \x01(\x0c\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.FeatureBatch\"\xa1\x01\n\x0fProposeResponse\x12\x32\n\tproposals\x18\x01 \x01(\x0b\x32\x1f.outrider.wire.v1.ProposalBatch\x12.\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1e.outrider.wire.v1.SessionError\x12*\n\x04load\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.EngineLoad2\xf2\x02\n\x0c\x44raftService\x12]\n\x0cGetDraftInfo\x12%.outrider.wire.v1.GetDraftInfoRequest\x1a&.outrider.wire.v1.GetDraftInfoResponse\x12V\n\tGetFusion\x12\".outrider.wire.v1.GetFusionRequest\x1a#.outrider.wire.v1.GetFusionResponse0\x01\x12W\n\nFlushDraft\x12#.outrider.wire.v1.FlushDraftRequest\x1a$.outrider.wire.v1.FlushDraftResponse\x12R\n\x07Propose\x12 .outrider.wire.v1.ProposeRequest\x1a!.outrider.wire.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/wire/v1/draft.proto\x12\x10outrider.wire.v1\x1a\x1doutrider/wire/v1/common.proto\"\x15\n\x13GetDraftInfoRequest\"\xf3\x01\n\x14GetDraftInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10software_version\x18\x02 \x01(\t\x12\x10\n\x08\x64rafters\x18\x03 \x03(\t\x12*\n\x05model\x18\x04 \x01(\x0b\x32\x1b.outrider.wire.v1.ModelInfo\x12\x1a\n\x12max_session_tokens\x18\x05 \x01(\r\x12\x1c\n\x14max_running_sessions\x18\x06 \x01(\r\x12/\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0b\x32\x1d.outrider.wire.v1.FeatureSpec\"\x12\n\x10GetFusionRequest\"$\n\x11GetFusionResponse\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\"<\n\x11\x46lushDraftRequest\x12\x10\n\x08only_fed\x18\x01 \x01(\x08\x12\x15\n\rtarget_folder\x18\x02 \x01(\t\"\x14\n\x12\x46lushDraftResponse\"\xb0\x01\n\x0eProposeRequest\x12,\n\x05opens\x18\x01 \x03(\x0b\x32\x1d.outrider.wire.v1.OpenSession\x12.\n\x07\x63ommits\x18\x02 \x01(\x0b\x32\x1d.outrider.wire.v1.CommitBatch\x12\x0e\n\x06\x63loses\x18\x03 \x01(\x0c\x12\x30\n\x08\x66\x65\x61tures\x18\x04 \x01(\x0b\x32\x1e.outrider.wire.v1.FeatureBatch\"\xa1\x01\n\x0fProposeResponse\x12\x32\n\tproposals\x18\x01 \x01(\x0b\x32\x1f.outrider.wire.v1.ProposalBatch\x12.\n\x06\x65rrors\x18\x02 \x03(\x0b\x32\x1e.outrider.wire.v1.SessionError\x12*\n\x04load\x18\x03 \x01(\x0b\x32\x1c.outrider.wire.v1.EngineLoad2\xf2\x02\n\x0c\x44raftService\x12]\n\x0cGetDraftInfo\x12%.outrider.wire.v1.GetDraftInfoRequest\x1a&.outrider.wire.v1.GetDraftInfoResponse\x12V\n\tGetFusion\x12\".outrider.wire.v1.GetFusionRequest\x1a#.outrider.wire.v1.GetFusionResponse0\x01\x12W\n\nFlushDraft\x12#.outrider.wire.v1.FlushDraftRequest\x1a$.outrider.wire.v1.FlushDraftResponse\x12R\n\x07Propose\x12 .outrider.wire.v1.ProposeRequest\x1a!.outrider.wire.v1.ProposeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,13 +41,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETFUSIONRESPONSE']._serialized_start=370
   _globals['_GETFUSIONRESPONSE']._serialized_end=406
   _globals['_FLUSHDRAFTREQUEST']._serialized_start=408
-  _globals['_FLUSHDRAFTREQUEST']._serialized_end=445
-  _globals['_FLUSHDRAFTRESPONSE']._serialized_start=447
-  _globals['_FLUSHDRAFTRESPONSE']._serialized_end=467
-  _globals['_PROPOSEREQUEST']._serialized_start=470
-  _globals['_PROPOSEREQUEST']._serialized_end=646
-  _globals['_PROPOSERESPONSE']._serialized_start=649
-  _globals['_PROPOSERESPONSE']._serialized_end=810
-  _globals['_DRAFTSERVICE']._serialized_start=813
-  _globals['_DRAFTSERVICE']._serialized_end=1183
+  _globals['_FLUSHDRAFTREQUEST']._serialized_end=468
+  _globals['_FLUSHDRAFTRESPONSE']._serialized_start=470
+  _globals['_FLUSHDRAFTRESPONSE']._serialized_end=490
+  _globals['_PROPOSEREQUEST']._serialized_start=493
+  _globals['_PROPOSEREQUEST']._serialized_end=669
+  _globals['_PROPOSERESPONSE']._serialized_start=672
+  _globals['_PROPOSERESPONSE']._serialized_end=833
+  _globals['_DRAFTSERVICE']._serialized_start=836
+  _globals['_DRAFTSERVICE']._serialized_end=1206
 # @@protoc_insertion_point(module_scope)

@@ -40,10 +40,12 @@ class GetFusionResponse(_message.Message):
     def __init__(self, content: _Optional[bytes] = ...) -> None: ...
 
 class FlushDraftRequest(_message.Message):
-    __slots__ = ("only_fed",)
+    __slots__ = ("only_fed", "target_folder")
     ONLY_FED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FOLDER_FIELD_NUMBER: _ClassVar[int]
     only_fed: bool
-    def __init__(self, only_fed: _Optional[bool] = ...) -> None: ...
+    target_folder: str
+    def __init__(self, only_fed: _Optional[bool] = ..., target_folder: _Optional[str] = ...) -> None: ...
 
 class FlushDraftResponse(_message.Message):
     __slots__ = ()

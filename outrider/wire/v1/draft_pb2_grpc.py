@@ -74,7 +74,8 @@ class DraftServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushDraft(self, request, context):
-        """Forgets what was learned from texts: stored n-grams, and cached prefixes. Sessions go on.
+        """Forgets what was learned from texts: stored n-grams, and cached prefixes; and takes the target's new embedding and
+        head over where it shares them. Sessions go on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -21,6 +21,7 @@ from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import EngineLoad
 from outrider.telemetry import Progress, untold
 from services.draft.session import DraftSession
+from services.draft.sharing import Sharing
 
 
 class Wish(NamedTuple):
@@ -62,6 +63,8 @@ class Drafter(ABC):
     """Wishes that a step grants, in several rounds if need be: many where a round takes less than sending its nodes."""
     least_reach: float = 0.0
     """Least probability that a node is reached, below which it is not expanded."""
+    sharing: Sharing | None = None
+    """Takes what it shares with the target from other folders; None if it shares nothing, or cannot."""
     from_parents: bool = True
     """A node can be expanded only below nodes that it has expanded itself."""
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from outrider.telemetry import Progress, untold
 from services.draft.batch import Blank, Layout, Shape, StepInputs, empty_inputs
-from services.draft.kernels.base import Paging
+from services.draft.kernels.base import Backend, Paging
 from services.draft.kv_cache import make_pools
 from services.draft.model import program
 from services.draft.model.compilations import Compilations
@@ -74,6 +74,11 @@ class ModelRunner:
         self._blanks: dict[Shape, Blank] = {}
 
     @property
+    def backend(self) -> Backend:
+        """What computes attention."""
+        return self._constants.paging.backend
+
+    @property
     def children(self) -> int:
         """Candidates a row."""
         return self._constants.children
@@ -85,9 +90,11 @@ class ModelRunner:
             return self._fusion.width
         return self.config.hidden_size if self.config.head.fed else 0
 
-    def install(self, params: Params, fusion_params: Params) -> None:
-        """Compute with other weights from now on. They must be such as those that there are."""
-        self._params, self._fusion_params = params, fusion_params
+    def install(self, params: Params, fusion_params: Params | None = None) -> None:
+        """Compute with other weights from now on, such as those that there are; None leaves a fusion as it is."""
+        self._params = params
+        if fusion_params is not None:
+            self._fusion_params = fusion_params
 
     @property
     def stacked(self) -> int:

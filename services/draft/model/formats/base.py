@@ -18,9 +18,11 @@ class Draft:
     load:     the parameters in a number format (a dtype of JAX). Raises ConfigError
     features: what it wants of the target; None if it is not fed
     fusion:   what the target applies to them, as FeatureSpec describes it
+    shares:   embedding or head are the target's
     """
 
     config: ModelConfig
     load: Callable[[Any], Params]
     features: FeatureSpec | None = None
     fusion: bytes = b""
+    shares: bool = False

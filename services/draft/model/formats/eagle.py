@@ -42,7 +42,7 @@ def read_eagle(folder: Path, target: Target) -> Draft:
     def load(dtype: Any) -> Params:
         return _load(folder, config, shapes, target, dtype)
 
-    return Draft(config, load, FeatureSpec(final=True))
+    return Draft(config, load, FeatureSpec(final=True), shares=True)
 
 
 def plain_name(name: str) -> str:

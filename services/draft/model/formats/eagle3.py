@@ -71,7 +71,8 @@ class _Reader:
             with Tensors(self.folder, plain_name) as tensors:
                 return self._load(tensors, config, shapes, ids, dtype)
 
-        return Draft(config, load, self._features(), self._fusion(hidden))
+        shares = _EMBED not in shapes or _HEAD not in shapes
+        return Draft(config, load, self._features(), self._fusion(hidden), shares)
 
     # --- configuration ---
 

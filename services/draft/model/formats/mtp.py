@@ -183,7 +183,7 @@ class _Reader:
 
         raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"
         spec = FeatureSpec(layers=(self.target.layers,)) if raw_feature else FeatureSpec(final=True)
-        return Draft(config, load, spec)
+        return Draft(config, load, spec, shares=True)
 
     def _published(self) -> str:
         """What the first layer's names begin with in the files."""
