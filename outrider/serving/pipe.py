@@ -83,7 +83,8 @@ class Pipe:
             raise EOFError from None
         if not count:
             raise EOFError
-        if not self._came and count == _LENGTH_BYTES + self._size(self._space, 0):
+        # Behind what has come the space has what came before.
+        if not self._came and count >= _LENGTH_BYTES and count == _LENGTH_BYTES + self._size(self._space, 0):
             return [bytes(self._space[_LENGTH_BYTES:count])]  # one frame, as mostly
         self._came += memoryview(self._space)[:count]
         return self._whole_frames()

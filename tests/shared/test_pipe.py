@@ -143,6 +143,23 @@ def test_frames_come_whole_however_the_bytes_are_cut():
     pipe.close()
 
 
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_length_can_come_in_pieces(cut):
+    here, there = socket.socketpair()
+    pipe, long = Pipe(there), b"\xff" * 1000
+    here.send(len(long).to_bytes(4, "little"))
+    assert pipe.receive() == []
+    here.send(long)
+    assert pipe.receive() == [long]
+    content = b"\5\0\0\0hello"
+    here.send(content[:cut])
+    assert pipe.receive() == []
+    here.send(content[cut:])
+    assert pipe.receive() == [b"hello"]
+    here.close()
+    pipe.close()
+
+
 async def test_connections_find_their_calls_in_any_order(address):
     door = PipeDoor()
     await door.open(address)
