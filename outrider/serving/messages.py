@@ -15,6 +15,8 @@ from outrider.speculation.proposal import Commit, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_LOGPROBS = 20  # as OpenAI has it
+_MOST_TOLD_BYTES = 48 << 20  # of a prompt's log-probabilities, which come in one frame
+_TOLD_BYTES, _TOLD_TOP_BYTES = 4, 8  # of a token, and of one of the likeliest beside it
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters
 
 
@@ -102,6 +104,13 @@ class OpenSession:
                 f"the prompt has {len(self.tokens)} tokens, and the model's context of {max_tokens} leaves no room "
                 "for an answer; shorten it",
                 param="prompt",
+            )
+        fitting = (_MOST_TOLD_BYTES // self.prompt_length - _TOLD_BYTES) // _TOLD_TOP_BYTES
+        if (self.prompt_logprobs or 0) > fitting:
+            raise InvalidRequest(
+                f"log-probabilities of {self.prompt_length} prompt tokens and {self.prompt_logprobs} beside each are "
+                f"more than can be sent; ask for at most {max(fitting, 0)}",
+                param="prompt_logprobs",
             )
 
 

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 from outrider.serving.features import BACKLOG_BYTES, FeatureBlock, cut
 from outrider.serving.messages import Message, SessionFailure, StepOutput
-from outrider.speculation.proposal import FinishReason
+from outrider.speculation.proposal import Commit, FinishReason
 
 log = logging.getLogger(__name__)
+
+_TOLD_BYTES = 16 << 20  # of log-probabilities in a frame with more than one commit: frames have a bound
 
 
 class Outbox:
@@ -56,14 +58,28 @@ class Outbox:
         self._ready()
 
     def take(self) -> StepOutput:
-        """The next frame's content. Many features take several frames."""
+        """The next frame's content. Many features take several frames, and so do many log-probabilities."""
         output = self._frames.popleft()
+        if later := _behind(output.commits):
+            self._frames.appendleft(replace(output, commits=later))
+            return StepOutput(commits=output.commits[: -len(later)], load=output.load)
         if not self._frames:
             output.features, self._features = cut(self._features)
             self._backlog -= sum(block.rows.nbytes for block in output.features)
             self._frames.append(StepOutput(load=output.load))
             self.full = bool(self._features)
         return output
+
+
+def _behind(commits: list[Commit]) -> list[Commit]:
+    """Commits that have to wait for the next frame, as those before them fill one."""
+    size = 0
+    for place, commit in enumerate(commits):
+        for told in (commit.logprobs, commit.prompt_logprobs):
+            size += told.nbytes if told is not None else 0
+        if place and size > _TOLD_BYTES:
+            return commits[place:]
+    return []
 
 
 class Routes:

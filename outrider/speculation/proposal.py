@@ -99,6 +99,11 @@ class Logprobs:
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers."""
+        return self.values.nbytes + self.top_tokens.nbytes + self.top_values.nbytes
+
     @classmethod
     def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
         """Several runs of tokens that follow one another, as one."""

@@ -15,12 +15,14 @@ import pytest
 from outrider.errors import EngineFault, InvalidRequest, Unavailable
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.serving.loop import EngineLoop
-from outrider.serving.messages import EngineLoad, Message, OpenSession, StepOutput
+from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.serving.outbox import Outbox, Routes
+from outrider.serving.pipe import MAX_MESSAGE_BYTES
 from outrider.serving.rpc import uncollected
 from outrider.serving.stream import StreamHub
-from outrider.speculation.proposal import Commit, FinishReason, Proposal
+from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.wire.codec import verify_response_to_pb
 from tests.shared.counting import CountingEngine
 
 
@@ -305,6 +307,40 @@ def test_features_go_in_frames_of_bounded_size_behind_the_commits():
     assert [sum(b.rows.nbytes for b in f.features) <= FRAME_BYTES for f in published] == [True] * 3
     rows = [(b.session_id, b.first, len(b.rows)) for f in published for b in f.features]
     assert rows == [(1, 0, 4194), (1, 4194, 1806), (2, 2, 1)]
+
+
+def test_log_probabilities_go_in_frames_of_bounded_size():
+    """They gather while a peer is slow, and a frame that is too long would end the stream."""
+
+    def commit(session_id, told):
+        top = np.zeros((told, 20), np.uint32), np.zeros((told, 20), np.float32)
+        prompt = Logprobs(1, np.zeros(told, np.float32), *top) if told else None
+        return Commit(session_id, 5, np.array([7], np.uint32), 5, prompt_logprobs=prompt)
+
+    outbox, frames = Outbox(lambda: None), []
+    for first in range(0, 12, 3):
+        outbox.add(StepOutput([commit(first, 40_000), commit(first + 1, 0), commit(first + 2, 60_000)]))
+    outbox.add(StepOutput([commit(12, 300_000)], features=[block(1, 0, 1)]))
+    outbox.fail([failed := SessionFailure(13, Unavailable("gone"))])
+    while outbox.full:
+        frames.append(outbox.take())
+    assert [commit.session_id for frame in frames for commit in frame.commits] == list(range(13))
+    sizes = [verify_response_to_pb(frame).ByteSize() for frame in frames]
+    assert max(sizes) < MAX_MESSAGE_BYTES
+    assert sum(size > 17 << 20 for size in sizes) == 1, "the one that is so long by itself"
+    assert [bool(frame.features) for frame in frames] == [False] * (len(frames) - 1) + [True]
+    assert [failure for frame in frames for failure in frame.failures] == [failed]
+    assert frames[-1].failures == [failed]
+
+
+def test_a_prompt_of_more_log_probabilities_than_a_frame_holds_is_refused():
+    many = replace(request(prompt=range(400_000)), prompt_logprobs=20)
+    for asked in (many, replace(many, prompt_logprobs=16)):
+        with pytest.raises(InvalidRequest, match=r"of 400000 prompt tokens.* at most 15") as refused:
+            asked.validate(400_000, 400_001)
+        assert refused.value.param == "prompt_logprobs"
+    for asked in (replace(many, prompt_logprobs=15), replace(many, prompt_logprobs=None, logprobs=20)):
+        asked.validate(400_000, 400_001)
 
 
 def test_features_that_nobody_reads_are_dropped():
