@@ -169,7 +169,7 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
 
     async def _configure_all(self, channel: grpc.aio.Channel) -> None:
         self.features.clear()  # it may have been started anew
-        for features in self._wanted.values():
+        for features in list(self._wanted.values()):  # a draft that comes meanwhile brings its own
             try:
                 await self._configure(channel, features)
             except ConfigError as error:

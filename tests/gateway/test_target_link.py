@@ -1,0 +1,58 @@
+"""What a gateway tells a target before it is used: which hidden states drafts feed on."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.streams.features import Features
+from gateway.streams.target import TargetLink
+from outrider import PROTOCOL_VERSION
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """The stub of a target: `told` are the names of specifications; it answers once it `may`."""
+    found = SimpleNamespace(told=[], may=asyncio.Event())
+
+    class Stub:
+        def __init__(self, channel):
+            pass
+
+        async def GetTargetInfo(self, request, **options):
+            return target_pb2.GetTargetInfoResponse(protocol_version=PROTOCOL_VERSION)
+
+        async def ConfigureFeatures(self, parts, **options):
+            found.told += [part.spec.spec_id async for part in parts if part.HasField("spec")]
+            await found.may.wait()
+
+    monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", Stub)
+    return found
+
+
+def states(spec_id):
+    return Features(common_pb2.FeatureSpec(spec_id=spec_id), [b"fusion"])
+
+
+async def settled():
+    """Whatever can go on by itself has gone on."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def test_a_draft_may_come_while_a_target_hears_of_others(target):
+    link = TargetLink("unix:/nowhere")
+    link.tokenizer_files = {"config.json": b"{}"}
+    for spec_id in (1, 2):
+        await link.configure(states(spec_id))
+    link.channel = object()
+    handshake = asyncio.create_task(link._handshake(link.channel))
+    await settled()
+    draft = asyncio.create_task(link.configure(states(3)))
+    await settled()
+    assert target.told == [1, 3]
+    target.may.set()
+    await asyncio.gather(handshake, draft)
+    assert sorted(target.told) == [1, 2, 3]
+    assert link.features == {1, 2, 3}
