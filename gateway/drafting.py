@@ -139,7 +139,9 @@ class Drafting:
     async def _configure_features(self, draft: DraftLink) -> None:
         """Let the targets know what a draft feeds on. Raises ConfigError if one that is up cannot give it."""
         assert draft.features is not None, "a draft that feeds on nothing asks for nothing"
+        wanted = {link.feature_spec for link in self._places.drafts}
         for target in self._places.targets:
+            target.configure_no_more(wanted)  # a head that is replaced leaves its fusion behind
             await target.configure(draft.features)
 
     def _feed_again(self, session: Session) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import grpc
@@ -166,6 +166,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         except grpc.aio.AioRpcError:
             if self.up:
                 raise  # otherwise the handshake will do it
+
+    def configure_no_more(self, wanted: Collection[int]) -> None:
+        """Forget what no draft feeds on any more. wanted: ids of what they do."""
+        for spec_id in self._wanted.keys() - wanted:
+            del self._wanted[spec_id]
+            self.features.discard(spec_id)
 
     async def _configure_all(self, channel: grpc.aio.Channel) -> None:
         self.features.clear()  # it may have been started anew

@@ -86,7 +86,7 @@ class Features:
     def __init__(self, model: Model, prefix: PrefixCache, cache_bytes: int) -> None:
         """cache_bytes: host memory for the features of cached pages."""
         self._model = model
-        self._fusions: dict[int, Fusion] = {}
+        self._fusions: dict[int, Fusion] = {}  # what was asked for longest ago stands first
         self._wanted: dict[int, _Wanted] = {}
         self._used: Counter[Fusion] = Counter()  # by how many of them: steps ask what all want
         self._ready: list[FeatureBlock] = []
@@ -120,7 +120,11 @@ class Features:
                 "features of layers %s%s: %d numbers, %d bytes a token", list(fusion.layers),
                 " and the end" if fusion.final else "", fusion.width, fusion.row_bytes,
             )  # fmt: skip
-        return self._fusions[spec_id]
+        return self._asked_for(spec_id)
+
+    def _asked_for(self, spec_id: int) -> Fusion:
+        self._fusions[spec_id] = fusion = self._fusions.pop(spec_id)
+        return fusion
 
     def _forget_unused(self) -> None:
         """Keep a few specifications: a drafter that comes back in another version leaves its last one behind."""
@@ -135,12 +139,12 @@ class Features:
         """
         if not request.feature_spec:
             return request
-        fusion = self._fusions.get(request.feature_spec)
-        if fusion is None:
+        if request.feature_spec not in self._fusions:
             log.warning("session %d wants features that nobody has configured; it gets none", request.session_id)
             return request
         if any(chunk.session.id == request.session_id for step in self._unfused for chunk in step.chunks):
             self._catch_up()  # what waits of a former run, which wanted none, is not this one's
+        fusion = self._asked_for(request.feature_spec)
         first = request.features_from
         # Rows that are not sent are computed, too, where others may find their page.
         assert request.session_id not in self._wanted, "one of the same id is closed before"

@@ -5,6 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from gateway.metrics import Metrics
+from gateway.orchestrator import Orchestrator
+from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.target import TargetLink
 from outrider import PROTOCOL_VERSION
@@ -35,6 +38,12 @@ def states(spec_id):
     return Features(common_pb2.FeatureSpec(spec_id=spec_id), [b"fusion"])
 
 
+def a_draft(address, spec_id):
+    link = DraftLink(address, common_pb2.ModelInfo())
+    link.features = states(spec_id)
+    return link
+
+
 async def settled():
     """Whatever can go on by itself has gone on."""
     for _ in range(100):
@@ -56,3 +65,21 @@ async def test_a_draft_may_come_while_a_target_hears_of_others(target):
     await asyncio.gather(handshake, draft)
     assert sorted(target.told) == [1, 2, 3]
     assert link.features == {1, 2, 3}
+
+
+async def test_what_no_draft_feeds_on_any_more_is_forgotten(target):
+    """Of a head that is replaced again and again only the last fusion is kept, and told a target that comes back."""
+    link, drafts = TargetLink("unix:/nowhere"), [a_draft("unix:/a", 1), a_draft("unix:/b", 2)]
+    link.tokenizer_files = {"config.json": b"{}"}
+    link.channel = object()
+    target.may.set()
+    Orchestrator([link], drafts, Metrics())
+    await drafts[0].before_up()
+    for spec_id in range(2, 12):
+        drafts[1].features = states(spec_id)
+        await drafts[1].before_up()
+    assert target.told == list(range(1, 12))
+    assert link.features == {1, 11}
+    target.told.clear()
+    await link._handshake(link.channel)
+    assert target.told == [1, 11]

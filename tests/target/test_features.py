@@ -301,6 +301,17 @@ def test_who_asks_for_what_nobody_configured_gets_nothing(model):
     assert not engine.features._wanted
 
 
+def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
+    engine = engine_of(model)
+    wanted = configured(engine, FeatureSpec((1,), format=F32))
+    for i in range(1, 12):
+        reader = Reader(engine)
+        reader.open(replace(opening(i, [5, 6, 7]), feature_spec=wanted))
+        assert reader.run().rows[i]
+        configured(engine, FeatureSpec((2,), format=F32, norm_epsilon=i * 1e-6))  # the next version of another head
+    assert len(engine.features._fusions) == 8
+
+
 # --- prompts that repeat ---
 
 
