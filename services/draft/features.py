@@ -43,8 +43,11 @@ class FeatureRows:
         return self.first + self._count
 
     def add(self, first: int, rows: NDArray[np.uint8]) -> None:
-        """Rows from position `first` on, [n, row bytes]. Those that are held or used are left out."""
-        if first > self.end:
+        """Rows from position `first` on, [n, row bytes]. Those that are held or used are left out.
+
+        Rows of another width than those that are held are no rows of this drafter's; they count as missing.
+        """
+        if first > self.end or (self._parts and rows.shape[1] != self.width):
             self.lost = True
         fresh = rows[self.end - first :] if not self.lost else rows[:0]
         if len(fresh):

@@ -180,6 +180,14 @@ def test_features_of_a_wrong_size_are_refused(head):
     engine.receive_features([FeatureBlock(1, 0, np.zeros((3, 10), np.uint8))])
     (failure,) = failures(settle(engine))
     assert "10 bytes a token, not 192" in failure.error.message
+    for name in (1, 2):
+        engine.open(request(name, PROMPT, max_tokens=100))
+    feed(engine, 0, 20, session_id=2)
+    feed(engine, 0, 8)
+    engine.receive_features([FeatureBlock(1, 8, np.zeros((13, 96), np.uint8))])  # behind rows that are right
+    (failure,) = failures(settle(engine))
+    assert failure.session_id == 1
+    assert set(engine.running) == {2}
 
 
 def test_a_session_that_gave_its_pages_back_is_fed_again(head):
