@@ -14,11 +14,12 @@ import gguf
 import numpy as np
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 from rich.console import Console
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from outrider import checkpoint
 from outrider.errors import ConfigError
@@ -104,6 +105,35 @@ def test_texts_begin_and_words_stay_whole_as_in_llama_3(pre, stated, begins, who
     tokenizer = Tokenizer({file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()})
     found = tokenizer.encode("lol")
     assert (found[0] == 0, found[-1] == 260) == (begins, whole)
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [
+    ("smollm", ["Hi", ",", "\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("refact", ["Hi", ",", "\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("stablelm2", ["Hi", ",\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("glm4", ["Hi", ",\n\n", "123", "4", ".", " Don", "'t"]),
+    ("seed-coder", ["Hi", ",", "\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("deepseek-coder", ["Hi", ",", "\n", "\n", "1", "2", "3", "4", ".", " Don", "'", "t"]),
+    ("falcon", ["Hi", ",", "\n", "\n", "123", "4", ".", " Don", "'", "t"]),
+    ("gpt-2", ["Hi", ",", "\n", "\n", "1234", ".", " Don", "'t"]),
+])  # fmt: skip
+def test_texts_are_split_as_the_file_names_it(pre, pieces, tmp_path, capsys):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", pre=pre)
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    splitter = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).pre_tokenizer
+    text = "Hi,\n\n1234. Don't"
+    assert [text[slice(*span)] for _, span in splitter.pre_tokenize_str(text)] == pieces
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").backend_tokenizer.pre_tokenizer.pre_tokenize_str(
+        text
+    ) == splitter.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(("pre", "said"), [("runes", '"runes", which is not known'), (None, "does not say")])
+def test_who_takes_a_file_whose_texts_nobody_can_split_is_warned(pre, said, tmp_path, capsys):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", pre=pre)
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    assert said in capsys.readouterr().err
 
 
 def rope_of(tmp_path, family, scaling):

@@ -44,7 +44,7 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
     import transformers
     from gguf import GGUFReader
 
-    from services.target.model import gguf_facts
+    from services.target.model import gguf_facts, gguf_splits
 
     transformers.utils.logging.set_verbosity_error()
     with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
@@ -74,6 +74,8 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
         if whole:
             tokenizer.backend_tokenizer.model.ignore_merges = True
+        if warning := gguf_splits.apply(reader, tokenizer):
+            console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
         tokenizer.save_pretrained(folder)
         model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
         model.generation_config.save_pretrained(folder)

@@ -46,7 +46,7 @@ _HARMONY = {"<|return|>", "<|call|>"}  # where there are both, <|end|> ends a pa
 
 def apply(reader: GGUFReader, config: Any) -> None:
     """Complete a configuration from its file. Raises ConfigError if its text would be another all the same."""
-    parts = _field(reader, "split.count")
+    parts = field(reader, "split.count")
     if parts and parts > 1:
         raise ConfigError(f"it is one of {parts} parts of a model; join them with `llama-gguf-split --merge`")
     text = config.get_text_config()
@@ -95,15 +95,15 @@ def _turning(reader: GGUFReader, text: Any) -> dict[str, Any]:
 
 def end_token_ids(reader: GGUFReader) -> set[int]:
     """Ids that end a text: those that the file states as such, and those whose tokens say so."""
-    stated = {_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-    ids = {token: i for i, token in enumerate(_field(reader, "tokenizer.ggml.tokens") or ())}
+    stated = {field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    ids = {token: i for i, token in enumerate(field(reader, "tokenizer.ggml.tokens") or ())}
     names = _ENDS - {"<|end|>"} if ids.keys() >= _HARMONY else _ENDS
     return {int(token) for token in stated} | {ids[name] for name in names & ids.keys()}
 
 
 def words_are_whole(reader: GGUFReader) -> bool:
     """True for tokenizers like Llama 3's: words that are tokens stay whole, and texts begin with a token."""
-    return _field(reader, "tokenizer.ggml.pre") in _WHOLE
+    return field(reader, "tokenizer.ggml.pre") in _WHOLE
 
 
 def _tensor(reader: GGUFReader, name: str) -> NDArray[np.float64] | None:
@@ -160,7 +160,7 @@ def unread(reader: GGUFReader, model: Any) -> list[str]:
     """Tensors of a file that a model loaded from it has no use for, but for those that are facts."""
     from transformers import modeling_gguf_pytorch_utils as files
 
-    architecture = _field(reader, "general.architecture")
+    architecture = field(reader, "general.architecture")
     processor = files.TENSOR_PROCESSORS.get(architecture, files.TensorProcessor)(config={})
     used = files.get_gguf_hf_weights_map(model, processor).keys() | _FACTS
     names = (tensor.name for tensor in reader.tensors)  # experts stand in the map without the end of their names
@@ -169,9 +169,10 @@ def unread(reader: GGUFReader, model: Any) -> list[str]:
 
 def _read(reader: GGUFReader, name: str) -> Any:
     """A field of the file's architecture; None if it is not there."""
-    return _field(reader, f"{_field(reader, 'general.architecture')}.{name}")
+    return field(reader, f"{field(reader, 'general.architecture')}.{name}")
 
 
-def _field(reader: GGUFReader, name: str) -> Any:
-    field = reader.get_field(name)
-    return None if field is None else field.contents()
+def field(reader: GGUFReader, name: str) -> Any:
+    """A field of the file by its whole name; None if it is not there."""
+    found = reader.get_field(name)
+    return None if found is None else found.contents()
