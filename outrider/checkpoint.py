@@ -36,6 +36,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
 _PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
 _TORCH_FILES = ["pytorch_model*.bin"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+_TEMPLATES = "additional_chat_templates/*.jinja"
 _DOUBLES = "consolidated*.safetensors"  # the same weights, as others' code reads them
 _HUB_DOUBLES = ["*/*.safetensors", _DOUBLES]
 
@@ -131,6 +132,12 @@ def _indexed(index: Path) -> list[Path]:
     if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
         raise ConfigError(f"{index} names no weight files; get it again")
     return sorted({index.parent / name for name in places.values()})
+
+
+def chat_template_files(folder: Path) -> list[str]:
+    """Paths in a folder of the chat templates that it has, of any form but as a part of other settings."""
+    names = [name for name in ("chat_template.jinja", "chat_template.json") if (folder / name).is_file()]
+    return names + sorted(file.relative_to(folder).as_posix() for file in folder.glob(_TEMPLATES) if file.is_file())
 
 
 def fingerprint(folder: Path) -> str:

@@ -11,6 +11,9 @@ import tokenizers
 from outrider.errors import ConfigError, InvalidRequest
 from outrider.text.template import ChatTemplate
 
+TEMPLATES = "additional_chat_templates/"
+"""Folder of a checkpoint with chat templates beside chat_template.jinja, one a file that its name names."""
+
 LONG_TEXT = 4096  # characters, or tokens, from which on the way from one to the other takes long
 
 
@@ -18,7 +21,7 @@ class Tokenizer:
     """Text to tokens and back, and the chat template."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """files: content by name; tokenizer.json is needed. Raises ConfigError."""
+        """files: content by path in the checkpoint's folder; tokenizer.json is needed. Raises ConfigError."""
         if "tokenizer.json" not in files:
             raise ConfigError("the target's checkpoint has no tokenizer.json; save its tokenizer in that format")
         self.content = load_settings(files, "tokenizer.json")
@@ -101,11 +104,15 @@ def _content(token: Any) -> str | None:
 
 def _template_sources(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, str]:
     """Chat templates by name: one for all conversations is "default", and "tool_use" is for those with tools."""
-    if "chat_template.jinja" in files:
-        return {"default": files["chat_template.jinja"].decode()}
+    paths = {"default": "chat_template.jinja"} | {
+        path.removeprefix(TEMPLATES).removesuffix(".jinja"): path for path in files if path.startswith(TEMPLATES)
+    }
+    found = {name: files[path].decode() for name, path in paths.items() if path in files}
+    if "default" in found:
+        return found
     source = settings.get("chat_template")
     if source is None:  # of models that see images too, beside their processor
         source = load_settings(files, "chat_template.json").get("chat_template")
     if isinstance(source, list):
-        return {entry["name"]: entry["template"] for entry in source}
-    return {} if source is None else {"default": source}
+        return {entry["name"]: entry["template"] for entry in source} | found
+    return found if source is None else {"default": source} | found

@@ -28,12 +28,12 @@ SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
     "generation_config.json",
     "special_tokens_map.json",
     "config.json",
 )
+"""Of a model's folder, what the gateway needs beside its chat templates."""
+
 _PART_BYTES = 1 << 20
 _PAUSE_MODES = {
     common_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
@@ -137,8 +137,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """The tokenizer's files that exist, in parts."""
         del request
         async with statuses(context):
-            for name in TOKENIZER_FILES:
-                path = self._loaded().folder / name
+            folder = self._loaded().folder
+            for name in (*TOKENIZER_FILES, *checkpoint.chat_template_files(folder)):
+                path = folder / name
                 if not path.is_file():
                     continue
                 content = await asyncio.to_thread(path.read_bytes)

@@ -210,6 +210,26 @@ def test_of_several_templates_the_one_for_tools_gets_them():
         rendered(named[1:])
 
 
+def test_templates_in_files_of_their_own_are_chosen_as_transformers_does(tmp_path):
+    """Its tokenizers write several so; what stands in their settings beside a default template is of no account."""
+    from transformers import PreTrainedTokenizerFast
+
+    settings = tokenizer_files([{"name": "default", "template": "no"}, {"name": "tool_use", "template": "no"}])
+    (tmp_path / "tokenizer.json").write_bytes(settings["tokenizer.json"])
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.chat_template = {"default": "d", "tool_use": "t{{ tools | length }}", "rag": "{{"}
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(settings["tokenizer_config.json"])
+    files = {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in tmp_path.rglob("*.j*")}
+    assert "additional_chat_templates/tool_use.jinja" in files
+    ours, theirs = ModelTokenizer(files), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for tools, expected in ((None, "d"), (TOOLS, "t1")):
+        assert ours.template.render(CHAT, tools=tools) == expected
+        assert theirs.apply_chat_template(CHAT, tools=tools, tokenize=False) == expected
+    del files["chat_template.jinja"]
+    assert ModelTokenizer(files).template.render(CHAT) == "no"
+
+
 @pytest.mark.parametrize(("own", "beside", "text"), [(None, "b", "b"), ("a", "b", "a"), (None, None, None)])
 def test_a_template_in_a_json_file_of_its_own(own, beside, text):
     """As models that see images too publish theirs, beside the processor's settings."""

@@ -29,6 +29,8 @@ from tests.tiny import VOCAB, write_model, write_tokenizer
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = write_tokenizer(write_model(tmp_path_factory.mktemp("model")))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     # Larger than one part of the stream.
     (folder / "chat_template.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
     (folder / "special_tokens_map.json").write_text(json.dumps({"filler": "x" * (1 << 20)}))
@@ -87,7 +89,7 @@ async def test_tokenizer_files_arrive_whole(address, folder):
             files[part.file_name] = files.get(part.file_name, b"") + part.content
     assert set(files) == {
         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json", "generation_config.json",
-        "chat_template.json",
+        "chat_template.json", "additional_chat_templates/tool_use.jinja",
     }  # fmt: skip
     for name, content in files.items():
         assert content == (folder / name).read_bytes()

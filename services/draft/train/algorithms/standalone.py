@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider import checkpoint
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureSpec
 from services.draft.model.config import ModelConfig
@@ -24,8 +25,7 @@ from services.draft.train.algorithms.base import Algorithm, Shape, llama_config,
 from services.draft.train.algorithms.layers import Dice, first_layer, layer_tensors, plain, write_folder
 
 _LAYERS, _HIDDEN, _HEAD_DIM = 4, 256, 64
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-              "chat_template.json", "generation_config.json")  # fmt: skip
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 _FIRST_LOGITS = 0.05  # size of a first embedding's numbers
 
 
@@ -76,6 +76,8 @@ class Standalone(Algorithm):
         for i, (layer, own) in enumerate(zip(self.model.layers, params["layers"], strict=True)):
             tensors |= {f"model.layers.{i}.{name}": tensor for name, tensor in layer_tensors(layer, own).items()}
         write_folder(folder, self.config, tensors)
-        for name in _TOKENIZER:
-            if (self._target.folder / name).is_file():
-                shutil.copy(self._target.folder / name, folder / name)
+        theirs = self._target.folder
+        for name in (*_TOKENIZER, *checkpoint.chat_template_files(theirs)):
+            if (theirs / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copy(theirs / name, folder / name)
