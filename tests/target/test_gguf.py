@@ -81,6 +81,20 @@ def test_the_tokenizer_and_what_ends_a_text(tiny_gguf, tmp_path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
 
 
+def test_templates_by_name_are_kept(tmp_path, monkeypatch):
+    """As files of Command R and Hermes have them, of which llama.cpp takes "tool_use" where there are tools."""
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0] }}"}]
+    add = gguf.GGUFWriter.add_chat_template
+    monkeypatch.setattr(gguf.GGUFWriter, "add_chat_template", lambda writer, _: add(writer, templates))
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain")
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    paths = ("tokenizer.json", "tokenizer_config.json", *checkpoint.chat_template_files(tmp_path / "out"))
+    tokenizer = Tokenizer({path: (tmp_path / "out" / path).read_bytes() for path in paths})
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.template.render(messages) == "plain"
+    assert tokenizer.template.render(messages, tools=["one"]) == "one"
+
+
 @pytest.mark.parametrize(("names", "ends"), [
     (["<end_of_turn>"], {1, 260}),  # Gemma, whose file states <eos>
     (["<|return|>", "<|call|>", "<|end|>"], {1, 260, 261}),  # gpt-oss, where <|end|> follows what it thinks

@@ -1,6 +1,6 @@
 """`python -m services.target.model.convert IN.gguf OUT_FOLDER`: a GGUF file as a folder in the published format.
 
-The folder holds config.json, safetensors weights (bfloat16), tokenizer.json with its chat template, and
+The folder holds config.json, safetensors weights (bfloat16), tokenizer.json with its chat templates, and
 generation_config.json with the ids that end a text. It is not to be used before this has ended well: whoever calls
 gives the name of a folder that is renamed then.
 """
@@ -76,12 +76,14 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
             tokenizer.backend_tokenizer.model.ignore_merges = True
         if warning := gguf_splits.apply(reader, tokenizer):
             console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
+        if templates := gguf_facts.chat_templates(reader):
+            tokenizer.chat_template = templates
         tokenizer.save_pretrained(folder)
         model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
         model.generation_config.save_pretrained(folder)
     mask = os.umask(0)
     os.umask(mask)
-    for file in folder.iterdir():  # the weights are written for their owner alone
+    for file in filter(Path.is_file, folder.rglob("*")):  # the weights are written for their owner alone
         file.chmod(0o666 & ~mask)
 
 

@@ -28,6 +28,7 @@ _ATTRIBUTES = {
 }  # fmt: skip
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _CLOSE = 1e-3
+_TEMPLATE = "tokenizer.chat_template"
 # The layers of those Gemmas (27B) whose queries are scaled by the model's width a head, not by the head's.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 # Tokens that end a turn or a text wherever they are in a vocabulary, as llama.cpp has it: files state one, and for
@@ -104,6 +105,14 @@ def end_token_ids(reader: GGUFReader) -> set[int]:
 def words_are_whole(reader: GGUFReader) -> bool:
     """True for tokenizers like Llama 3's: words that are tokens stay whole, and texts begin with a token."""
     return field(reader, "tokenizer.ggml.pre") in _WHOLE
+
+
+def chat_templates(reader: GGUFReader) -> dict[str, str]:
+    """Chat templates by name, where a file has more than the one for all conversations, which is "default"."""
+    names = {name.removeprefix(_TEMPLATE): name for name in reader.fields if name.startswith(_TEMPLATE + ".")}
+    others = {name.removeprefix("."): field(reader, whole) for name, whole in names.items()}
+    default = field(reader, _TEMPLATE)
+    return others | ({} if default is None else {"default": default}) if others else {}
 
 
 def _tensor(reader: GGUFReader, name: str) -> NDArray[np.float64] | None:
