@@ -38,6 +38,7 @@ _GPTQ_BITS = (4, 8, 2, 3, 5, 6, 7, 16)
 _BLOCK = (128, 128)  # of fp8 checkpoints that do not say
 _CHUNK = 1 << 19  # numbers that are computed at once: they and what they are made of stay in a core's cache
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+_IN_WEIGHTS = ("weight_input", "weight_output")  # where transforms (SpinQuant, QuIP) are part of what is stored
 
 
 def check_layout(settings: Settings) -> None:
@@ -56,6 +57,15 @@ def check_layout(settings: Settings) -> None:
         if strange or (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
             name = ", ".join(strange) or "a sparse layout"
             raise ConfigError(f"compressed-tensors weights as {name} are not supported")
+        if places := _transformed(settings):
+            raise ConfigError(f"weights that need {', '.join(places)} transformed as they run are not supported")
+
+
+def _transformed(settings: Settings) -> list[str]:
+    """What compressed-tensors transforms while a model runs, beside its weights."""
+    schemes = ((settings.get("transform_config") or {}).get("config_groups") or {}).values()
+    places = {str(part.get("location")) for scheme in schemes for part in scheme.get("apply") or ()}
+    return sorted(places - set(_IN_WEIGHTS))
 
 
 def plain_shape(

@@ -190,12 +190,19 @@ def test_memory(case, monkeypatch):
     assert peak < 1.5 * weight.nbytes
 
 
+def transformed(*places):
+    schemes = {place: {"type": "hadamard", "apply": [{"targets": ["down"], "location": place}]} for place in places}
+    return {"transform_config": {"config_groups": schemes}}
+
+
 @pytest.mark.parametrize(("tensors", "settings", "said"), [
     ({}, AWQ | {"version": "gemv"}, "AWQ weights of version gemv are not supported"),
     ({}, AWQ | {"bits": 8}, "AWQ weights of 8 bits are not supported"),
     ({}, GPTQ | {"checkpoint_format": "marlin"}, "GPTQ weights in the format marlin are not supported"),
     ({}, COMPRESSED | {"config_groups": {"a": {"format": "nvfp4-pack-quantized"}}}, "as nvfp4-pack-quantized are not"),
     ({}, COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "as a sparse layout are not"),
+    ({}, COMPRESSED | transformed("weight_input", "input", "q_attn"), "need input, q_attn transformed as they run"),
+    ({"weight": (8, 8)}, COMPRESSED | transformed("weight_input", "weight_output"), "'weight_scale'"),  # as any other
     ({"weight": (8, 8)}, FP8, r"quantized tensors of layer\.weight are not laid out .* 'weight_scale'"),
     ({"weight": (64, 64), "weight_scale_inv": (2, 2)}, FP8 | {"weight_block_size": [48, 20]}, "not blocks of 20"),
     ({"weight": (300, 64), "weight_scale_inv": (2, 1)}, FP8, "2 scales for 300 weights, which are not blocks of 128"),
