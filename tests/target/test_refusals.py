@@ -93,6 +93,14 @@ def test_a_state_beside_attention_is_noticed(tmp_path):
         load(folder, TargetConfig(device="cpu", trust_remote_code=True))
 
 
+def test_a_table_of_attentions_of_its_own_is_noticed(tmp_path):
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    config = transformers.AutoConfig.for_model("falcon", **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"falcon does not use the attention interface.*choose another model"):
+        load(tmp_path, CPU)
+
+
 def test_attention_past_the_interface_is_noticed(tmp_path):
     folder = write_random(tmp_path / "model", "bloom", n_head=4, n_layer=2)
     with pytest.raises(ConfigError, match=r"BloomForCausalLM.*attention interface|BloomForCausalLM cannot be called"):

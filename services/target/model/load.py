@@ -208,7 +208,13 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
             **how,
         )
     except Exception as error:
-        raise ConfigError(f"{folder} cannot be loaded: {support.first_line(error)}") from error
+        reason = support.first_line(error)
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):  # it has a table of its own
+            reason = (
+                f"{settings.model_type} does not use the attention interface of transformers, so it cannot be served "
+                "from a paged cache; choose another model"
+            )
+        raise ConfigError(f"{folder} cannot be loaded: {reason}") from error
     if report["missing_keys"]:
         raise ConfigError(
             f"{folder} lacks tensors that the model needs: {_names(report['missing_keys'])}; get it whole"
