@@ -14,7 +14,7 @@ from services.target.model import narrow as narrow_module
 from services.target.model import quantized
 from services.target.model.load import load
 from tests.checkpoints import quantizers
-from tests.checkpoints.families import write_family
+from tests.checkpoints.families import add_tensors, write_family
 from tests.checkpoints.quantizers import GROUP, write_quantized
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.target.test_families import NEW, PROMPT, greedy
@@ -141,6 +141,15 @@ def test_what_cannot_be_unpacked_is_refused(config, said, tmp_path):
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
     with pytest.raises(ConfigError, match=said):
+        load_model(folder)
+
+
+def test_scales_of_activations_are_refused(tmp_path):
+    """As AWQ's checkpoints of StarCoder2 have them; whoever leaves them out serves nonsense."""
+    folder = write_family(tmp_path / "model", "llama-2")
+    quantizers.write_quantized(folder, tmp_path / "plain", quantizers.awq, AWQ)
+    add_tensors(folder, {"model.layers.0.mlp.act.scales": torch.ones(96)})
+    with pytest.raises(ConfigError, match=r"mlp\.act\.\w+ scales what an activation gives.*choose a checkpoint"):
         load_model(folder)
 
 

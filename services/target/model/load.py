@@ -221,7 +221,9 @@ def _read_weights(folder: Path, settings: Any, dtype: torch.dtype, remote: bool,
         )
     if report["mismatched_keys"]:
         raise ConfigError(f"{folder} has tensors of the wrong shape: {_names(report['mismatched_keys'])}")
-    if spare := support.unexpected(report["unexpected_keys"], settings):
+    spare = support.unexpected(report["unexpected_keys"], settings)
+    support.check_spare(folder, spare)
+    if spare:
         log.warning("%s has tensors that the model does not use: %s", folder, _names(spare))
     return module
 

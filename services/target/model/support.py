@@ -23,6 +23,8 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors of layers that draft (multi-token prediction), under the names of their checkpoints.
 _DRAFTING = re.compile(r"^(model\.)?mtp(_layers)?\.")
+# What AWQ divides the results of an activation by, where no weight before it could take that: in StarCoder2 and others.
+_DIVIDED = re.compile(r"\.(act|gelu_impl)\.(scales|weight)$")
 
 
 def read_settings(folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
@@ -84,6 +86,16 @@ def unexpected(names: Iterable[str], settings: Any) -> list[str]:
         return behind or _DRAFTING.search(name) is not None
 
     return sorted(name for name in names if not is_drafting(name))
+
+
+def check_spare(folder: Path, spare: Iterable[str]) -> None:
+    """Raise ConfigError for unused tensors without which the text would be another."""
+    divided = next(filter(_DIVIDED.search, spare), None)
+    if divided is not None:
+        raise ConfigError(
+            f"{folder}: {divided} scales what an activation gives, which is not supported with unpacked AWQ weights; "
+            "choose a checkpoint that is not quantized"
+        )
 
 
 def first_line(error: Exception) -> str:
