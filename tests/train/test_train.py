@@ -366,6 +366,19 @@ def test_other_drafts_learn_and_are_replayed(perfect, tmp_path, name):
     assert scores[0.0].accept_length > 4
 
 
+def test_a_small_decoder_gets_the_texts_of_its_target(tmp_path):
+    target = target_of(tmp_path / "target")
+    texts = {name: name for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/rag.jinja")}
+    (target.folder / "additional_chat_templates").mkdir()
+    for name, content in texts.items():
+        (target.folder / name).write_text(content)
+    algorithm = algorithm_of("STANDALONE", target, Shape(hidden=32))
+    ids = np.arange(target.vocab_size)
+    params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
+    algorithm.publish(params, ids, tmp_path / "draft")
+    assert {name: (tmp_path / "draft" / name).read_text() for name in texts} == texts
+
+
 def test_more_tokens_than_the_target_has_are_refused_before_answers_are_written(tmp_path):
     target = target_of(tmp_path / "target")
     with pytest.raises(ConfigError, match=f"--draft-vocab-size must lie between 1 and the target's {VOCAB}"):
