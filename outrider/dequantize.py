@@ -127,7 +127,8 @@ def _gptq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
     def values(rows: slice) -> Array:
         return _unpack(packed[:, rows].T, bits, ins)
 
-    return _Quantized((outs, ins), values, _table(scales.T), _table(zeros.T), (1, None), order)
+    scales = _table(scales.T)
+    return _Quantized((outs, ins), values, scales, _table(zeros.T), (1, _group(settings, ins, scales)), order)
 
 
 def _awq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
@@ -139,7 +140,8 @@ def _awq(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
         words = packed[:, rows.start * bits // _WORD : -(-rows.stop * bits // _WORD)]
         return _unpack(words, bits, rows.stop - rows.start, _AWQ_ORDER).T
 
-    return _Quantized((outs, ins), values, _table(scales.T), _table(zeros.T), (1, None))
+    scales = _table(scales.T)
+    return _Quantized((outs, ins), values, scales, _table(zeros.T), (1, _group(settings, ins, scales)))
 
 
 def _scaled(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
@@ -153,8 +155,10 @@ def _scaled(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
     if scales.dtype == np.uint8:
         scales = np.exp2(scales.astype(np.float32) - 127)  # exponents of two
     outs, ins = weight.shape
-    zeros = None if zeros is None else _table(zeros)
-    return _Quantized((outs, ins), weight.__getitem__, _table(scales), zeros, block, _order(tensors))
+    zeros, scales = None if zeros is None else _table(zeros), _table(scales)
+    if block == (None, None):
+        block = (None, _group(settings, ins, scales))
+    return _Quantized((outs, ins), weight.__getitem__, scales, zeros, block, _order(tensors))
 
 
 def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
@@ -174,7 +178,9 @@ def _packed(tensors: Mapping[str, Array], settings: Settings) -> _Quantized:
         return _unpack(packed[rows], bits, ins)
 
     scales = _table(tensors["weight_scale"])
-    return _Quantized((outs, ins), values, scales, _table(zeros), _block(settings), _order(tensors))
+    group = _group(settings, ins, scales)
+    block = _block(settings) if group is None else (None, group)
+    return _Quantized((outs, ins), values, scales, _table(zeros), block, _order(tensors))
 
 
 def _order(tensors: Mapping[str, Array]) -> Array | None:
@@ -187,10 +193,11 @@ def _gptq_bits(shapes: Mapping[str, tuple[int, ...]], settings: Settings) -> int
     rows, outs = shapes["qweight"]
     groups, zeros = shapes["qzeros"]
     size = int(settings.get("group_size") or -1)
-    ins = shapes["g_idx"][0] if "g_idx" in shapes else groups * size if size > 0 else None
 
     def fits(bits: int) -> bool:
-        return -(-outs * bits // _WORD) == zeros and ins in (None, rows * _WORD // bits)
+        ins = rows * _WORD // bits
+        as_many = shapes["g_idx"][0] == ins if "g_idx" in shapes else size <= 0 or -(-ins // size) == groups
+        return -(-outs * bits // _WORD) == zeros and as_many
 
     said = _bits(settings)
     return next((bits for bits in (said, *_GPTQ_BITS) if fits(bits)), said)
@@ -205,6 +212,14 @@ def _block(settings: Settings) -> tuple[int | None, int | None]:
     for group in (settings.get("config_groups") or {}).values():
         said = said or (group.get("weights") or {}).get("block_structure")
     return (int(said[0]), int(said[1])) if said else (None, None)
+
+
+def _group(settings: Settings, ins: int, scales: Array) -> int | None:
+    """How many neighbouring inputs share a scale, the last ones fewer; None if no size that is said fits."""
+    weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    said = (settings.get("group_size"), settings.get("q_group_size"), *(each.get("group_size") for each in weights))
+    sizes = (int(size) for size in said if size is not None and int(size) > 0)
+    return next((size for size in sizes if -(-ins // size) == scales.shape[1]), None)
 
 
 def _table(numbers: Array) -> NDArray[np.float32]:

@@ -156,6 +156,31 @@ def test_packed(bits):
     np.testing.assert_allclose(dequantize("a", tensors, COMPRESSED), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ins", [48, 56, 88])
+def test_groups_that_do_not_divide_the_inputs(ins):
+    """The last one has fewer, as of DeepSeek-V2-Lite's 10944 inputs in groups of 128."""
+    random, size, outs = np.random.default_rng(ins), 32, 16
+    groups = -(-ins // size)
+    order = np.arange(ins) // size
+    tensors = {
+        "weight_packed": words(random, outs, ins * 4 // 32),
+        "weight_shape": np.array([outs, ins]),
+        "weight_scale": random.random((outs, groups)).astype(np.float32),
+    }
+    several = [{"weights": {"group_size": None}}, {"weights": {"group_size": 7}}, {"weights": {"group_size": size}}]
+    settings = COMPRESSED | {"config_groups": dict(enumerate(several))}
+    np.testing.assert_allclose(dequantize("a", tensors, settings), packed(tensors, 4, order), rtol=1e-5)
+    integers = random.integers(-100, 100, (outs, ins)).astype(np.int8)
+    found = dequantize("a", {"weight": integers, "weight_scale": tensors["weight_scale"]}, settings)
+    np.testing.assert_allclose(found, integers * tensors["weight_scale"][:, order], rtol=1e-5)
+    tensors = {
+        "qweight": words(random, ins * 4 // 32, outs), "qzeros": words(random, groups, outs * 4 // 32),
+        "scales": random.random((groups, outs)).astype(np.float16),
+    }  # fmt: skip
+    expected = gptq(tensors | {"g_idx": order}, 4, 1)
+    np.testing.assert_allclose(dequantize("a", tensors, GPTQ | {"group_size": size}), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("block", [(32, 48), (50, 70)])
 def test_blocks(block):
     random = np.random.default_rng(0)
