@@ -9,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from outrider.errors import ConfigError, InvalidRequest
+from outrider.text.special import special_tokens
 from outrider.text.template import ChatTemplate
 
 TEMPLATES = "additional_chat_templates/"
@@ -32,11 +33,7 @@ class Tokenizer:
             raise ConfigError(f"the target's tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        special = {
-            name: token
-            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-            if (token := _content(settings.get(name))) is not None
-        }
+        special = special_tokens(settings, load_settings(files, "special_tokens_map.json"))
         self._begin = self._tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None
         self._add_begin: bool | None = settings.get("add_bos_token")
         self.settings = settings
@@ -95,11 +92,6 @@ def load_settings(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"the target's {name} is no JSON object")
     return content
-
-
-def _content(token: Any) -> str | None:
-    """A special token stands as text or as an object with its content."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _template_sources(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, str]:

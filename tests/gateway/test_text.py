@@ -230,6 +230,26 @@ def test_templates_in_files_of_their_own_are_chosen_as_transformers_does(tmp_pat
     assert ModelTokenizer(files).template.render(CHAT) == "no"
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_templates_know_the_special_tokens_that_transformers_knows(listed, tmp_path):
+    """All names, those that one model alone has too; older checkpoints have them in a file of their own."""
+    from transformers import PreTrainedTokenizerFast
+
+    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token", "image_token")
+    files = tokenizer_files("|".join(f"{{{{ {name} }}}}" for name in names))
+    settings = json.loads(files["tokenizer_config.json"])
+    settings |= {"sep_token": "<s>", "cls_token": {"__type": "AddedToken", "content": "<c>"}}
+    settings |= {"extra_special_tokens": {"image_token": "<i>"}} | ({"added_tokens_decoder": {}} if listed else {})
+    beside = {"bos_token": "<b>", "mask_token": {"content": "<m>"}, "additional_special_tokens": ["<a>"]}
+    files |= {"tokenizer_config.json": json.dumps(settings).encode()}
+    files |= {"special_tokens_map.json": json.dumps(beside).encode()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(CHAT, tokenize=False)
+    assert ModelTokenizer(files).template.render(CHAT) == theirs
+    assert ("<m>" in theirs, "<i>" in theirs) == (not listed, True)
+
+
 @pytest.mark.parametrize(("own", "beside", "text"), [(None, "b", "b"), ("a", "b", "a"), (None, None, None)])
 def test_a_template_in_a_json_file_of_its_own(own, beside, text):
     """As models that see images too publish theirs, beside the processor's settings."""

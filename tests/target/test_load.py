@@ -67,6 +67,9 @@ def test_the_tokenizers_end_ends_a_text_too(tmp_path, said, ends):
         settings = json.loads((folder / file).read_text())
         (folder / file).write_text(json.dumps(settings | changes))
     assert load_model(folder).eos_token_ids == ends
+    (folder / "tokenizer_config.json").write_text("{}")  # as older checkpoints have it
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": said}))
+    assert load_model(folder).eos_token_ids == ends
 
 
 @pytest.mark.parametrize(("flag", "stored", "expected"), [

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from outrider import checkpoint
 from outrider.errors import ConfigError
+from outrider.text.special import special_tokens
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -69,10 +70,10 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
 
 def tokenizer_eos(folder: Path) -> int | None:
     """Id of the token that the folder's tokenizer ends texts with; None if it has none."""
-    file = folder / "tokenizer_config.json"
-    token = checkpoint.load_json(file).get("eos_token") if file.is_file() else None
-    content = token.get("content") if isinstance(token, dict) else token
-    return None if content is None else checkpoint.vocabulary(folder).get(content)
+    files = (folder / "tokenizer_config.json", folder / "special_tokens_map.json")
+    settings, beside = (checkpoint.load_json(file) if file.is_file() else {} for file in files)
+    token = special_tokens(settings, beside).get("eos_token")
+    return None if token is None else checkpoint.vocabulary(folder).get(token)
 
 
 def unexpected(names: Iterable[str], settings: Any) -> list[str]:
