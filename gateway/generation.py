@@ -196,9 +196,9 @@ class Generation:
             session.committed_at - session.first_at,
         )
 
-    def abort(self) -> None:
-        """End it where it stands; its last part says so."""
-        self._orchestrator.abort(self._session)
+    def abort(self) -> bool:
+        """End it where it stands; its last part says so. False if it has ended already."""
+        return self._orchestrator.abort(self._session)
 
     def close(self) -> None:
         """Free the session. May be called twice."""

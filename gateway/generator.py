@@ -169,16 +169,15 @@ class Generator:
         if not of_request:
             del self._running[request_id]
 
-    def abort(self, request_id: str) -> int:
+    def abort(self, request_id: str, *, prefix: bool = False) -> int:
         """End a request's generations; its client keeps what it has got. Returns how many there were.
 
         Where it has several prompts or choices, their ids go on behind its own with a hyphen.
+        prefix: those of all requests whose ids begin so
         """
-        found = [own for name, own in self._running.items() if name == request_id or name.startswith(f"{request_id}-")]
-        generations = [generation for own in found for generation in own]
-        for generation in generations:
-            generation.abort()
-        return len(generations)
+        begin = request_id if prefix else f"{request_id}-"
+        found = [own for name, own in self._running.items() if name == request_id or name.startswith(begin)]
+        return sum(generation.abort() for own in found for generation in own)
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:

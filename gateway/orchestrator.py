@@ -147,16 +147,15 @@ class Orchestrator:
 
     def abort_all(self) -> int:
         """End all sessions; their clients keep what they have got. Returns how many there were."""
-        sessions = list(self.sessions.values())
-        for session in sessions:
-            self.abort(session)
-        return len(sessions)
+        return sum(self.abort(session) for session in list(self.sessions.values()))
 
-    def abort(self, session: Session) -> None:
-        """End a session, unless it has ended by itself."""
-        if session.finish is FinishReason.RUNNING:
-            session.commit([], 0, 0, FinishReason.ABORT)
-            self.close(session)
+    def abort(self, session: Session) -> bool:
+        """End a session. False if it has ended already."""
+        if session.id not in self.sessions:
+            return False
+        session.commit([], 0, 0, FinishReason.ABORT)
+        self.close(session)
+        return True
 
     def _open_on_target(self, session: Session, *, again: bool = False) -> None:
         """Open a session on a target, or let it wait for one. again: it was open before."""

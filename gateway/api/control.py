@@ -61,10 +61,21 @@ class PauseBody(BaseModel):
 
 
 class AbortBody(BaseModel):
-    """POST /abort_request. rid: what the request was called, by the field `rid` or the header X-Request-Id."""
+    """POST /abort_request. rid: what the request was called, by the field `rid` or the header X-Request-Id.
 
-    rid: str = ""
+    prefix: all requests whose names begin so.
+    """
+
+    rid: str | None = None
+    prefix: bool = False
     abort_all: bool = False
+
+    def names(self) -> list[str]:
+        """What it may be called: a request's own name may begin like the id of an answer. Raises InvalidRequest."""
+        names = [name for name in (self.rid, _PREFIX.sub("", self.rid or "")) if name]
+        if not names:
+            raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
+        return list(dict.fromkeys(names))
 
 
 def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) -> None:
@@ -104,17 +115,19 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
 
     @app.post("/abort_request", tags=["control"], dependencies=[WHOLE])
     async def abort_request(body: AbortBody, request: Request) -> Response:
-        """End one request, or all, which asks for the key of --admin-api-key. Clients keep what they have got."""
-        if body.abort_all:
+        """End one request. Several, by the beginning of their names, and all ask for the key of --admin-api-key.
+
+        Clients keep what they have got.
+        """
+        if body.abort_all or body.prefix:
             await check_key(request)
+        if body.abort_all:
             others = await facts.peers.ask("abort_all")
             aborted = generator.orchestrator.abort_all() + sum(others.values())
             return _json({"success": True, "aborted_requests": aborted})
-        if not body.rid:
-            raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
-        for name in dict.fromkeys((body.rid, _PREFIX.sub("", body.rid))):  # a request's own name may begin so, too
-            others = await facts.peers.ask("abort", name)
-            if aborted := generator.abort(name) + sum(others.values()):
+        for name in body.names():
+            others = await facts.peers.ask("abort_prefix" if body.prefix else "abort", name)
+            if aborted := generator.abort(name, prefix=body.prefix) + sum(others.values()):
                 break
         return _json({"success": True, "aborted_requests": aborted})
 

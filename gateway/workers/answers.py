@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gateway.control import Control
 from gateway.generator import Generator
 from gateway.workers.peers import Answers
@@ -12,6 +14,7 @@ def answers_for(generator: Generator, control: Control) -> Answers:
     return {
         "metrics": lambda _: generator.metrics.render().decode(),
         "abort": generator.abort,
+        "abort_prefix": partial(generator.abort, prefix=True),
         "abort_all": lambda _: generator.orchestrator.abort_all(),
         "weights": control.adopt,
         "pause": control.adopt_pause,

@@ -77,10 +77,12 @@ def test_keys_open_what_they_should(guarded):
     unknown = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="x", max_retries=0)
     with unknown as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
-    flush = guarded.client.post("/abort_request", json={"abort_all": True}, headers=KEY)
-    assert flush.status_code == 401  # the administrator's key is another one
     root = {"authorization": "Bearer superior"}
-    assert guarded.client.post("/abort_request", json={"abort_all": True}, headers=root).status_code == 200
+    for many in ({"abort_all": True}, {"rid": "a", "prefix": True}):
+        abort = partial(guarded.client.post, "/abort_request", json=many)
+        assert abort(headers=KEY).status_code == 401  # the administrator's key is another one
+        assert abort(headers=root).status_code == 200
+    assert guarded.client.post("/abort_request", json={"rid": "a"}, headers=KEY).status_code == 200
     info = guarded.client.get("/get_server_info", headers=KEY).text
     assert "alpha" not in info
     assert "superior" not in info

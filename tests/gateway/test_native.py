@@ -188,6 +188,33 @@ def test_a_request_is_aborted_by_its_name(gateway, target, route, name):
     assert gateway.client.post("/abort_request", json={}).status_code == 400
 
 
+def test_requests_are_aborted_by_the_beginning_of_their_names(gateway, target, monkeypatch):
+    monkeypatch.setattr(target.engine, "delay", 0.03)
+    ends = {}
+
+    def ask(name):
+        body = {"prompt": "A", "max_tokens": 350, "ignore_eos": True, "rid": name}
+        ends[name] = gateway.client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"]
+
+    def abort(**body):
+        response = gateway.client.post("/abort_request", json=body)
+        return response.json()["aborted_requests"] if response.status_code == 200 else response.status_code
+
+    names = ("job-1", "job-10", "jot")
+    threads = [threading.Thread(target=ask, args=[name]) for name in names]
+    for thread in threads:
+        thread.start()
+    until(lambda: target.sessions == 3)
+    assert abort(rid="job-1", prefix=True) == 2
+    for nothing in ({"rid": ""}, {"rid": None}, {}):  # begins every name
+        assert abort(**nothing, prefix=True) == 400
+    assert abort(rid="cmpl-", prefix=True) == 0
+    assert abort(rid="cmpl-jo", prefix=True) == 1
+    for thread in threads:
+        thread.join(10)
+    assert ends == dict.fromkeys(names, "abort")
+
+
 # --- the tokenizer ---
 
 

@@ -105,16 +105,17 @@ def test_a_request_is_ended_whichever_worker_is_told(gateway, target, monkeypatc
         answer = ask(gateway, prompt=PROMPT, max_tokens=300, ignore_eos=True, rid=name)
         ends.append(answer.json()["choices"][0]["finish_reason"])
 
-    threads = [threading.Thread(target=generate, args=[f"long-{i}"]) for i in range(4)]
+    threads = [threading.Thread(target=generate, args=[name]) for name in ("a1", "a2", "b1", "b2", "b3", "c")]
     for thread in threads:
         thread.start()
-    until(lambda: target.sessions == 4)
-    told = [ask(gateway, "/abort_request", rid=f"long-{i}").json()["aborted_requests"] for i in range(3)]
-    assert told == [1, 1, 1]
+    until(lambda: target.sessions == 6)
+    told = [ask(gateway, "/abort_request", rid=name).json()["aborted_requests"] for name in ("a1", "a2")]
+    assert told == [1, 1]
+    assert ask(gateway, "/abort_request", rid="cmpl-b", prefix=True).json()["aborted_requests"] == 3
     assert ask(gateway, "/abort_request", abort_all=True).json()["aborted_requests"] == 1
     for thread in threads:
         thread.join(20)
-    assert ends == ["abort"] * 4
+    assert ends == ["abort"] * 6
 
 
 def test_a_worker_that_dies_is_started_again_and_the_others_go_on(gateway):
