@@ -34,3 +34,8 @@ class Backend:
     def archive(self) -> tuple[bytes, str]:
         """Those files as one, and its SHA-256."""
         return bundle(self.files)
+
+    async def abort(self, name: str) -> int:
+        """End a request, whichever worker of the gateway has it. Returns how many answers of it were under way."""
+        others = await self.facts.peers.ask("abort", name)
+        return self.generator.abort(name) + sum(int(count) for count in others.values())

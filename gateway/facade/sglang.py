@@ -59,7 +59,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """End a request; its caller keeps what it has got."""
         async with self._call(context) as backend:
-            found = backend.generator.abort(request.request_id)
+            found = await backend.abort(request.request_id)
             return pb.AbortResponse(success=bool(found), message="" if found else "there is no such request")
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -46,7 +46,7 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         """End requests; their callers keep what they have got."""
         async with self._call(context) as backend:
             for name in request.request_ids:
-                backend.generator.abort(name)
+                await backend.abort(name)
             return pb.AbortResponse()
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: N802

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import grpc
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,6 +28,7 @@ from outrider.supervisor.cores import plan_cores
 from outrider.supervisor.health import is_healthy
 from tests.gateway.engines import expected
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
+from tests.gateway.test_facade import Sglang, Vllm
 from tests.gateway.test_resume import PROMPT
 
 WORKERS = 2
@@ -34,7 +36,8 @@ WORKERS = 2
 
 @pytest.fixture(scope="module")
 def gateway(folder, target, draft):
-    process = Gateway(folder, [target.address], [draft.address], gateway_workers=WORKERS, drain_timeout=20).wait()
+    flags = {"gateway_workers": WORKERS, "drain_timeout": 20, "grpc_facades": ["vllm", "sglang"]}
+    process = Gateway(folder, [target.address], [draft.address], **flags).wait()
     until(lambda: process.metric("outrider_worker_up") == WORKERS, 60)
     until(lambda: f"{WORKERS} workers serve" in process.log.read_text())
     yield process
@@ -116,6 +119,23 @@ def test_a_request_is_ended_whichever_worker_is_told(gateway, target, monkeypatc
     for thread in threads:
         thread.join(20)
     assert ends == ["abort"] * 6
+
+
+@pytest.mark.parametrize("kind", [Vllm, Sglang])
+def test_a_router_s_abort_reaches_requests_of_all_workers(gateway, target, monkeypatch, kind):
+    monkeypatch.setattr(target.engine, "delay", 0.05)
+    names = [f"far-{i}" for i in range(8)]
+    bodies = [{"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "rid": name} for name in names]
+    with (
+        concurrent.futures.ThreadPoolExecutor(len(names)) as pool,
+        grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
+    ):
+        answers = [pool.submit(ask, gateway, **body) for body in bodies]
+        until(lambda: target.sessions == len(names))
+        for name in names:
+            kind(channel).abort(name)
+        ends = [answer.result().json()["choices"][0]["finish_reason"] for answer in answers]
+    assert ends == ["abort"] * len(names)
 
 
 def test_a_worker_that_dies_is_started_again_and_the_others_go_on(gateway):
