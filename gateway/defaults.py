@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -57,7 +58,18 @@ def of_model(files: Mapping[str, bytes]) -> SamplingDefaults:
     settings = load_settings(files, FILE)
     given = {field.name: settings[field.name] for field in fields(OPENAI) if settings.get(field.name) is not None}
     try:
-        params = OPENAI.sampling(**given)
-    except (InvalidRequest, TypeError) as error:
+        params = OPENAI.sampling(**{name: _number(name, value) for name, value in given.items()})
+    except InvalidRequest as error:
         raise ConfigError(f"the model's {FILE}: {error}; correct it, or say --sampling-defaults openai") from None
     return SamplingDefaults(**{field.name: getattr(params, field.name) for field in fields(OPENAI)})
+
+
+def _number(name: str, value: Any) -> Any:
+    """A value of the file, as its field has it: a whole number may be written as 50.0. Raises InvalidRequest."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a number, not {json.dumps(value)}")
+    if name == "top_k" and isinstance(value, float):
+        if not value.is_integer():
+            raise InvalidRequest(f"{name} must be a whole number, not {value}")
+        return int(value)
+    return value

@@ -74,9 +74,21 @@ def test_what_makers_do_not_say_is_off():
     assert of_model(files_with({"temperature": 0.6, "top_k": -1})) == SamplingDefaults(0.6)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": "many"}, {"repetition_penalty": 99}])
+@pytest.mark.parametrize(("written", "meant"), [(50.0, 50), (-1.0, 0), (0.0, 0)])
+def test_a_whole_number_may_be_written_with_a_point(written, meant):
+    told = of_model(files_with({"top_k": written})).top_k
+    assert (told, type(told)) == (meant, int)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1}, {"temperature": "0.6"}, {"temperature": True}, {"top_p": 0}, {"top_p": [0.9]},
+        {"top_k": "many"}, {"top_k": 50.5}, {"top_k": float("inf")}, {"min_p": {}}, {"repetition_penalty": 99},
+    ],
+)  # fmt: skip
 def test_what_makers_cannot_mean_is_refused_at_start_up(wrong, tmp_path):
-    with pytest.raises(ConfigError, match=next(iter(wrong)) if "top_k" not in wrong else "generation_config"):
+    with pytest.raises(ConfigError, match=f"generation_config.json: {next(iter(wrong))} must"):
         of_model(files_with(wrong))
     if "top_p" in wrong:
         service = Service(Target, f"unix:{tmp_path}/target", files=files_with(wrong)).start()
