@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gateway.api.schemas import ChatBody, Message
+from gateway.api.messages import Message
+from gateway.api.schemas import ChatBody
 from gateway.api.tools import Tools, introduced
 from gateway.api.voices import SpeechVoice, Voice
 from gateway.generator import Generator

@@ -17,7 +17,8 @@ from gateway.api.errors import body_of
 from gateway.api.fields import BOUNDED, Count, Flag, Items, few
 from gateway.api.grammars import grammar_of
 from gateway.api.logprobs import ChatTeller
-from gateway.api.schemas import GenerationBody, Message, TextPart, conversation_options
+from gateway.api.messages import Message, TextPart, conversation_options
+from gateway.api.schemas import GenerationBody
 from gateway.generation import Generation, GenerationRequest, Part
 from gateway.generator import Generator
 from gateway.report import Detail

@@ -5,13 +5,13 @@ A field that would change the text and is not supported is refused by name, neve
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.fields import BOUNDED, Biases, Count, Flag, Items, Number, few
 from gateway.api.grammars import grammar_of
+from gateway.api.messages import Message, conversation_options
 from gateway.api.tools import Tools, tools_of
 from gateway.defaults import SamplingDefaults
 from gateway.generation import PROMPT, GenerationRequest
@@ -238,24 +238,6 @@ def biases(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
     return tuple((_token_id(key), bias) for key, bias in (given or {}).items())
 
 
-def conversation_options(
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    kwargs: dict[str, Any] | None,
-    tools: list[dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """What a chat template is told besides the messages. Raises InvalidRequest."""
-    if continue_final_message and add_generation_prompt:
-        raise InvalidRequest(
-            "`continue_final_message` and `add_generation_prompt` exclude one another", param="continue_final_message"
-        )
-    if taken := {"messages", "self"} & (kwargs or {}).keys():
-        raise InvalidRequest(f"`chat_template_kwargs` cannot name {min(taken)}", param="chat_template_kwargs")
-    begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
-    options = {"add_generation_prompt": begins, "continue_final_message": bool(continue_final_message)}
-    return options | ({"tools": tools} if tools else {}) | (kwargs or {})
-
-
 def _token_id(key: str) -> int:
     if not (key.isascii() and key.isdigit()):
         raise InvalidRequest(f'logit_bias: "{key}" is no token id', param="logit_bias")
@@ -300,57 +282,6 @@ class CompletionBody(GenerationBody):
         if (count := len(prompts) * self.tries) > MAX_GENERATIONS:
             raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {count}", param="prompt")
         return prompts
-
-
-class TextPart(BaseModel):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class FunctionBody(BaseModel):
-    """What an earlier answer called."""
-
-    name: str
-    arguments: str | dict[str, Any] = "{}"
-
-
-class CallBody(BaseModel):
-    """A call in an earlier answer."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"] = "function"
-    id: str | None = None
-    function: FunctionBody
-
-    def rendered(self) -> dict[str, Any]:
-        """As chat templates take it. Raises InvalidRequest."""
-        arguments = self.function.arguments
-        try:
-            known = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            known = arguments  # the model's own text, whatever it is
-        return {"type": self.type, "id": self.id, "function": {"name": self.function.name, "arguments": known}}
-
-
-class Message(BaseModel):
-    """One message of a conversation."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | Items[TextPart] | None = None
-    tool_calls: Items[CallBody] | None = None
-
-    def rendered(self) -> dict[str, Any]:
-        """The message as chat templates take it: content as one text, its parts on lines, arguments as objects."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        calls = {"tool_calls": [call.rendered() for call in self.tool_calls]} if self.tool_calls else {}
-        return {**(self.model_extra or {}), "role": role, "content": text, **calls}
 
 
 class ChatBody(GenerationBody):

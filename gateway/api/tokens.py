@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.fields import BOUNDED, Count, Flag, Items
-from gateway.api.schemas import Message, conversation_options
+from gateway.api.messages import Message, conversation_options
 from gateway.api.unicode import WHOLE
 from gateway.generator import Generator
 from gateway.text.encoding import worked

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from gateway.api.chats import Chats
-from gateway.api.schemas import Message
+from gateway.api.messages import Message
 from gateway.api.tools import Tools, introduced, tools_of
 from gateway.speech.calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
 from gateway.speech.json_text import CallObject
