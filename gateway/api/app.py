@@ -11,8 +11,8 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.api import bodies, docs, errors, health, native, page, tokens
 from gateway.api import control as controlling
-from gateway.api import docs, errors, health, native, page, tokens
 from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
 from gateway.api.chats import Chats
 from gateway.api.middleware import REQUEST_ID
@@ -48,6 +48,7 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = bodies.Route
     errors.describe(app)
     errors.install(app)
     _openai_routes(app, generator, facts)

@@ -6,6 +6,7 @@ A client sends that where it has cut a text within a character of two such halve
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,16 +14,16 @@ from fastapi import Depends, Request
 
 from outrider.errors import InvalidRequest
 
-_ESCAPES = b"\\ud", b"\\uD"  # with which halves begin, those of whole characters, too
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # one, maybe of a whole character; behind a backslash, maybe none
 
 
 async def _check(request: Request) -> None:
     body = await request.body()
     # Other encodings of JSON than UTF-8 are read, too, and write escapes in other bytes.
-    if json.detect_encoding(body).startswith("utf-8") and not any(escape in body for escape in _ESCAPES):
+    if json.detect_encoding(body).startswith("utf-8") and _HALF.search(body) is None:
         return
     try:
-        content = json.loads(body)
+        content = await request.json()
         whole = _is_whole(json.dumps(content, ensure_ascii=False))
     except ValueError:
         return  # it is said elsewhere what is wrong with it
