@@ -107,6 +107,7 @@ class Generator:
                 f"{answer} does not fit; shorten it",
                 param=request.prompt_field,
             )
+        self._check_tokens(request.prompt, request.prompt_field)  # last, for one that does not fit may have millions
         stop = StopConditions(max(max_tokens, 1), request.min_tokens, request.stop_token_ids, request.ignore_eos)
         seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
         # More than there are is all of them; the wire has no room for just any number.
@@ -183,12 +184,7 @@ class Generator:
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
         biased = [token for token, _ in request.sampling.logit_bias]
-        named = (
-            (request.prompt, request.prompt_field),
-            (request.stop_token_ids, "stop_token_ids"),
-            (biased, "logit_bias"),
-        )
-        for tokens, param in named:
+        for tokens, param in ((request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias")):
             self._check_tokens(tokens, param)
         if len(request.stops) > MAX_STOPS:
             raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")

@@ -17,6 +17,7 @@ Result = TypeVar("Result")
 # much of the event loop's time, in which nobody else is answered (16384 calls take 0.2 s).
 MAX_PIECES = 1 << 14
 
+_MARKS = 4  # characters around a piece of a conversation
 _MANY = 64  # pieces of work that take long whatever their length
 
 
@@ -36,7 +37,8 @@ async def encode_chat(
 ) -> list[int]:
     """Tokens of a conversation. options: as of encode_chat. Raises InvalidRequest."""
     # Templates render calls, tools and whatever else they are told, too.
-    return await worked([str(messages), str(options)], partial(tokenizer.encode_chat, messages, **options))
+    work = partial(tokenizer.encode_chat, messages, **options)
+    return await asyncio.to_thread(work) if _is_long([messages, options]) else work()
 
 
 def cut(prompt: list[int], length: int | None, room: int) -> list[int]:
@@ -51,6 +53,19 @@ def cut(prompt: list[int], length: int | None, room: int) -> list[int]:
     if length < 1:
         raise InvalidRequest("truncate_prompt_tokens must be -1, or 1 or more", param="truncate_prompt_tokens")
     return prompt[-length:]
+
+
+def _is_long(content: Any) -> bool:
+    """True if a conversation is long in all, with keys and marks; no more of it is looked at."""
+    left, rest = LONG_TEXT, [content]
+    while rest and left > 0:
+        value = rest.pop()
+        left -= _MARKS + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, Mapping):
+            rest += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            rest += value
+    return left <= 0
 
 
 async def worked(material: Sequence[Sized], work: Callable[[], Result]) -> Result:

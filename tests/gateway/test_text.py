@@ -5,6 +5,7 @@ import json
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,11 +18,13 @@ from gateway.api.app import _texts
 from gateway.api.native import NativeBody
 from gateway.api.schemas import CompletionBody
 from gateway.api.tokens import install as install_tokens
+from gateway.generation import GenerationRequest
 from gateway.generator import Generator
 from gateway.text import encoding
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
-from outrider.errors import ConfigError, InvalidRequest
+from outrider.errors import ConfigError, ContextTooLong, InvalidRequest
+from outrider.speculation.sampling import SamplingParams
 from outrider.text.tokenizer import LONG_TEXT
 from tests.gateway.engines import CONTEXT, SPECIAL, VOCAB, tokenizer, tokenizer_files
 
@@ -351,6 +354,29 @@ async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
         watched = Watched()
         await encoding.encode_chat(watched, messages, options)
         assert (here not in watched.threads) == long
+
+
+class Unread(list):
+    """Tokens, or parts of a message, that nobody looks at."""
+
+    def __iter__(self):
+        raise AssertionError("somebody does")
+
+    __repr__ = __iter__
+
+
+async def test_of_a_long_conversation_no_more_is_read_than_tells_that():
+    watched = Watched()
+    await encoding.encode_chat(watched, [{"content": Unread("a")}, {"content": "a" * LONG_TEXT}], {})
+    assert threading.get_ident() not in watched.threads
+
+
+def test_of_a_prompt_that_does_not_fit_no_token_is_read():
+    generator = Generator(
+        SimpleNamespace(longest=CONTEXT), MODELS["byte_level"], None, name="m", vocab_size=VOCAB, max_session_tokens=1
+    )
+    with pytest.raises(ContextTooLong, match=f"prompt of {CONTEXT} tokens"):
+        generator.start(GenerationRequest(Unread([5] * CONTEXT), SamplingParams()))
 
 
 class WatchedModel(ModelTokenizer):
