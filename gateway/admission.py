@@ -30,6 +30,11 @@ class Admission:
         self._most = most
         self._pace = Pace()
 
+    def check(self, count: int) -> None:
+        """Raise InvalidRequest for more generations at once than may ever be under way."""
+        if self._most is not None and count > self._most:
+            raise InvalidRequest(f"this asks for {count} answers; at most {self._most} may be under way; ask for fewer")
+
     def enter(self) -> None:
         """Count a generation. Raises Overloaded, Unavailable."""
         if self.draining:

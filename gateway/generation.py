@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from gateway import request_log
@@ -63,6 +63,11 @@ class GenerationRequest:
     watched: bool = False
     begins: bool = False
     prompt_field: str = PROMPT
+
+    def choices(self, count: int) -> list[GenerationRequest]:
+        """It, once for each choice; their seeds follow one another."""
+        seed = self.seed
+        return [replace(self, seed=None if seed is None else seed + choice) for choice in range(count)]
 
 
 class Part(NamedTuple):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +22,16 @@ from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 1024
+MAX_PROMPT_TOKENS = 1 << 24  # of all answers of a request together: each is opened with its own
+_BREATH = 0.005  # seconds for which the sessions of one request may be opened, until others have their turn
+
+
+class _Starting:
+    """A request some of whose answers are yet to be started. aborted: which of them end then, by their ids."""
+
+    def __init__(self) -> None:
+        self.aborted: list[Callable[[str], bool]] = []
 
 
 class Generator:
@@ -53,6 +64,7 @@ class Generator:
         self.vocab_size = vocab_size
         self._max_session_tokens = max_session_tokens
         self._running: dict[str, set[Generation]] = {}  # by request
+        self._starting: set[_Starting] = set()
 
     @property
     def max_session_tokens(self) -> int:
@@ -123,6 +135,37 @@ class Generator:
             span.hold()
         return generation
 
+    async def start_all(
+        self, requests: Sequence[tuple[GenerationRequest, str]], span: RequestSpan | None = None
+    ) -> AsyncIterator[Generation]:
+        """Start the answers of one request, one after another; others have their turns in between.
+
+        Whoever takes them closes them. requests: with the id of each. span: as of start. Raises as start.
+        """
+        self.admission.check(len(requests))
+        tokens = sum(len(request.prompt) for request, _ in requests)
+        if len(requests) > 1 and tokens > MAX_PROMPT_TOKENS:
+            raise InvalidRequest(
+                f"the prompts of its {len(requests)} answers have {tokens} tokens in all; at most {MAX_PROMPT_TOKENS} "
+                "are allowed; ask for fewer at a time",
+                param=requests[0][0].prompt_field,
+            )
+        starting = _Starting()
+        self._starting.add(starting)
+        clock = asyncio.get_running_loop().time
+        due = clock() + _BREATH
+        try:
+            for request, request_id in requests:
+                if clock() >= due:
+                    await asyncio.sleep(0)
+                    due = clock() + _BREATH
+                generation = self.start(request, request_id, span)
+                if any(named(request_id) for named in starting.aborted):
+                    generation.abort()
+                yield generation
+        finally:
+            self._starting.discard(starting)
+
     def _open(
         self,
         request: GenerationRequest,
@@ -177,19 +220,33 @@ class Generator:
         prefix: those of all requests whose ids begin so
         """
         begin = request_id if prefix else f"{request_id}-"
-        found = [own for name, own in self._running.items() if name == request_id or name.startswith(begin)]
+
+        def named(name: str) -> bool:
+            return name == request_id or name.startswith(begin)
+
+        for starting in self._starting:
+            starting.aborted.append(named)
+        found = [own for name, own in self._running.items() if named(name)]
         return sum(generation.abort() for own in found for generation in own)
+
+    def abort_all(self) -> int:
+        """End all generations, and whatever else is under way. Returns how many sessions there were."""
+        for starting in self._starting:
+            starting.aborted.append(lambda _: True)
+        return self.orchestrator.abort_all()
 
     def _check(self, request: GenerationRequest) -> None:
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
+        if len(request.stops) > MAX_STOPS:
+            raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+        if len(request.stop_token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are allowed", param="stop_token_ids")
+        if "" in request.stops:
+            raise InvalidRequest("a stop string must not be empty", param="stop")
         biased = [token for token, _ in request.sampling.logit_bias]
         for tokens, param in ((request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias")):
             self._check_tokens(tokens, param)
-        if len(request.stops) > MAX_STOPS:
-            raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
-        if "" in request.stops:
-            raise InvalidRequest("a stop string must not be empty", param="stop")
 
     def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:

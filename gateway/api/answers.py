@@ -134,11 +134,12 @@ class Answer:
         self._tellers: dict[int, Teller] = {}
         self._voices = [(new_voice or kind.voice)() for _ in wanted]
 
-    def start(self, generator: Generator) -> None:
+    async def start(self, generator: Generator) -> None:
         """Open a session for each choice. Raises InvalidRequest, Unavailable."""
-        for one in self._wanted:
-            ranked = replace(one, logprobs=one.logprobs or 0) if self._told < self._per_prompt else one
-            self.generations.append(generator.start(ranked, self._request_id))
+        ranked = self._told < self._per_prompt
+        asked = [replace(one, logprobs=one.logprobs or 0) if ranked else one for one in self._wanted]
+        async for generation in generator.start_all([(one, self._request_id) for one in asked]):
+            self.generations.append(generation)
 
     def close(self) -> None:
         """Free the sessions."""

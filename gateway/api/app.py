@@ -100,7 +100,7 @@ def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
         prompt = body.cut(whole, generator.max_session_tokens)
         reply = ResponseReply(
             body,
-            body.request(prompt, 0, generator.defaults),
+            body.request(prompt, generator.defaults),
             generator.tokenizer.pieces,
             request_id=body.request_id or body.rid or request.scope[REQUEST_ID],
             model=generator.name,
@@ -177,7 +177,7 @@ async def _answer(
     """Start a generation for each try at each prompt, and answer with those to be told. prompts: tokens and text."""
     body.timeout = body.timeout or _timeout(request)
     defaults = generator.defaults
-    wanted = [body.request(prompt, index, defaults) for prompt, _ in prompts for index in range(body.tries)]
+    wanted = [one for prompt, _ in prompts for one in body.request(prompt, defaults).choices(body.tries)]
     telling = Telling(
         generator.tokenizer.pieces,
         ids=body.return_token_ids,

@@ -123,7 +123,7 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
             await check_key(request)
         if body.abort_all:
             others = await facts.peers.ask("abort_all")
-            aborted = generator.orchestrator.abort_all() + sum(others.values())
+            aborted = generator.abort_all() + sum(others.values())
             return _json({"success": True, "aborted_requests": aborted})
         for name in body.names():
             others = await facts.peers.ask("abort_prefix" if body.prefix else "abort", name)

@@ -163,10 +163,10 @@ def wanted(
             raise InvalidRequest(
                 f"logprob_start_len must be less than the prompt's {len(prompt)} tokens", param="logprob_start_len"
             )
-        for choice in range(given.n):
-            name = own or (request_id if count == 1 else f"{request_id}-{index}")
-            request = _request(body, given, prompt, choice, top, None if first is None else top, timeout, defaults)
-            answers.append(Told(name if given.n == 1 else f"{name}-{choice}", request, first))
+        name = own or (request_id if count == 1 else f"{request_id}-{index}")
+        request = _request(body, given, prompt, top, None if first is None else top, timeout, defaults)
+        for choice, one in enumerate(request.choices(given.n)):
+            answers.append(Told(name if given.n == 1 else f"{name}-{choice}", one, first))
     return answers
 
 
@@ -183,7 +183,6 @@ def _request(
     body: NativeBody,
     given: NativeSampling,
     prompt: list[int],
-    choice: int,
     top: int | None,
     prompt_top: int | None,
     timeout: float | None,
@@ -206,7 +205,7 @@ def _request(
         given.max_new_tokens,
         clamp=given.max_new_tokens is None or "max_new_tokens" not in given.model_fields_set,
         min_tokens=given.min_new_tokens,
-        seed=None if given.sampling_seed is None else given.sampling_seed + choice,
+        seed=given.sampling_seed,
         stops=stops,
         stop_token_ids=tuple(given.stop_token_ids or ()),
         ignore_eos=given.ignore_eos,
@@ -233,10 +232,10 @@ class NativeReply:
         self._texts = texts
         self._generations: list[Generation] = []
 
-    def start(self, generator: Generator) -> None:
+    async def start(self, generator: Generator) -> None:
         """Open a session for each answer. Raises InvalidRequest, Unavailable."""
-        for answer in self._answers:
-            self._generations.append(generator.start(answer.request, answer.id))
+        async for generation in generator.start_all([(answer.request, answer.id) for answer in self._answers]):
+            self._generations.append(generation)
 
     def close(self) -> None:
         """Free the sessions."""

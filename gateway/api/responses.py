@@ -196,7 +196,7 @@ class ResponseReply:
             "user": user if isinstance(user, str) else None,  # not all that JSON allows can be told
         }
 
-    def start(self, generator: Generator) -> None:
+    async def start(self, generator: Generator) -> None:
         """Open its session. Raises InvalidRequest, Unavailable."""
         self._generation = generator.start(self._wanted, self._request_id)
 

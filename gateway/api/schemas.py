@@ -179,11 +179,8 @@ class GenerationBody(BaseModel):
         """New tokens at most; None is the rest of the context."""
         return self.asked_limit()
 
-    def request(self, prompt: list[int], index: int, defaults: SamplingDefaults) -> GenerationRequest:
-        """What choice number `index` of a prompt asks for. Choices have seeds one after the other.
-
-        defaults: of what it leaves out
-        """
+    def request(self, prompt: list[int], defaults: SamplingDefaults) -> GenerationRequest:
+        """What the first choice of a prompt asks for. defaults: of what it leaves out. Raises InvalidRequest."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         sampling = defaults.sampling(
             self.temperature,
@@ -201,7 +198,7 @@ class GenerationBody(BaseModel):
             self.limit(),
             clamp=self.asked_limit() is None,
             min_tokens=self.min_tokens or 0,
-            seed=None if self.seed is None else self.seed + index,
+            seed=self.seed,
             stops=stops,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),

@@ -62,7 +62,7 @@ async def unless_gone(
 class Reply(Protocol):
     """An answer that can be told whole or in events. Whoever starts it must close it."""
 
-    def start(self, generator: Generator) -> None:
+    async def start(self, generator: Generator) -> None:
         """Open its sessions. Raises InvalidRequest, Unavailable."""
 
     async def whole(self) -> bytes:
@@ -90,7 +90,7 @@ async def respond(
 ) -> Response:
     """Start a reply, and answer with it. Raises what is wrong before anything has been said; then `failed` says it."""
     try:
-        reply.start(generator)
+        await reply.start(generator)
         if stream:
             return EventStream(reply, failed)
         whole = await unless_gone(request.receive, reply.whole())

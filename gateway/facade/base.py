@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import grpc
@@ -69,10 +69,10 @@ class Facade:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, what)
         raise AssertionError("an aborted call does not go on")
 
-    @contextlib.contextmanager
-    def _started(
+    @contextlib.asynccontextmanager
+    async def _started(
         self, backend: Backend, context: Any, requests: Sequence[GenerationRequest], name: str, *, stream: bool
-    ) -> Iterator[list[Generation]]:
+    ) -> AsyncIterator[list[Generation]]:
         """Generations under way, one for each request; however it ends, they are closed.
 
         context: of the call. name: for Abort, in logs and traces. stream: whether the answer comes in parts
@@ -84,8 +84,7 @@ class Facade:
             span = stack.enter_context(
                 spanning_call(backend.tracing, context, f"{self.name}/Generate", name, stream=stream)
             )
-            for request in requests:
-                generation = backend.generator.start(request, name, span)
+            async for generation in backend.generator.start_all([(request, name) for request in requests], span):
                 stack.callback(generation.close)
                 generations.append(generation)
             yield generations

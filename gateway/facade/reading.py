@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,5 +95,4 @@ def choices(request: GenerationRequest, n: int) -> list[GenerationRequest]:
     """A request once for each choice, whose seeds follow one another. n: 0 is 1. Raises InvalidRequest."""
     if n > MAX_CHOICES:
         raise InvalidRequest(f"n must be at most {MAX_CHOICES}, not {n}", param="n")
-    seed = request.seed
-    return [replace(request, seed=None if seed is None else seed + choice) for choice in range(n or 1)]
+    return request.choices(n or 1)

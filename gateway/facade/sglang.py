@@ -52,7 +52,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
                 prompt_from=max(request.logprob_start_len, 0),
                 envelope={"request_id": name},
             )
-            with self._started(backend, context, wanted, name, stream=request.stream) as generations:
+            async with self._started(backend, context, wanted, name, stream=request.stream) as generations:
                 async for message in answers.messages(generations):
                     yield message
 

@@ -38,7 +38,7 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             wanted = choices(await _request(backend, request), request.sampling_params.n)
             answers = Answers(pb, wanted, stream=request.stream)
             name = name_of(request)
-            with self._started(backend, context, wanted, name, stream=request.stream) as generations:
+            async with self._started(backend, context, wanted, name, stream=request.stream) as generations:
                 async for message in answers.messages(generations):
                     yield message
 

@@ -15,7 +15,7 @@ def answers_for(generator: Generator, control: Control) -> Answers:
         "metrics": lambda _: generator.metrics.render().decode(),
         "abort": generator.abort,
         "abort_prefix": partial(generator.abort, prefix=True),
-        "abort_all": lambda _: generator.orchestrator.abort_all(),
+        "abort_all": lambda _: generator.abort_all(),
         "weights": control.adopt,
         "pause": control.adopt_pause,
     }

@@ -344,13 +344,21 @@ def test_a_full_target_is_another_matter(engine, target):
     until(lambda: target.sessions == 0, seconds=5)
 
 
-def test_choices_that_do_not_all_fit_leave_nothing_behind(folder, target, draft):
+def test_choices_that_do_not_all_fit_leave_nothing_behind(folder, target, draft, monkeypatch):
     gateway = Gateway(folder, [target.address], [draft.address], max_pending_requests=2).wait()
     try:
         with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-            code, _ = refusal(Vllm(channel).ask(n=3))
-            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert Vllm(channel).whole(max_tokens=2, n=2).completion_tokens == 2
+            engine = Vllm(channel)
+            code, message = refusal(engine.ask(n=3))  # however long it waits
+            assert (code, "at most 2" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+            with monkeypatch.context() as slowly:
+                slowly.setattr(target.engine, "delay", 0.05)
+                other = engine.ask(stream=True, name="other", ignore_eos=True)
+                next(other)
+                assert refusal(engine.ask(n=2))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+                engine.abort("other")
+                assert list(other)[-1].complete.finish_reason == "abort"
+            assert engine.whole(max_tokens=2, n=2).completion_tokens == 2
     finally:
         assert gateway.stop() == 0
 
