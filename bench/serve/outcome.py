@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Any
 
 SILENT = "empty answer"
@@ -16,7 +18,9 @@ class Outcome:
     due: when it should have been sent; latencies count from here, so that a client or a limit that holds requests back
         cannot hide what they waited
     pieces: when each piece of text, or of a call of a tool, came; a piece has one token or several
+    owners: of which choice each piece is; empty if there is one
     last: when the last chunk of the answer came; tokens without text, such as the end of text, lie behind all pieces
+    lasts: the same of each choice
     texts, contents: of each piece, with and without what the model thinks; both empty where it only calls a tool
     output_tokens: as the server counted them, unless it did not; then the pieces, and `counted` is False
     drafted, accepted: draft tokens that were verified and accepted, if the server told; None if not
@@ -31,7 +35,9 @@ class Outcome:
     sent: float = 0.0
     ended: float = 0.0
     pieces: list[float] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
     last: float = 0.0
+    lasts: dict[int, float] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
     contents: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -47,13 +53,13 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """The whole answer, with what the model thought."""
-        return "".join(self.texts)
+        """The whole answer, with what the model thought; of several, the first one."""
+        return "".join(self._of_first(self.texts))
 
     @property
     def content(self) -> str:
-        """The answer without thoughts: what later turns of a conversation have of it."""
-        return "".join(self.contents)
+        """The answer without thoughts: what later turns of a conversation have of it; of several, the first one."""
+        return "".join(self._of_first(self.contents))
 
     @property
     def end(self) -> float:
@@ -72,19 +78,37 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first, in seconds; None for a single one, and where all came at once."""
-        seconds = self.end - self.pieces[0]
-        return seconds / (self.output_tokens - 1) if self.streamed and seconds and self.output_tokens > 1 else None
+        """Time per output token after the first, in seconds; None for a single one, and where all came at once.
+
+        Of several choices each takes its own time for its own tokens, and all have a first one.
+        """
+        times = self._times()
+        seconds = sum(max(self.lasts.get(choice, self.last), own[-1]) - own[0] for choice, own in times.items())
+        tokens = self.output_tokens - len(times)
+        return seconds / tokens if self.streamed and seconds and tokens > 0 else None
 
     @property
     def gaps(self) -> list[float]:
-        """Times between pieces, in seconds."""
-        return [later - earlier for earlier, later in zip(self.pieces, self.pieces[1:], strict=False)]
+        """Times between pieces of the same choice, in seconds."""
+        return [later - earlier for own in self._times().values() for earlier, later in pairwise(own)]
 
     @property
     def silent(self) -> bool:
         """True if the answer is complete, but has no text in it."""
         return self.error == SILENT and self.counted
+
+    def _times(self) -> dict[int, list[float]]:
+        """When the pieces of each choice came."""
+        times: dict[int, list[float]] = {}
+        for owner, piece in zip_longest(self.owners, self.pieces, fillvalue=0):
+            times.setdefault(int(owner), []).append(piece)
+        return times
+
+    def _of_first(self, parts: Sequence[str]) -> list[str]:
+        if not self.owners:
+            return list(parts)
+        first = min(self.owners)
+        return [part for owner, part in zip(self.owners, parts, strict=True) if owner == first]
 
     def fail(self, kind: str, detail: str = "") -> None:
         """Note a failure; the first one counts."""
@@ -111,7 +135,10 @@ def _take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
             outcome.pieces.append(now)
             outcome.texts.append(thought + content)
             outcome.contents.append(content)
-        outcome.last = now
+            outcome.owners.append(int(choice.get("index") or 0))
+        outcome.last = outcome.lasts[int(choice.get("index") or 0)] = now
+        steps = ((choice.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram") or ()
+        outcome.histogram = [sum(counts) for counts in zip_longest(outcome.histogram, map(int, steps), fillvalue=0)]
         outcome.finish = str(choice.get("finish_reason") or outcome.finish)
         if outcome.finish in _CUT:
             outcome.fail("cut off", f"finish reason {outcome.finish}")

@@ -7,8 +7,9 @@ server keeps up. Answers are streamed. Speculation is shown where the server tel
 
 Time to the first token ends with the first piece of text, or of a call of a tool, that the server sends. Time per
 output token is that from there to the last chunk, the one with the finish reason included, over the tokens after the
-first. Tokens that a server counts but hides before the first piece, such as thoughts, make the one longer and the other
-too short.
+first; where a request asks for several answers (n in --extra-body), each of them takes its own time, and a conversation
+goes on from the first. Tokens that a server counts but hides before the first piece, such as thoughts, make the one
+longer and the other too short.
 """
 
 from __future__ import annotations

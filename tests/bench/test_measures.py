@@ -167,6 +167,22 @@ def test_tokens_without_text_take_time():
     assert summarize([outcome, single], 9.0).tpot.count == 2
 
 
+def test_each_of_several_choices_takes_its_own_time():
+    outcome = Outcome("x", streamed=True)
+    said = [(1, 1.0, "no"), (0, 1.5, "a"), (1, 2.0, "no"), (0, 3.5, "b"), (1, 4.0, "no"), (1, 5.0, ""), (0, 6.0, "")]
+    for index, second, text in said:
+        end = {} if text else {"finish_reason": "stop", "metrics": {"speculative_decoding": SPECULATION[index]}}
+        take(outcome, {"choices": [{"index": index, "delta": {"content": text}, **end}]}, second)
+    take(outcome, {"choices": [], "usage": {"completion_tokens": 12}}, 7.0)
+    assert (outcome.ttft, outcome.latency, outcome.gaps) == (1.0, 6.0, [1.0, 2.0, 2.0])
+    assert outcome.tpot == ((5.0 - 1.0) + (6.0 - 1.5)) / (12 - 2)
+    assert (outcome.text, outcome.content) == ("ab", "ab"), "what later turns go on from"
+    assert outcome.histogram == [5, 3, 1]
+
+
+SPECULATION = {0: {"acceptance_histogram": [1, 2, 1]}, 1: {"acceptance_histogram": [4, 1]}}
+
+
 def test_an_answer_may_be_a_call_of_a_tool_alone():
     outcome = chunks({"role": "assistant"}, *[{"tool_calls": [{"function": {"arguments": "x"}}]}] * 3, tokens=4)
     assert (outcome.ttft, outcome.latency, outcome.tpot, outcome.text) == (2.0, 5.0, 1.0, "")
