@@ -81,8 +81,9 @@ def _response_format(value: Any, name: str) -> Grammar | None:
     match kind:
         case "text":
             return None
-        case "json_object":
-            return _json_object(name)
+        case "json_object":  # llama.cpp's clients, and others, put a schema beside it
+            schema = value.get("schema")
+            return _json_object(name) if schema is None else _json_schema(schema, f"{name}.schema")
         case "json_schema":
             described = value.get("json_schema")
             schema = described.get("schema") if isinstance(described, dict) else None

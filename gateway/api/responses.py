@@ -145,7 +145,8 @@ class ResponsesBody(GenerationBody):
     def grammar(self) -> Grammar | None:
         """What the text must look like. Raises InvalidRequest."""
         told = self.format()
-        wanted = {"type": told.get("type"), "json_schema": {"schema": told.get("schema")}}
+        schema = told.get("schema")
+        wanted = {"type": told.get("type"), "schema": schema, "json_schema": {"schema": schema}}
         return grammar_of({**(self.model_extra or {}), "response_format": wanted})
 
 

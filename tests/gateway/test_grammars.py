@@ -35,6 +35,15 @@ def test_whitespace_can_be_left_out(fields, compact):
     assert allows(text, '{"a": 1}') is not compact
 
 
+def test_an_object_may_come_with_a_schema():
+    """As llama.cpp has it; an object of any kind would not be what was asked for."""
+    grammar = grammar_of({"response_format": {"type": "json_object", "schema": SCHEMA}})
+    assert json.loads(grammar.text) == SCHEMA
+    assert grammar_of({"response_format": {"type": "json_object", "schema": None}}).text == '{"type": "object"}'
+    with pytest.raises(InvalidRequest, match=r"response_format\.schema must be a JSON schema"):
+        grammar_of({"response_format": {"type": "json_object", "schema": 7}})
+
+
 def test_other_forms_have_none_to_leave_out():
     assert grammar_of({"structured_outputs": {"regex": "a +b", **COMPACT}}).text == "a +b"
     assert grammar_of({"structured_outputs": COMPACT}) is None
