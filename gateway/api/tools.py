@@ -107,7 +107,8 @@ def tools_of(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:
         if choice in (None, "none", "auto"):
             return None
         raise InvalidRequest("`tool_choice` is allowed only where there are `tools`", param="tool_choice")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
+    # A function may be named without saying that it is one, as vLLM takes it.
+    kind = (choice.get("type") or "function") if isinstance(choice, dict) else choice
     several = parallel is not False
     match kind:
         case "none":

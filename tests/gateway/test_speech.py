@@ -240,6 +240,9 @@ def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
         (None, "required", "tool_choice"),
         (TOOLS, "sometimes", "tool_choice"),
         (TOOLS, {"type": "function", "function": {"name": "h"}}, "tool_choice"),
+        (TOOLS, {"function": {"name": "h"}}, "tool_choice"),
+        (TOOLS, {"type": None}, "tool_choice"),
+        (TOOLS, {}, "tool_choice"),
         ([{"type": "web_search"}], None, "tools.0"),
         ([{"type": "function", "function": {}}], None, "tools.0"),
         ([*TOOLS, *TOOLS], None, "tools"),
@@ -249,6 +252,10 @@ def test_what_is_wrong_with_tools_is_named(tools, choice, param):
     with pytest.raises(InvalidRequest) as error:
         tools_of(tools, choice, None)
     assert error.value.param == param
+
+
+def test_a_function_may_be_named_without_its_type():
+    assert tools_of(TOOLS, {"function": {"name": "g"}}, None).named == "g"
 
 
 def test_a_template_that_knows_no_tools_gets_them_as_text():
