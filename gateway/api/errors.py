@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -147,8 +148,8 @@ def _of_validation(error: RequestValidationError) -> tuple[int, bytes]:
         return 400, error_body(message, "invalid_request_error", _KINDS[400])
     if first["loc"] == ("body",):
         return _of_body(first)
-    param = _param([str(part) for part in first["loc"][1:]])  # behind body or query
-    message = str(first["msg"])
+    meant = _meant([dict(one) for one in error.errors()])
+    param, message = ".".join(_place(meant)) or None, str(meant["msg"])
     return 400, error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)
 
 
@@ -163,7 +164,21 @@ def _of_body(error: dict[str, Any]) -> tuple[int, bytes]:
     return 400, error_body(message, "invalid_request_error", "invalid_value")
 
 
-def _param(place: list[str]) -> str | None:
-    """The field as the caller knows it, such as messages.0.role: without the union's members that pydantic names."""
+def _meant(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first error; of a field that may be one thing or another the deepest, for that is of the one that was meant.
+
+    Where several of them are as deep it is the first again.
+    """
+    place = _place(errors[0])
+    of_field = [error for error in errors if _place(error)[: len(place)] == place]
+    depth = max(len(_place(error)) for error in of_field)
+    deepest = [error for error in of_field if len(_place(error)) == depth]
+    members = {tuple(part for part in error["loc"] if str(part) not in _place(error)) for error in deepest}
+    return deepest[0] if len(members) == 1 else errors[0]
+
+
+def _place(error: dict[str, Any]) -> list[str]:
+    """The field as the caller knows it, such as messages, 0, role: without the union's members that pydantic names."""
     members = ("str", "int", "float", "bool", "TextPart", "InputItem")
-    return ".".join(part for part in place if "[" not in part and part not in members) or None
+    place = [str(part) for part in error["loc"][1:]]  # behind body or query
+    return [part for part in place if "[" not in part and part not in members]

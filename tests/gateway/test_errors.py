@@ -389,6 +389,41 @@ def test_half_of_a_character_is_refused_by_name(gateway, path, body, param):
     assert error_of(answer, 400)["param"] == param
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+TEXT = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [TEXT, PICTURE]}]},
+            "messages.0.content.1.type: Input should be 'text'",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should"),
+        ("/v1/responses", {"input": [{"type": "reasoning"}]}, "input.0.type: Input should be 'message'"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [PICTURE]}]},
+            "input.0.content.0.type: Input should be 'input_text'",
+        ),
+        ("/v1/completions", {"prompt": [[1, "a"]]}, "prompt.0.1: Input should be a valid integer"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt: Input should be "),
+        ("/v1/completions", {"prompt": "a", "stop": ["b", 5]}, "stop.1: Input should be a valid string"),
+        (
+            "/generate",
+            {"text": ["a"], "sampling_params": [{"n": 0}]},
+            "sampling_params.0.n: Input should be greater than or equal to 1",
+        ),
+    ],
+)
+def test_of_what_may_be_several_things_the_one_that_was_meant_is_told_of(gateway, path, body, message):
+    error = error_of(gateway.client.post(path, json=body), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(":")[0]
+
+
 def test_half_of_a_character_is_refused_in_other_encodings_too(gateway):
     headers = {"Content-Type": "application/json"}
     content = json.dumps({"prompt": "\ud83d"}).encode("utf-16")
