@@ -289,7 +289,8 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Tokens of all choices; a prompt counts once, however many choices it has."""
         parts = self._last.values()
-        first = [part for index, part in self._last.items() if index % self._per_prompt == 0]
+        # By prompt, of its first choice among those that have spoken.
+        first = {index // self._per_prompt: self._last[index] for index in sorted(self._last, reverse=True)}.values()
         prompt = sum(part.prompt_tokens for part in first)
         completion = sum(part.completion_tokens for part in parts)
         accepted = sum(part.accepted for part in parts)

@@ -1,10 +1,14 @@
 """Reports of speculation and time in the shapes that others' tools read."""
 
+import asyncio
 import json
 
 import openai
 import pytest
 
+from gateway.api.answers import COMPLETION, Answer, Telling
+from gateway.api.streaming import DONE
+from gateway.generation import GenerationRequest, Part
 from gateway.metrics import Metrics
 from gateway.report import Report, Round
 from gateway.session import Session
@@ -23,6 +27,32 @@ def client(gateway):
 
 def report(rounds=ROUNDS, completion=10):
     return Report(rounds, 8, 3, completion, 0.5, 2.0)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_usage_so_far_has_the_prompt_whichever_choice_speaks_first(order):
+    class Choice:
+        def __init__(self, place):
+            self._turn = order.index(place)
+
+        async def next(self):
+            while len(told) < self._turn:
+                await asyncio.sleep(0)
+            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 0, 2, 1, None, None, "", ())
+
+    asked = GenerationRequest([5] * 7, SamplingParams()).choices(2)
+    telling = Telling(None, detail="off", usage=True, usages=True)
+    answer = Answer(COMPLETION, asked, telling, request_id="r", model="m", fingerprint="f", per_prompt=2)
+    answer.generations = [Choice(0), Choice(1)]
+    told = []
+    async for event in answer.events():
+        if event != DONE:
+            body = json.loads(event.removeprefix(b"data: "))
+            told.append((body["usage"], [choice["index"] for choice in body["choices"]]))
+    assert [index for _, index in told] == [[order[0]], [order[1]], []]
+    assert [usage["prompt_tokens"] for usage, _ in told] == [7] * 3
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in told] == [2] * 3
+    assert [usage["completion_tokens"] for usage, _ in told] == [1, 2, 2]
 
 
 def test_a_report_in_vllm_s_shape():
