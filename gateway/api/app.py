@@ -51,20 +51,19 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
     app.router.route_class = bodies.Route
     errors.describe(app)
     errors.install(app)
-    _openai_routes(app, generator, facts)
+    chats = Chats(generator, facts.config)
+    _openai_routes(app, generator, facts, chats)
     _native_routes(app, generator)
     _facts_routes(app, generator, facts)
     health.install(app, generator)
-    tokens.install(app, generator)
+    tokens.install(app, generator, chats)
     page.install(app)
     docs.install(app)
     controlling.install(app, control, generator, facts)
     return app
 
 
-def _openai_routes(app: FastAPI, generator: Generator, facts: Facts) -> None:
-    chats = Chats(generator, facts.config)
-
+def _openai_routes(app: FastAPI, generator: Generator, facts: Facts, chats: Chats) -> None:
     @app.post("/v1/chat/completions", tags=["generation"], responses=_STREAMS, dependencies=[WHOLE])
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The assistant's answer to a conversation."""

@@ -66,7 +66,6 @@ def conversation_options(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     kwargs: dict[str, Any] | None,
-    tools: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """What a chat template is told besides the messages. Raises InvalidRequest."""
     if continue_final_message and add_generation_prompt:
@@ -77,4 +76,4 @@ def conversation_options(
         raise InvalidRequest(f"`chat_template_kwargs` cannot name {min(taken)}", param="chat_template_kwargs")
     begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     options = {"add_generation_prompt": begins, "continue_final_message": bool(continue_final_message)}
-    return options | ({"tools": tools} if tools else {}) | (kwargs or {})
+    return options | (kwargs or {})

@@ -9,8 +9,10 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
+from gateway.api.chats import Chats
 from gateway.api.fields import BOUNDED, Count, Flag, Items
 from gateway.api.messages import Message, conversation_options
+from gateway.api.tools import tools_of
 from gateway.api.unicode import WHOLE
 from gateway.generator import Generator
 from gateway.text.encoding import worked
@@ -43,13 +45,13 @@ class DetokenizeBody(BaseModel):
     skip_special_tokens: Flag = True
 
 
-def install(app: FastAPI, generator: Generator) -> None:
+def install(app: FastAPI, generator: Generator, chats: Chats) -> None:
     """Give an app these routes."""
 
     @app.post("/tokenize", tags=["tokens"], dependencies=[WHOLE])
     @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False, dependencies=[WHOLE])
     async def tokenize(body: TokenizeBody) -> Response:
-        """Token ids of a text, of several, or of a conversation as the model's template renders it."""
+        """Token ids of a text, of several, or of a conversation, with its tools, as a chat has them."""
         generator.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
@@ -59,9 +61,9 @@ def install(app: FastAPI, generator: Generator) -> None:
             return _json({"tokens": lists, "count": [len(tokens) for tokens in lists], **limit})
         if body.messages is not None:
             options = conversation_options(
-                body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs, body.tools
+                body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
             )
-            tokens = await generator.encode_chat([message.rendered() for message in body.messages], **options)
+            tokens = await chats.prompt(body.messages, tools_of(body.tools, None, None), options)
         else:
             tokens = await generator.encode(body.prompt or "", special=body.add_special_tokens)
         strings: dict[str, Any] = {}

@@ -230,6 +230,11 @@ def test_tokenize_and_back(gateway):
     assert chat["tokens"] == [2, *A, 3]
     bare = {"messages": [{"role": "user", "content": "A"}], "add_generation_prompt": False}
     assert post("/tokenize", json=bare).json()["tokens"] == [2, *A]
+    tools = [{"type": "function", "function": {"name": "f"}}]  # of which this template knows nothing
+    offered = {"messages": [{"role": "user", "content": "A"}], "tools": tools}
+    told = post("/v1/chat/completions", json={**offered, "max_tokens": 1, "return_token_ids": True}).json()
+    assert post("/tokenize", json=offered).json()["tokens"] == told["prompt_token_ids"]
+    assert post("/tokenize", json={**offered, "tools": [{}]}).json()["error"]["param"] == "tools.0"
     text = post("/detokenize", json={"tokens": chat["tokens"]}).json()
     assert text == {"prompt": "<|user|>A<|assistant|>", "text": "A"}
     assert post("/detokenize", json={"tokens": [A, ids("hello")]}).json()["text"] == ["A", "hello"]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from gateway.api.app import _texts
+from gateway.api.chats import Chats
 from gateway.api.native import NativeBody
 from gateway.api.schemas import CompletionBody
 from gateway.api.tokens import install as install_tokens
@@ -23,6 +24,7 @@ from gateway.generator import Generator
 from gateway.text import encoding
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer
+from outrider.config import GatewayOptions
 from outrider.errors import ConfigError, ContextTooLong, InvalidRequest
 from outrider.speculation.sampling import SamplingParams
 from outrider.text.tokenizer import LONG_TEXT
@@ -405,7 +407,7 @@ def watched():
 async def test_tokens_that_take_long_to_decode_are_decoded_in_a_thread(watched, lists, long, several):
     generator, model = watched
     app = FastAPI()
-    install_tokens(app, generator)
+    install_tokens(app, generator, Chats(generator, GatewayOptions()))
     if not several and len(lists) > 1:
         lists = [[token for one in lists for token in one] * 10]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
