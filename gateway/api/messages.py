@@ -22,7 +22,7 @@ class FunctionBody(BaseModel):
     """What an earlier answer called."""
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = "{}"  # null, too, where a function has none
 
 
 class CallBody(BaseModel):
@@ -36,9 +36,9 @@ class CallBody(BaseModel):
 
     def rendered(self) -> dict[str, Any]:
         """As chat templates take it. Raises InvalidRequest."""
-        arguments = self.function.arguments
+        arguments = self.function.arguments or "{}"
         try:
-            known = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            known = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             known = arguments  # the model's own text, whatever it is
         return {"type": self.type, "id": self.id, "function": {"name": self.function.name, "arguments": known}}

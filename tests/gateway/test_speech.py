@@ -254,6 +254,17 @@ def test_what_is_wrong_with_tools_is_named(tools, choice, param):
     assert error.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [(None, {}), ("", {}), ({}, {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("a(", "a(")],
+)
+def test_earlier_calls_are_told_with_their_arguments_as_objects(sent, told):
+    """null is what some clients send for a function that has none."""
+    call = {"function": {"name": "f", "arguments": sent}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert message.rendered()["tool_calls"][0]["function"] == {"name": "f", "arguments": told}
+
+
 def test_a_function_may_be_named_without_its_type():
     assert tools_of(TOOLS, {"function": {"name": "g"}}, None).named == "g"
 
