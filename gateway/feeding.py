@@ -15,7 +15,7 @@ from gateway.metrics import Metrics
 from gateway.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import split_features
-from outrider.wire import codec
+from outrider.wire.features import feature_spans
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def relay(
     hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
     owners: list[DraftLink | None] = []  # of each block; strays may stand before rows of the same session
     strays = False
-    for session_id, first, end, spec_id in codec.feature_spans(batch):
+    for session_id, first, end, spec_id in feature_spans(batch):
         session = sessions.get(session_id)
         stray = session is not None and (
             (session.lingers and first > session.features_until == 0)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gateway.streams.batches import Key, join
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
-from outrider.wire import codec
+from outrider.wire.features import feature_spans, features_from_pb, features_to_pb
 from outrider.wire.v1 import common_pb2
 
 FUSION_TIMEOUT = 120.0  # seconds for a fusion layer to cross
@@ -64,13 +64,13 @@ class Backlog:
 
 def _sessions(batch: common_pb2.FeatureBatch) -> list[int]:
     """The session of each block."""
-    return [session_id for session_id, *_ in codec.feature_spans(batch)]
+    return [session_id for session_id, *_ in feature_spans(batch)]
 
 
 def split_features(batch: common_pb2.FeatureBatch, owners: Sequence[Key | None]) -> dict[Key, common_pb2.FeatureBatch]:
     """The blocks of a batch by their owners; those without one are left out. Raises InvalidRequest."""
     groups: dict[Key, list[FeatureBlock]] = {}
-    for block, owner in zip(codec.features_from_pb(batch), owners, strict=True):
+    for block, owner in zip(features_from_pb(batch), owners, strict=True):
         if owner is not None:
             groups.setdefault(owner, []).append(block)
-    return {owner: codec.features_to_pb(blocks) for owner, blocks in groups.items()}
+    return {owner: features_to_pb(blocks) for owner, blocks in groups.items()}

@@ -1,4 +1,5 @@
-"""Frames: between domain types and protobuf messages. Sessions to be opened are in opens.py, packed bytes in arrays.py.
+"""Frames: between domain types and protobuf messages. Sessions to be opened are in opens.py, hidden states in
+features.py, packed bytes in arrays.py.
 
 Raises InvalidRequest for frames whose arrays do not fit together.
 """
@@ -9,13 +10,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import add, lt
+from operator import lt
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
-from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import DrafterLoad, EngineLoad, HintLoad, Message, OnlineLoad, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, numbers_of, pack, split, unpack
+from outrider.wire.features import features_from_pb, features_to_pb
 from outrider.wire.opens import closes_from_pb, open_to_pb, opens_from_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -187,72 +188,6 @@ def logprobs_from_pb(message: target_pb2.LogprobBatch) -> list[tuple[int, Logpro
         group = Logprobs(first, values[own], top_tokens[best].reshape(shape), top_values[best].reshape(shape))
         groups.append((place, group))
     return groups
-
-
-# --- features ---
-
-
-def feature_spec_to_pb(spec: FeatureSpec, fusion: bytes) -> common_pb2.FeatureSpec:
-    """A FeatureSpec message. fusion: the safetensors file that belongs to it, or nothing."""
-    return common_pb2.FeatureSpec(
-        spec_id=spec.id(fusion),
-        layers=spec.layers,
-        final=spec.final,
-        format=common_pb2.FeatureFormat.Name(int(spec.format)),
-        norm_epsilon=spec.norm_epsilon,
-    )
-
-
-def feature_spec_from_pb(message: common_pb2.FeatureSpec) -> FeatureSpec:
-    """The specification of a message. Raises InvalidRequest for a format that is not known."""
-    try:
-        layout = FeatureFormat(message.format)
-    except ValueError:
-        raise InvalidRequest(f"features in format {message.format} are not known here") from None
-    return FeatureSpec(tuple(message.layers), message.final, layout, message.norm_epsilon)
-
-
-def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
-    """A FeatureBatch message."""
-    return common_pb2.FeatureBatch(
-        session_ids=pack((b.session_id for b in blocks), U64),
-        first_positions=pack((b.first for b in blocks), U32),
-        row_counts=pack((len(b.rows) for b in blocks), U32),
-        block_bytes=pack((b.rows.nbytes for b in blocks), U32),
-        rows=b"".join(b.rows.tobytes() for b in blocks),
-        spec_ids=pack((b.spec_id for b in blocks), U64),
-    )
-
-
-def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
-    """The blocks of a message, as views of its bytes."""
-    ids = numbers_of(message.session_ids, U64)
-    rows = unpack(message.rows, U8)
-    columns = (
-        ids,
-        numbers_of(message.first_positions, U32, len(ids)),
-        numbers_of(message.row_counts, U32, len(ids)),
-        split(numbers_of(message.block_bytes, U32, len(ids)), len(rows)),
-        numbers_of(message.spec_ids, U64, len(ids)),
-    )
-    blocks = []
-    for session_id, first, count, span, spec_id in zip(*columns, strict=True):
-        size = span.stop - span.start
-        if not count or size % count:
-            raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
-        blocks.append(FeatureBlock(session_id, first, rows[span].reshape(count, size // count), spec_id))
-    return blocks
-
-
-def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int, int]]:
-    """Each block as (session id, first position, position behind its last row, id of its specification).
-
-    For the gateway, which does not look at rows. Raises InvalidRequest.
-    """
-    ids = numbers_of(batch.session_ids, U64)
-    first = numbers_of(batch.first_positions, U32, len(ids))
-    counts = numbers_of(batch.row_counts, U32, len(ids))
-    return zip(ids, first, map(add, first, counts), numbers_of(batch.spec_ids, U64, len(ids)), strict=True)
 
 
 # --- frames ---

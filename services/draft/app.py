@@ -24,7 +24,8 @@ from outrider.serving.rpc import GrpcServer, serve_engine
 from outrider.serving.stream import StreamHub
 from outrider.supervisor.shares import share_of_draft
 from outrider.tracing import tracing_to
-from outrider.wire.codec import feature_spec_to_pb, propose_request_from_pb, propose_response_to_pb
+from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
+from outrider.wire.features import feature_spec_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2
 from services.draft.drafters.base import Drafter
 from services.draft.drafters.ngram import NgramDrafter, store

@@ -17,7 +17,7 @@ from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.loop import EngineLoop
 from outrider.serving.rpc import GrpcServer, statuses
 from outrider.serving.stream import StreamHub
-from outrider.wire.codec import feature_spec_from_pb
+from outrider.wire.features import feature_spec_from_pb
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 if TYPE_CHECKING:  # PyTorch is not needed to answer

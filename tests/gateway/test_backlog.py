@@ -4,16 +4,16 @@ import numpy as np
 
 from gateway.streams.features import Backlog
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
-from outrider.wire import codec
+from outrider.wire.features import features_from_pb, features_to_pb
 
 
 def batch(session_id, first, count, width=8):
     rows = np.full((count, width), session_id, np.uint8)
-    return codec.features_to_pb([FeatureBlock(session_id, first, rows)])
+    return features_to_pb([FeatureBlock(session_id, first, rows)])
 
 
 def taken(backlog):
-    return [(b.session_id, b.first, b.rows.shape) for b in codec.features_from_pb(backlog.take())]
+    return [(b.session_id, b.first, b.rows.shape) for b in features_from_pb(backlog.take())]
 
 
 def test_small_batches_share_a_frame_in_order():

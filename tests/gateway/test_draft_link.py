@@ -12,7 +12,8 @@ from gateway.streams.draft import DraftLink
 from outrider import PROTOCOL_VERSION
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason
-from outrider.wire.codec import commits_to_pb, features_from_pb, features_to_pb
+from outrider.wire.codec import commits_to_pb
+from outrider.wire.features import features_from_pb, features_to_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 

@@ -10,7 +10,7 @@ from gateway.metrics import Metrics
 from outrider.serving import outbox
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import StepOutput
-from outrider.wire.codec import features_from_pb, features_to_pb
+from outrider.wire.features import features_from_pb, features_to_pb
 
 
 class Draft:

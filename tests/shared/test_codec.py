@@ -24,6 +24,13 @@ from outrider.serving.messages import (
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import arrays, codec
+from outrider.wire.features import (
+    feature_spans,
+    feature_spec_from_pb,
+    feature_spec_to_pb,
+    features_from_pb,
+    features_to_pb,
+)
 from outrider.wire.opens import open_to_pb, opens_from_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
 
@@ -132,28 +139,28 @@ def test_features_cross_both_streams_as_they_are(sizes):
         for a, b in zip(sent, got, strict=True):
             assert (a.session_id, a.first, a.spec_id) == (b.session_id, b.first, b.spec_id)
             assert np.array_equal(a.rows, b.rows)
-    batch = codec.features_to_pb(sent)
+    batch = features_to_pb(sent)
     spans = [(b.session_id, b.first, b.first + len(b.rows), b.spec_id) for b in sent]
-    assert list(codec.feature_spans(batch)) == spans
+    assert list(feature_spans(batch)) == spans
 
 
 def test_blocks_that_do_not_add_up_are_refused():
     for change in ({"row_counts": b"\0\0\0\0"}, {"rows": b"12345"}, {"block_bytes": b""}, {"spec_ids": b""}):
-        batch = codec.features_to_pb(blocks([(2, 3)]))
+        batch = features_to_pb(blocks([(2, 3)]))
         for name, value in change.items():
             setattr(batch, name, value)
         with pytest.raises(InvalidRequest):
-            codec.features_from_pb(batch)
+            features_from_pb(batch)
 
 
 def test_a_specification_has_the_same_name_on_both_sides():
     spec = FeatureSpec((1, 4), final=True, format=FeatureFormat.FLOAT8_E4M3, norm_epsilon=1e-5)
-    message = codec.feature_spec_to_pb(spec, b"fusion")
-    assert codec.feature_spec_from_pb(message) == spec
+    message = feature_spec_to_pb(spec, b"fusion")
+    assert feature_spec_from_pb(message) == spec
     assert message.spec_id == spec.id(b"fusion") not in (0, spec.id(b""), replace(spec, final=False).id(b"fusion"))
     message.format = 9
     with pytest.raises(InvalidRequest):
-        codec.feature_spec_from_pb(message)
+        feature_spec_from_pb(message)
 
 
 def test_one_bad_open_spares_the_others():

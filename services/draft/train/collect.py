@@ -34,6 +34,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.text.tokenizer import Tokenizer
 from outrider.tls import ClientTls, open_channel, tls_trouble
 from outrider.wire import codec
+from outrider.wire.features import feature_spec_to_pb, features_from_pb
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from services.draft.train.passages import Passages, quotes, user_turn_frame, whole_sentences
 from services.draft.train.prompts import Job, is_held_out
@@ -142,7 +143,7 @@ class Writer:
         self.tokenizer = Tokenizer({name: bytes(content) for name, content in files.items()})
 
         async def wish() -> AsyncIterator[target_pb2.ConfigureFeaturesRequest]:
-            yield target_pb2.ConfigureFeaturesRequest(spec=codec.feature_spec_to_pb(self.spec, b""))
+            yield target_pb2.ConfigureFeaturesRequest(spec=feature_spec_to_pb(self.spec, b""))
 
         answer = await self._stub.ConfigureFeatures(wish(), timeout=_TIMEOUT)
         self.row_bytes = answer.row_bytes
@@ -201,7 +202,7 @@ class Writer:
                 # Those of the last step are not sent; of this frame's, others may be.
                 session.due = session.due if waits else first - 1
                 asyncio.get_running_loop().call_later(_LATE_ROWS, session.resolve)
-        for block in codec.features_from_pb(frame.features):
+        for block in features_from_pb(frame.features):
             if (session := self._sessions.get(block.session_id)) is None:
                 continue
             if block.first == session.row_count:

@@ -1,0 +1,77 @@
+"""Hidden states between domain types and protobuf messages: what is asked for, and blocks of rows.
+
+Raises InvalidRequest for messages whose arrays do not fit together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import add
+
+from outrider.errors import InvalidRequest
+from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
+from outrider.wire.arrays import U8, U32, U64, numbers_of, pack, split, unpack
+from outrider.wire.v1 import common_pb2
+
+
+def feature_spec_to_pb(spec: FeatureSpec, fusion: bytes) -> common_pb2.FeatureSpec:
+    """A FeatureSpec message. fusion: the safetensors file that belongs to it, or nothing."""
+    return common_pb2.FeatureSpec(
+        spec_id=spec.id(fusion),
+        layers=spec.layers,
+        final=spec.final,
+        format=common_pb2.FeatureFormat.Name(int(spec.format)),
+        norm_epsilon=spec.norm_epsilon,
+    )
+
+
+def feature_spec_from_pb(message: common_pb2.FeatureSpec) -> FeatureSpec:
+    """The specification of a message. Raises InvalidRequest for a format that is not known."""
+    try:
+        layout = FeatureFormat(message.format)
+    except ValueError:
+        raise InvalidRequest(f"features in format {message.format} are not known here") from None
+    return FeatureSpec(tuple(message.layers), message.final, layout, message.norm_epsilon)
+
+
+def features_to_pb(blocks: Sequence[FeatureBlock]) -> common_pb2.FeatureBatch:
+    """A FeatureBatch message."""
+    return common_pb2.FeatureBatch(
+        session_ids=pack((b.session_id for b in blocks), U64),
+        first_positions=pack((b.first for b in blocks), U32),
+        row_counts=pack((len(b.rows) for b in blocks), U32),
+        block_bytes=pack((b.rows.nbytes for b in blocks), U32),
+        rows=b"".join(b.rows.tobytes() for b in blocks),
+        spec_ids=pack((b.spec_id for b in blocks), U64),
+    )
+
+
+def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
+    """The blocks of a message, as views of its bytes."""
+    ids = numbers_of(message.session_ids, U64)
+    rows = unpack(message.rows, U8)
+    columns = (
+        ids,
+        numbers_of(message.first_positions, U32, len(ids)),
+        numbers_of(message.row_counts, U32, len(ids)),
+        split(numbers_of(message.block_bytes, U32, len(ids)), len(rows)),
+        numbers_of(message.spec_ids, U64, len(ids)),
+    )
+    blocks = []
+    for session_id, first, count, span, spec_id in zip(*columns, strict=True):
+        size = span.stop - span.start
+        if not count or size % count:
+            raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
+        blocks.append(FeatureBlock(session_id, first, rows[span].reshape(count, size // count), spec_id))
+    return blocks
+
+
+def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int, int]]:
+    """Each block as (session id, first position, position behind its last row, id of its specification).
+
+    For the gateway, which does not look at rows. Raises InvalidRequest.
+    """
+    ids = numbers_of(batch.session_ids, U64)
+    first = numbers_of(batch.first_positions, U32, len(ids))
+    counts = numbers_of(batch.row_counts, U32, len(ids))
+    return zip(ids, first, map(add, first, counts), numbers_of(batch.spec_ids, U64, len(ids)), strict=True)
