@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,11 +59,19 @@ class Split:
         """Keys a split by which programs are through soonest, if each takes one. keys: [tiles], that a tile sees."""
         if self.least == self.most:
             return self.least
-        sizes = self.least << np.arange((self.most // self.least).bit_length())
-        items = np.maximum(-(-keys // sizes[:, None]), 1).sum(1) * programs_per_item
-        rounds = -(-items // load.programs)
-        cost = rounds * (int(keys.sum()) * programs_per_item / items + _BEGINNING)
-        return int(sizes[::-1][cost[::-1].argmin()])  # the longest of equals
+        blocks = -(-keys // self.least)  # the same for many steps
+        return _soonest(self, load.programs, programs_per_item, blocks.tobytes())
+
+
+@lru_cache(maxsize=256)
+def _soonest(split: Split, programs: int, programs_per_item: int, blocks: bytes) -> int:
+    """blocks: [tiles] int64, of `least` keys that a tile sees."""
+    counts = np.frombuffer(blocks, np.int64)
+    sizes = 1 << np.arange((split.most // split.least).bit_length())
+    items = np.maximum(-(-counts // sizes[:, None]), 1).sum(1) * programs_per_item
+    rounds = -(-items // programs)
+    cost = rounds * (split.least * int(counts.sum()) * programs_per_item / items + _BEGINNING)
+    return split.least * int(sizes[::-1][cost[::-1].argmin()])  # the longest of equals
 
 
 @dataclass(frozen=True)
