@@ -110,7 +110,7 @@ async def test_workers_hear_of_a_pause_that_another_one_was_asked_for(tmp_path):
         Control(Orchestrator([link], [], Metrics()), Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), place))
         for link, place in zip(links, places, strict=True)
     ]
-    await places[1].serve(answers_for(SimpleNamespace(abort=None), controls[1]))
+    await places[1].serve(answers_for(SimpleNamespace(abort=list), controls[1]))
     for act, expected in ((lambda: controls[0].pause("retract"), True), (controls[0].proceed, False)):
         with pytest.raises(Unavailable):
             await act()
