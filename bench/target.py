@@ -299,6 +299,7 @@ class Racer:
         """One turn."""
         start = time.perf_counter()
         self._away += start - self._left
+        self.engine._collected += start - self._left  # or it would take others' turns for waits, which nodes may fill
         self.engine.receive(proposals, ())
         output = self.engine.step()
         self._left = time.perf_counter()
