@@ -123,6 +123,7 @@ def test_a_request_is_ended_whichever_worker_is_told(gateway, target, monkeypatc
 
 @pytest.mark.parametrize("kind", [Vllm, Sglang])
 def test_a_router_s_abort_reaches_requests_of_all_workers(gateway, target, monkeypatch, kind):
+    until(lambda: target.sessions == 0)  # those of another test are no sign that these have begun
     monkeypatch.setattr(target.engine, "delay", 0.05)
     names = [f"far-{i}" for i in range(8)]
     bodies = [{"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "rid": name} for name in names]
