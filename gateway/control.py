@@ -18,7 +18,7 @@ import grpc
 
 from gateway.facts import Facts
 from gateway.orchestrator import Orchestrator
-from gateway.streams.draft import DraftLink
+from gateway.streams.draft import SHARE_TIMEOUT, DraftLink
 from gateway.streams.target import TargetLink
 from outrider.errors import ConfigError, InvalidRequest, OutriderError, Unavailable, from_grpc_code
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -36,7 +36,6 @@ _CALL_TIMEOUT = 60.0  # seconds; a step may be under way
 _LAST_CLOSES = 0.2  # seconds: the end of a cancelled request goes to its target over another connection than a flush
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
-_SHARE_TIMEOUT = 600.0  # seconds for a draft to read the target's embedding and head
 _PARTS = 4  # of a stream that a slow target may lag behind the others
 _PART_BYTES = 1 << 20
 
@@ -170,7 +169,7 @@ class Control:
         """What came of a request to each draft that is up; the others get it when they come back."""
 
         def flush(stub: Any) -> Any:
-            return stub.FlushDraft(request, timeout=_SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
+            return stub.FlushDraft(request, timeout=SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
 
         calls: list[Coroutine[Any, Any, Any]] = []
         for draft in self._orchestrator.drafts:

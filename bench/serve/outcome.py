@@ -129,14 +129,15 @@ def _take(outcome: Outcome, event: dict[str, Any], now: float) -> None:
         error = event["error"]
         outcome.fail("error in the stream", str(error.get("message", error) if isinstance(error, dict) else error))
     for choice in event.get("choices") or []:
+        owner = int(choice.get("index") or 0)
         said = choice.get("delta") or choice.get("message") or {}
         thought, content = _thought(said), _joined(choice.get("text") or said.get("content"), "text")
         if thought or content or said.get("tool_calls") or said.get("function_call"):
             outcome.pieces.append(now)
             outcome.texts.append(thought + content)
             outcome.contents.append(content)
-            outcome.owners.append(int(choice.get("index") or 0))
-        outcome.last = outcome.lasts[int(choice.get("index") or 0)] = now
+            outcome.owners.append(owner)
+        outcome.last = outcome.lasts[owner] = now
         steps = ((choice.get("metrics") or {}).get("speculative_decoding") or {}).get("acceptance_histogram") or ()
         outcome.histogram = [sum(counts) for counts in zip_longest(outcome.histogram, map(int, steps), fillvalue=0)]
         outcome.finish = str(choice.get("finish_reason") or outcome.finish)

@@ -19,6 +19,7 @@ from gateway.api.unicode import WHOLE
 from gateway.control import Control, PauseMode, Updated
 from gateway.facts import Facts
 from gateway.generator import Generator
+from gateway.workers.answers import abort_everywhere
 from outrider.errors import InvalidRequest
 from outrider.wire.v1 import common_pb2
 
@@ -126,8 +127,7 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
             aborted = generator.abort_all() + sum(others.values())
             return _json({"success": True, "aborted_requests": aborted})
         for name in body.names():
-            others = await facts.peers.ask("abort_prefix" if body.prefix else "abort", name)
-            if aborted := generator.abort(name, prefix=body.prefix) + sum(others.values()):
+            if aborted := await abort_everywhere(generator, facts.peers, name, prefix=body.prefix):
                 break
         return _json({"success": True, "aborted_requests": aborted})
 

@@ -11,6 +11,7 @@ from gateway.control import Control
 from gateway.facade.bundle import bundle
 from gateway.facts import Facts
 from gateway.generator import Generator
+from gateway.workers.answers import abort_everywhere
 from outrider.tracing import Tracing
 
 
@@ -37,5 +38,4 @@ class Backend:
 
     async def abort(self, name: str) -> int:
         """End a request, whichever worker of the gateway has it. Returns how many answers of it were under way."""
-        others = await self.facts.peers.ask("abort", name)
-        return self.generator.abort(name) + sum(int(count) for count in others.values())
+        return await abort_everywhere(self.generator, self.facts.peers, name)

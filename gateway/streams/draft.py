@@ -16,7 +16,7 @@ from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 
 _UNLIMITED = "NGRAM"
-_FLUSH_TIMEOUT = 600.0  # seconds; it may read the target's embedding and head
+SHARE_TIMEOUT = 600.0  # seconds for a draft to read the target's embedding and head
 
 
 async def _at_once() -> None:
@@ -141,13 +141,13 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         """Let it forget what it must, and take up what it shares with the target: it may have been started anew."""
         told = ""
         while (owed := self._owed) is not None:
-            await stub.FlushDraft(owed, timeout=_FLUSH_TIMEOUT)
+            await stub.FlushDraft(owed, timeout=SHARE_TIMEOUT)
             told = owed.target_folder
             if self._owed is owed:
                 self._owed = None
         if self.features is not None and self.target_folder != told:
             request = draft_pb2.FlushDraftRequest(only_fed=True, target_folder=self.target_folder)
-            await stub.FlushDraft(request, timeout=_FLUSH_TIMEOUT)
+            await stub.FlushDraft(request, timeout=SHARE_TIMEOUT)
 
     def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)

@@ -1,4 +1,4 @@
-"""What a worker answers to the others."""
+"""What a worker answers to the others, and what all of them are asked together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 from gateway.control import Control
 from gateway.generator import Generator
-from gateway.workers.peers import Answers
+from gateway.workers.peers import Answers, Peers
 
 
 def answers_for(generator: Generator, control: Control) -> Answers:
@@ -19,3 +19,9 @@ def answers_for(generator: Generator, control: Control) -> Answers:
         "weights": control.adopt,
         "pause": control.adopt_pause,
     }
+
+
+async def abort_everywhere(generator: Generator, peers: Peers, name: str, *, prefix: bool = False) -> int:
+    """End a request, whichever worker has it. prefix: as of Generator.abort. Returns how many answers there were."""
+    others = await peers.ask("abort_prefix" if prefix else "abort", name)
+    return generator.abort(name, prefix=prefix) + sum(int(count) for count in others.values())
