@@ -21,7 +21,7 @@ from services.target.engine import TargetEngine
 from services.target.kernels import choose
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.ragged import Load, Ragged, Split, ancestor_words
+from services.target.kernels.ragged import _BEGINNING, Load, Ragged, Split, ancestor_words
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape
 from services.target.layout import tree_mask
@@ -161,13 +161,33 @@ def test_partial_results_stay_within_their_room():
         (12, 1024, 512),
         (16, 8192, 4096),
         (40, 8192, 2048),
-        (3, 0, 4096),
+        (1, 8208, 256),  # a few keys more than a power of two do not leave half of the programs idle
+        (4, 1040, 256),
+        (16, 1040, 640),
+        (3, 0, 128),
     ],
 )
 def test_splits_are_as_long_as_leaves_no_program_idle(sessions, keys, expected):
     load = Load(264, 10**6)  # an H200, 8 heads
     assert Split(128, 4096).under(load, np.full(sessions, keys), 8) == expected
     assert Split(256, 256).under(load, np.full(sessions, keys), 8) == 256
+
+
+def test_no_size_of_splits_lets_programs_be_through_much_sooner():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        keys = rng.integers(0, 20_000, rng.integers(1, 60))
+        programs, heads = int(rng.integers(1, 300)), int(rng.integers(1, 9))
+
+        def through(size, blocks=-(-keys // 128), programs=programs, heads=heads):
+            parts = [part for count in blocks.tolist() for part in [size] * (count // size) + [count % size]]
+            costs = sorted((part + _BEGINNING / 128 for part in parts if part for _ in range(heads)), reverse=True)
+            return sum(costs[::programs])
+
+        found = Split(128, 4096).under(Load(programs, 10**6), keys, heads)
+        assert found % 128 == 0
+        assert 128 <= found <= 4096
+        assert through(found // 128) <= 1.1 * min(map(through, range(1, 33)))
 
 
 @pytest.mark.parametrize("least", [16, 32, 64])

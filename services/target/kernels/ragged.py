@@ -3,10 +3,10 @@
     span   rows of one session                      tile   neighbouring rows of a span that one program attends for
     split  some keys of a session, by position      item   a tile and the splits that one program takes
 
-A row's result is a fold over the splits that it sees, in order. Each split is computed alone, so the bits of the result
-do not depend on whether one program folds all splits of a tile or several programs leave partial results that are
-folded later; which of the two is done follows the load. So does the size of splits, unless it is fixed: then splits lie
-at fixed positions, and as a tile's height is fixed too, a row's result does not depend on the rest of the batch.
+A row's result is a fold over the splits that it sees, in order. One program attends over all splits of a tile, or
+several programs leave partial results that are folded later; which of the two is done follows the load. So does the
+size of splits, unless it is fixed: then splits lie at fixed positions, each is computed alone, whoever computes it, and
+as a tile's height is fixed too, the bits of a row's result do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -50,28 +50,46 @@ class Load:
 
 @dataclass(frozen=True)
 class Split:
-    """Fewest and most keys of a split, powers of two. Where they are equal, a row's bits do not depend on the batch."""
+    """Fewest and most keys of a split, the most a multiple of the fewest. Where they are equal, splits are fixed."""
 
     least: int
     most: int
 
+    @property
+    def fixed(self) -> bool:
+        """Whether splits lie at fixed positions, so that a row's bits do not depend on the batch."""
+        return self.least == self.most
+
     def under(self, load: Load, keys: NDArray[np.int64], programs_per_item: int) -> int:
-        """Keys a split by which programs are through soonest, if each takes one. keys: [tiles], that a tile sees."""
-        if self.least == self.most:
+        """Keys a split by which programs are through soonest. keys: [tiles], that a tile sees."""
+        if self.fixed:
             return self.least
-        blocks = -(-keys // self.least)  # the same for many steps
+        blocks = np.sort(-(-keys // self.least))[::-1]  # the same for many steps
         return _soonest(self, load.programs, programs_per_item, blocks.tobytes())
 
 
 @lru_cache(maxsize=256)
 def _soonest(split: Split, programs: int, programs_per_item: int, blocks: bytes) -> int:
-    """blocks: [tiles] int64, of `least` keys that a tile sees."""
+    """blocks: [tiles] int64, of `least` keys that a tile sees, descending."""
     counts = np.frombuffer(blocks, np.int64)
-    sizes = 1 << np.arange((split.most // split.least).bit_length())
-    items = np.maximum(-(-counts // sizes[:, None]), 1).sum(1) * programs_per_item
-    rounds = -(-items // programs)
-    cost = rounds * (split.least * int(counts.sum()) * programs_per_item / items + _BEGINNING)
-    return split.least * int(sizes[::-1][cost[::-1].argmin()])  # the longest of equals
+    longest, most = max(int(counts[0]), 1), split.most // split.least
+    fair = -(-int(counts.sum()) * programs_per_item // (_ROUNDS * programs))
+    parts = -(-longest // max(1, min(fair, most // _ROUNDS // 2)))  # where shorter splits have nothing to balance
+    sizes = {min(-(-longest // count), most) for count in range(1, parts + 1)}
+    costs = {size: _through(counts, size, programs, programs_per_item, _BEGINNING / split.least) for size in sizes}
+    return split.least * min(sizes, key=lambda size: (costs[size], -size))
+
+
+def _through(counts: NDArray[np.int64], size: int, programs: int, programs_per_item: int, beginning: float) -> float:
+    """When the program that takes the costliest item of each round is through. In blocks, as all sizes.
+
+    counts: [tiles], descending; size: of a split; beginning: what an item takes beside its blocks
+    """
+    whole, rest = int((counts // size).sum()), counts % size
+    items = whole + int(np.count_nonzero(rest))
+    costliest = np.arange(0, items * programs_per_item, programs) // programs_per_item  # of each round
+    ends = np.sort(rest)[::-1][costliest[costliest >= whole] - whole]
+    return size * (len(costliest) - len(ends)) + int(ends.sum()) + beginning * len(costliest)
 
 
 @dataclass(frozen=True)

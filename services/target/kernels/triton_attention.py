@@ -335,7 +335,7 @@ def launch(
         D1=wide_keys, D2=max(16, 1 << (rest - 1).bit_length()) if rest else 0, D=key_dim,
         DV=value_dim, DV_PAD=padded_value, PAGE=layout.page_size, M=tile.lanes, N=tile.keys,
         TREE=tree, WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-        WIDE=interpreted() and q.dtype == torch.bfloat16, ORDERED=ordered, CHAINED=chain,
+        WIDE=interpreted() and q.dtype == torch.bfloat16, ORDERED=ordered, EACH=tile.split.fixed, CHAINED=chain,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, launch_pdl=chain,
     )  # fmt: skip
     if partial:

@@ -113,6 +113,35 @@ def _blocks(
     return m, z, acc
 
 
+@triton.jit
+def _range(
+    begin, end, stop, q1, q2, k_pool, v_pool, pages, words, path, path_key, limit, node, own, start,
+    low_position, position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
+    M: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    PAGE: tl.constexpr, N: tl.constexpr, WORDS, TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDE: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """Attend over the keys begin .. end - 1 alone: blocks that hold nodes come last, and look at bits."""
+    plain_end = end
+    if TREE:
+        plain_end = tl.maximum(tl.minimum(own // N * N, end), begin)
+    m = tl.full([M], float("-inf"), tl.float32)
+    z = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DV_PAD], tl.float32)
+    m, z, acc = _blocks(
+        m, z, acc, begin, plain_end, stop, q1, q2, k_pool, v_pool, pages, words, path, path_key, limit, node, own,
+        start, low_position, position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
+        D1, D2, D, DV, DV_PAD, PAGE, N, WORDS, False, WINDOW, SOFTCAP, WIDE, ORDERED,
+    )  # fmt: skip
+    if TREE:
+        m, z, acc = _blocks(
+            m, z, acc, plain_end, end, stop, q1, q2, k_pool, v_pool, pages, words, path, path_key, limit, node, own,
+            start, low_position, position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
+            D1, D2, D, DV, DV_PAD, PAGE, N, WORDS, True, WINDOW, SOFTCAP, WIDE, ORDERED,
+        )  # fmt: skip
+    return m, z, acc
+
+
 @triton.jit(do_not_specialize=["words_a_node"])
 def attend(
     q, k_pool, v_pool, out, partial_acc, partial_ml, positions, tiles, items, item_count, pages, words, paths,
@@ -122,13 +151,14 @@ def attend(
     D1: tl.constexpr, D2: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
     PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     TREE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
-    ORDERED: tl.constexpr, CHAINED: tl.constexpr,
+    ORDERED: tl.constexpr, EACH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """q: [T, KV_HEADS * GROUP, D]; pools: [pages, PAGE, KV_HEADS, D or DV]; out: [T, KV_HEADS * GROUP, DV].
 
     partial_acc: [partial rows, heads, DV], partial_ml: [partial rows, heads, 2] float32. A group's heads are cut into
     BLOCKS of HEADS. scale: of scores, times log2(e). D1 + D2 >= D is the width of keys in powers of two.
-    ORDERED: whether tiles may look up in `paths` where some of their keys lie.
+    ORDERED: whether tiles may look up in `paths` where some of their keys lie. EACH: an item's splits are computed one
+    by one and folded, as if each had a program of its own; without it they are one range of keys.
     """
     let_go(CHAINED)
     total = tl.load(item_count) * (KV_HEADS * BLOCKS)
@@ -163,34 +193,27 @@ def attend(
         if D2 > 0:
             q2 = tl.load(q_rows[:, None] + d2[None, :], mask=live[:, None] & (d2 < D)[None, :], other=0.0)
 
-        m_all = tl.full([M], float("-inf"), tl.float32)
-        z_all = tl.zeros([M], tl.float32)
-        acc_all = tl.zeros([M, DV_PAD], tl.float32)
-        for split in tl.range(first_split, last_split):
-            begin = tl.maximum(split * split_keys, low // N * N)
-            end = tl.minimum((split + 1) * split_keys, stop)
-            plain_end = end
-            if TREE:  # blocks that hold nodes come last, and look at bits
-                plain_end = tl.maximum(tl.minimum(own // N * N, end), begin)
-            m = tl.full([M], float("-inf"), tl.float32)
-            z = tl.zeros([M], tl.float32)
-            acc = tl.zeros([M, DV_PAD], tl.float32)
-            m, z, acc = _blocks(
-                m, z, acc, begin, plain_end, stop, q1, q2, k_pool + kv_head * k_head, v_pool + kv_head * v_head,
-                page_row, word_row, path, path_key, limit, node, own, start, low_position, positions + row0 - place,
-                scale, softcap, k_page, k_slot, v_page, v_slot,
-                D1, D2, D, DV, DV_PAD, PAGE, N, words_a_node, False, WINDOW, SOFTCAP, WIDE,
-                ORDERED,
-            )  # fmt: skip
-            if TREE:
-                m, z, acc = _blocks(
-                    m, z, acc, plain_end, end, stop, q1, q2, k_pool + kv_head * k_head, v_pool + kv_head * v_head,
-                    page_row, word_row, path, path_key, limit, node, own, start, low_position, positions + row0 - place,
-                    scale, softcap, k_page, k_slot, v_page, v_slot,
-                    D1, D2, D, DV, DV_PAD, PAGE, N, words_a_node, True, WINDOW, SOFTCAP, WIDE,
-                    ORDERED,
+        k_own, v_own, position_of = k_pool + kv_head * k_head, v_pool + kv_head * v_head, positions + row0 - place
+        first_key = low // N * N
+        if EACH:
+            m_all = tl.full([M], float("-inf"), tl.float32)
+            z_all = tl.zeros([M], tl.float32)
+            acc_all = tl.zeros([M, DV_PAD], tl.float32)
+            for split in tl.range(first_split, last_split):
+                m, z, acc = _range(
+                    tl.maximum(split * split_keys, first_key), tl.minimum((split + 1) * split_keys, stop), stop, q1, q2,
+                    k_own, v_own, page_row, word_row, path, path_key, limit, node, own, start, low_position,
+                    position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
+                    M, D1, D2, D, DV, DV_PAD, PAGE, N, words_a_node, TREE, WINDOW, SOFTCAP, WIDE, ORDERED,
                 )  # fmt: skip
-            m_all, z_all, acc_all = _fold(m_all, z_all, acc_all, m, z, acc)
+                m_all, z_all, acc_all = _fold(m_all, z_all, acc_all, m, z, acc)
+        else:
+            m_all, z_all, acc_all = _range(
+                tl.maximum(first_split * split_keys, first_key), tl.minimum(last_split * split_keys, stop), stop, q1,
+                q2, k_own, v_own, page_row, word_row, path, path_key, limit, node, own, start, low_position,
+                position_of, scale, softcap, k_page, k_slot, v_page, v_slot,
+                M, D1, D2, D, DV, DV_PAD, PAGE, N, words_a_node, TREE, WINDOW, SOFTCAP, WIDE, ORDERED,
+            )  # fmt: skip
 
         if partial < 0:
             sink = tl.zeros([M], tl.float32)
