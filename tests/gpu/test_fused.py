@@ -10,7 +10,8 @@ from torch.nn import functional
 from outrider.config import TargetConfig
 from services.target.batch import Capture
 from services.target.graphs import CudaCapturer, GraphRunner
-from services.target.kernels import triton_few, triton_rows
+from services.target.kernels import gluon_few, triton_few, triton_rows
+from services.target.kernels.triton_chain import chained
 from services.target.model.fused import FusedRunner
 from services.target.model.load import load
 from tests.target.decoders import MODELS, cache_of, few_rows, random_batch, runners, written
@@ -74,23 +75,34 @@ def test_a_step_of_a_few_rows_waits_for_every_launch_of_its_chain(name, tmp_path
 
 
 @pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_products_turn_and_store(rows, pool_dtype):
+def test_products_turn_and_store(rows, pool_dtype, biased):
     torch.manual_seed(rows)
     heads, dim, inputs = (32, 8), 128, 4096
     x = torch.randn(rows, inputs, device=CUDA).bfloat16()
     weight = (torch.randn((heads[0] + 2 * heads[1]) * dim, inputs, device=CUDA) / inputs**0.5).bfloat16()
+    bias = torch.randn(len(weight), device=CUDA).bfloat16() if biased else None
     positions = torch.randint(0, 500, (rows,), device=CUDA)
     slots = torch.randperm(100, device=CUDA)[:rows] + 16
     angles = torch.arange(500, device=CUDA)[:, None] * torch.rand(dim // 2, device=CUDA)
     tables = angles.cos(), angles.sin()
     pools = [torch.zeros(8, 16, heads[1], dim, device=CUDA).to(pool_dtype) for _ in range(2)]
     others = [pool.clone() for pool in pools]
-    found = triton_few.turned(x, weight, None, heads, positions, slots, tables, tuple(pools))
-    wide = triton_few.linear(x, weight)
+    found = triton_few.turned(x, weight, bias, heads, positions, slots, tables, tuple(pools))
+    wide = triton_few.linear(x, weight, bias)
     expected = triton_rows.turn(wide, heads, positions, slots, tables, tuple(others))
     assert torch.equal(found, expected)
     assert all(torch.equal(pool.float(), other.float()) for pool, other in zip(pools, others, strict=True))
+
+
+def test_matrices_are_on_their_way_before_the_rows_where_widths_are_even():
+    if not chained(CUDA):
+        pytest.skip("needs compute capability 9.0")
+    x, weight = torch.zeros(4, 512, device=CUDA).bfloat16(), torch.zeros(2048, 512, device=CUDA).bfloat16()
+    assert gluon_few.serves(x, weight)
+    assert not gluon_few.serves(x[:, :500], weight[:, :500])
+    assert not gluon_few.serves(x.flatten()[1 : 1 + 512 * 3].view(3, 512), weight)
 
 
 def test_models_are_loaded_so(tmp_path):
@@ -100,8 +112,13 @@ def test_models_are_loaded_so(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (2050, 1000), (28672, 4096)])
-def test_products_of_a_few_rows(dtype, gated, outputs, inputs):
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (2048, 256), (2050, 512), (2050, 1000), (28672, 4096)]
+)
+def test_products_of_a_few_rows(dtype, gated, ahead, outputs, inputs, monkeypatch):
+    if not ahead:
+        monkeypatch.setattr(gluon_few, "serves", lambda x, weight: False)
     torch.manual_seed(outputs)
     x = torch.randn(16, inputs, device=CUDA, dtype=dtype)
     weight = (torch.randn(outputs, inputs, device=CUDA) / inputs**0.5).to(dtype)

@@ -8,6 +8,7 @@ are the same whether 1 or 16 are computed together. What comes behind a product 
     turned     a program multiplies with both halves of a head, turns them by their positions and stores keys and values
 
 Behind a small launch, which leaves processors idle, programs start before it ends, and read what does not depend on it.
+From compute capability 9.0, for widths that are multiples of 256, gluon_few.py has kernels that do the same sooner.
 """
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
@@ -15,11 +16,14 @@ Behind a small launch, which leaves processors idle, programs start before it en
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from services.target.kernels import gluon_few
 from services.target.kernels.triton_attention import interpreted, processors
 from services.target.kernels.triton_cache import largest
 from services.target.kernels.triton_chain import chained, let_go, wait
@@ -60,42 +64,30 @@ def _add(left, right, total, WIDE: tl.constexpr):
 @triton.jit
 def _multiply(
     x, own, beside, rows, inputs, x_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
-    TWO: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr, TWO: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows with the matrix's rows that begin at `own`, [OUTPUTS], and, of TWO, at `beside`; waits for the rows.
+    """Rows with the matrix's rows that begin at `own`, [OUTPUTS], and, of TWO, at `beside`.
 
-    AHEAD: the matrix's first block is read before the rows are there, and multiplied last, so that the blocks behind it
-    are asked for at once. Returns two times [ROWS, OUTPUTS] float32, the second for TWO.
+    Returns two times [ROWS, OUTPUTS] float32, the second for TWO.
     """
     row, part = tl.arange(0, ROWS), tl.arange(0, INPUTS)
     live, x_rows = (row < rows)[:, None], x + row[:, None] * x_row
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     second = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    if AHEAD:
-        own_ahead = _part(own, part, inputs, EVEN)
-        if TWO:
-            beside_ahead = _part(beside, part, inputs, EVEN)
-    wait(CHAINED)
-    if AHEAD:
-        x_ahead = _inputs(x_rows, live, part, inputs, EVEN)
-    for begin in tl.range(INPUTS if AHEAD else 0, inputs, INPUTS):
+    for begin in tl.range(0, inputs, INPUTS):
         right = _part(own, begin + part, inputs, EVEN)
         left = _inputs(x_rows, live, begin + part, inputs, EVEN)
         total = _add(left, right, total, WIDE)
         if TWO:
             second = _add(left, _part(beside, begin + part, inputs, EVEN), second, WIDE)
-    if AHEAD:
-        total = _add(x_ahead, own_ahead, total, WIDE)
-        if TWO:
-            second = _add(x_ahead, beside_ahead, second, WIDE)
     return total, second
 
 
 @triton.jit(do_not_specialize=["rows"])
 def few_rows(
     x, weight, bias, y, rows, outputs, inputs, x_row, w_row, y_row,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EVEN: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, WIDE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """GATED: the weight holds gates and, `outputs` rows on, their values."""
@@ -103,9 +95,8 @@ def few_rows(
     row, output = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = weight + tl.minimum(output, outputs - 1).to(tl.int64) * w_row
     beside = own + outputs.to(tl.int64) * w_row
-    total, values = _multiply(
-        x, own, beside, rows, inputs, x_row, ROWS, OUTPUTS, INPUTS, AHEAD, EVEN, GATED, WIDE, CHAINED
-    )
+    wait(CHAINED)
+    total, values = _multiply(x, own, beside, rows, inputs, x_row, ROWS, OUTPUTS, INPUTS, EVEN, GATED, WIDE)
     rounded = y.dtype.element_ty
     if GATED:
         opened = activated(total.to(rounded).to(tl.float32), GELU).to(rounded).to(tl.float32)
@@ -136,7 +127,8 @@ def turned_rows(
     angle = tl.load(positions + row, mask=there, other=0)[:, None] * HALF + at
     cosine, sine = tl.load(cosines + angle), tl.load(sines + angle)
     slot = tl.load(slots + row, mask=there, other=0)[:, None]
-    total, _ = _multiply(x, own, own, rows, inputs, x_row, ROWS, 2 * PAIRS, INPUTS, True, EVEN, False, WIDE, CHAINED)
+    wait(CHAINED)
+    total, _ = _multiply(x, own, own, rows, inputs, x_row, ROWS, 2 * PAIRS, INPUTS, EVEN, False, WIDE)
     rounded = queries.dtype.element_ty
     if BIAS:
         total += tl.load(bias + output).to(tl.float32)[None, :]
@@ -206,16 +198,19 @@ def turned(
     assert k_pool.is_contiguous(), "a slot's heads lie together"
     assert v_pool.is_contiguous(), "a slot's heads lie together"
     queries = x.new_empty(rows, heads[0], dim)
-    chain = chained(x.device)
-    turned_rows[(weight.shape[0] // (2 * _PAIRS),)](
+    args = (
         x, weight, x if bias is None else bias, positions, slots, *tables, queries, k_pool, v_pool,
         rows, inputs, x.stride(0), weight.stride(0), queries.stride(0), *k_pool.stride()[:2], *v_pool.stride()[:2],
-        HEADS=heads[0], KV_HEADS=heads[1], D=dim, HALF=dim // 2, PAGE=k_pool.shape[1],
-        LIMIT=largest(k_pool),
-        ROWS=ROWS, PAIRS=_PAIRS, INPUTS=_INPUTS, EVEN=inputs % _INPUTS == 0, BIAS=bias is not None,
-        WIDE=interpreted(), CHAINED=chain,
-        num_warps=4, num_stages=4, launch_pdl=chain and early,
     )  # fmt: skip
+    constants = {
+        "HEADS": heads[0], "KV_HEADS": heads[1], "D": dim, "HALF": dim // 2, "PAGE": k_pool.shape[1],
+        "LIMIT": largest(k_pool), "ROWS": ROWS, "PAIRS": _PAIRS, "BIAS": bias is not None,
+    }  # fmt: skip
+    programs = (weight.shape[0] // (2 * _PAIRS),)
+    if gluon_few.serves(x, weight):
+        gluon_few.turned_rows[programs](*args, **constants, **gluon_few.TURNED.constants, launch_pdl=early)
+    else:
+        turned_rows[programs](*args, **constants, **_constants(x, early), num_stages=4)
     return queries
 
 
@@ -225,16 +220,29 @@ def _launch(
     rows, inputs = _shape(x, weight)
     y = x.new_empty(rows, outputs)
     own = 32 if weight.shape[0] >= 2 * _LEAST_OUTPUTS else 16
-    programs = triton.cdiv(outputs, own)
-    alone = not gated and programs <= processors(x.device)  # on a processor, where so many blocks leave no room for two
-    chain = chained(x.device)
-    few_rows[(programs,)](
+    programs = (triton.cdiv(outputs, own),)
+    args = (
         x, weight, x if bias is None else bias, y, rows, outputs, inputs, x.stride(0), weight.stride(0), y.stride(0),
-        ROWS=ROWS, OUTPUTS=own, INPUTS=_INPUTS, AHEAD=gated or alone, EVEN=inputs % _INPUTS == 0,
-        BIAS=bias is not None, GATED=gated, GELU=gelu, WIDE=interpreted(), CHAINED=chain,
-        num_warps=4, num_stages=3 if gated else 6 if alone else 4, launch_pdl=chain and (early or alone),
     )  # fmt: skip
+    constants = {"ROWS": ROWS, "BIAS": bias is not None, "GATED": gated, "GELU": gelu}
+    if gluon_few.serves(x, weight):
+        alone = not gated and programs[0] <= processors(x.device)
+        ring = gluon_few.GATED if gated else gluon_few.ALONE if alone else gluon_few.MANY
+        gluon_few.few_rows[programs](
+            *args, **constants, **ring.constants, OUTPUTS=2 * own if gated else own, launch_pdl=early or alone
+        )
+    else:
+        few_rows[programs](*args, **constants, **_constants(x, early), OUTPUTS=own, num_stages=3 if gated else 4)
     return y
+
+
+def _constants(x: Tensor, early: bool) -> dict[str, Any]:
+    """Of a launch of either kernel."""
+    chain = chained(x.device)
+    return {
+        "INPUTS": _INPUTS, "EVEN": x.shape[1] % _INPUTS == 0, "WIDE": interpreted(), "CHAINED": chain, "num_warps": 4,
+        "launch_pdl": chain and early,
+    }  # fmt: skip
 
 
 def _shape(x: Tensor, weight: Tensor) -> tuple[int, int]:
