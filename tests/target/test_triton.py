@@ -169,8 +169,18 @@ def test_partial_results_stay_within_their_room():
 )
 def test_splits_are_as_long_as_leaves_no_program_idle(sessions, keys, expected):
     load = Load(264, 10**6)  # an H200, 8 heads
-    assert Split(128, 4096).under(load, np.full(sessions, keys), 8) == expected
-    assert Split(256, 256).under(load, np.full(sessions, keys), 8) == 256
+    one = np.ones(sessions, np.int64)
+    assert Split(128, 4096).under(load, np.full(sessions, keys), one, 8) == expected
+    assert Split(256, 256).under(load, np.full(sessions, keys), one, 8) == 256
+
+
+def test_splits_are_longer_where_partial_results_cost_much_or_have_no_room():
+    prompt, rows = np.arange(1, 129) * 16, np.full(128, 16)
+    assert Split(128, 2048).under(Load(264, 10**6), prompt, rows, 8) == 2048  # whole tiles
+    verified, rows = np.full(16, 32784), np.full(16, 16)
+    assert Split(128, 2048).under(Load(264, 10**6), verified, rows, 8) == 2048
+    assert Split(128, 2048).under(Load(264, 16 * 16 * 17 - 1), verified, rows, 8) == 4096
+    assert Split(128, 2048).under(Load(264, 0), verified, rows, 8) >= 32784
 
 
 def test_no_size_of_splits_lets_programs_be_through_much_sooner():
@@ -184,7 +194,7 @@ def test_no_size_of_splits_lets_programs_be_through_much_sooner():
             costs = sorted((part + _BEGINNING / 128 for part in parts if part for _ in range(heads)), reverse=True)
             return sum(costs[::programs])
 
-        found = Split(128, 4096).under(Load(programs, 10**6), keys, heads)
+        found = Split(128, 4096).under(Load(programs, 10**6), keys, np.ones(len(keys), np.int64), heads)
         assert found % 128 == 0
         assert 128 <= found <= 4096
         assert through(found // 128) <= 1.1 * min(map(through, range(1, 33)))

@@ -29,7 +29,7 @@ from services.target.kernels.triton_chain import chained
 ask_for = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 let_go, wait = gluon.jit(triton_chain.let_go.fn), gluon.jit(triton_chain.wait.fn)
 activated, put = gluon.jit(triton_rows.activated.fn), gluon.jit(triton_rows.put.fn)
-at_slot = gluon.jit(triton_rows.at_slot.fn)
+at_slot, rotated = gluon.jit(triton_rows.at_slot.fn), gluon.jit(triton_rows.rotated.fn)
 
 _WARPS = 4
 _ALIGNED = 16  # numbers of a matrix's row, bytes of its address: what copies to shared memory want
@@ -201,7 +201,7 @@ def turned_rows(
     rounded: gl.constexpr = queries.dtype.element_ty
     left, right = gl.split(total.to(rounded).to(gl.float32).reshape([ROWS, PAIRS, 2]))
     if head < HEADS + KV_HEADS:
-        left, right = left * cosine - right * sine, right * cosine + left * sine
+        left, right = rotated(left, right, cosine, sine)
     left, right = left.to(rounded), right.to(rounded)
     if head < HEADS:
         target = queries + row[:, None] * q_row + head * D + at

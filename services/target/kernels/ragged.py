@@ -35,8 +35,9 @@ _NO_PATH = np.iinfo(np.int32).max
 _WORD_BITS = 32
 # Programs that a device should have to do, as a multiple of those that it runs at once, before tiles stay whole.
 _ROUNDS = 2
-# Keys in the time in which a program begins an item and ends it: 2 us on an H200.
-_BEGINNING = 192
+# Keys in the time in which a program begins an item and ends it, 2 us on an H200, and in which a row's partial result
+# is left and folded.
+_BEGINNING, _PARTIAL = 192, 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Split:
-    """Fewest and most keys of a split, the most a multiple of the fewest. Where they are equal, splits are fixed."""
+    """Fewest and most keys of a split, the most a multiple of the fewest. Where they are equal, splits are fixed.
+
+    Where there is no room for the partial results of the longest, splits are longer.
+    """
 
     least: int
     most: int
@@ -60,24 +64,40 @@ class Split:
         """Whether splits lie at fixed positions, so that a row's bits do not depend on the batch."""
         return self.least == self.most
 
-    def under(self, load: Load, keys: NDArray[np.int64], programs_per_item: int) -> int:
-        """Keys a split by which programs are through soonest. keys: [tiles], that a tile sees."""
+    def under(self, load: Load, keys: NDArray[np.int64], rows: NDArray[np.int64], programs_per_item: int) -> int:
+        """Keys a split by which programs are through soonest. keys, rows: [tiles], that a tile sees and has."""
         if self.fixed:
             return self.least
-        blocks = np.sort(-(-keys // self.least))[::-1]  # the same for many steps
-        return _soonest(self, load.programs, programs_per_item, blocks.tobytes())
+        blocks = -(-keys // self.least)  # the same for many steps
+        order = np.argsort(-blocks, kind="stable")
+        return _soonest(self, load, programs_per_item, blocks[order].tobytes(), rows[order].tobytes())
 
 
 @lru_cache(maxsize=256)
-def _soonest(split: Split, programs: int, programs_per_item: int, blocks: bytes) -> int:
-    """blocks: [tiles] int64, of `least` keys that a tile sees, descending."""
-    counts = np.frombuffer(blocks, np.int64)
+def _soonest(split: Split, load: Load, programs_per_item: int, blocks: bytes, rows: bytes) -> int:
+    """blocks: [tiles] int64, of `least` keys that a tile sees, descending; rows: [tiles] int64, that it has."""
+    counts, heights = np.frombuffer(blocks, np.int64), np.frombuffer(rows, np.int64)
     longest, most = max(int(counts[0]), 1), split.most // split.least
-    fair = -(-int(counts.sum()) * programs_per_item // (_ROUNDS * programs))
+    fair = -(-int(counts.sum()) * programs_per_item // (_ROUNDS * load.programs))
     parts = -(-longest // max(1, min(fair, most // _ROUNDS // 2)))  # where shorter splits have nothing to balance
-    sizes = {min(-(-longest // count), most) for count in range(1, parts + 1)}
-    costs = {size: _through(counts, size, programs, programs_per_item, _BEGINNING / split.least) for size in sizes}
-    return split.least * min(sizes, key=lambda size: (costs[size], -size))
+    sizes = sorted({min(-(-longest // count), most) for count in range(1, parts + 1)}, reverse=True)
+    while not _has_room(counts, heights, sizes[0], load):
+        sizes = [2 * sizes[0]]
+    best, soonest = sizes[0], np.inf
+    for size in sizes:
+        if not _has_room(counts, heights, size, load):
+            break
+        beginning = _BEGINNING + _PARTIAL * int(heights[counts > size].max(initial=0))
+        through = _through(counts, size, load.programs, programs_per_item, beginning / split.least)
+        if through < soonest:
+            best, soonest = size, through
+    return split.least * best
+
+
+def _has_room(counts: NDArray[np.int64], heights: NDArray[np.int64], size: int, load: Load) -> bool:
+    """Whether partial results fit, if splits have `size` blocks. counts, heights: [tiles], blocks and rows."""
+    parts = -(-counts // size)
+    return int((parts * heights)[parts > 1].sum()) <= load.partial_rows
 
 
 def _through(counts: NDArray[np.int64], size: int, programs: int, programs_per_item: int, beginning: float) -> float:
@@ -157,7 +177,7 @@ class Ragged:
         low = np.zeros(len(span), np.int64)
         if window is not None:
             low = np.maximum(np.minimum.reduceat(self.positions, first_row) - window + 1, 0)
-        keys = split.under(load, np.maximum(end - low, 0), programs_per_item)
+        keys = split.under(load, np.maximum(end - low, 0), rows, programs_per_item)
         columns = (
             first_row, rows, place, self.start[span], self.own[span], self.first_page[span], self.first_word[span], low,
             self.path_key[span], self.first_path[span], np.full(len(span), keys),

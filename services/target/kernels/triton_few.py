@@ -27,7 +27,7 @@ from services.target.kernels import gluon_few
 from services.target.kernels.triton_attention import interpreted, processors
 from services.target.kernels.triton_cache import largest
 from services.target.kernels.triton_chain import chained, let_go, wait
-from services.target.kernels.triton_rows import activated, at_slot, put
+from services.target.kernels.triton_rows import activated, at_slot, put, rotated
 
 ROWS = 16
 """Most rows of a product."""
@@ -134,7 +134,7 @@ def turned_rows(
         total += tl.load(bias + output).to(tl.float32)[None, :]
     left, right = tl.split(total.to(rounded).to(tl.float32).reshape(ROWS, 2, PAIRS).permute(0, 2, 1))
     if head < HEADS + KV_HEADS:
-        left, right = left * cosine - right * sine, right * cosine + left * sine
+        left, right = rotated(left, right, cosine, sine)
     left, right = left.to(rounded), right.to(rounded)
     if head < HEADS:
         target = queries + row[:, None] * q_row + head * D + at
