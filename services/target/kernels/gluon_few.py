@@ -16,7 +16,9 @@ there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -61,7 +63,25 @@ ALONE, MANY, GATED, TURNED = Ring(256, 5, 4), Ring(256, 3, 1), Ring(128, 4, 1), 
 def serves(x: Tensor, weight: Tensor) -> bool:
     """True if the kernels here can be launched. x: [T, inputs]; weight: [outputs, inputs]."""
     even = x.shape[1] % _WIDEST == 0 and x.stride(0) % _ALIGNED == weight.stride(0) % _ALIGNED == 0
-    return even and chained(x.device) and x.data_ptr() % _ALIGNED == weight.data_ptr() % _ALIGNED == 0
+    return even and _has_room(x.device) and x.data_ptr() % _ALIGNED == weight.data_ptr() % _ALIGNED == 0
+
+
+@lru_cache
+def _has_room(device: torch.device) -> bool:
+    """Whether launches form chains and shared memory holds rings: compute capability 12 has less than half of it."""
+    return chained(device) and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@gluon.constexpr_function
+def _wide(inputs, lanes, warps):
+    """The layout of what is read: 16 bytes a thread, which threads beside one another read from one row."""
+    return gl.BlockedLayout([1, 1, 8], [lanes, 256 // inputs, inputs // lanes // 8], [1, warps, 1], [2, 0, 1])
+
+
+@gluon.constexpr_function
+def _mma(lanes, warps):
+    """The layout of sums, [LANES, ROWS, OUTPUTS]: warps have lanes of their own and, where these are fewer, outputs."""
+    return gl.NVMMADistributedLayout([2, 0], [lanes, 1, warps // lanes], [1, 16, 8])
 
 
 @gluon.jit
@@ -139,10 +159,8 @@ def few_rows(
 ):  # fmt: skip
     """As `triton_few.few_rows`. GATED: a program's outputs are gates and, each behind its own, their values."""
     let_go(True)
-    wide: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [LANES, 256 // INPUTS, INPUTS // LANES // 8], [1, WARPS, 1], [2, 0, 1]
-    )
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, WARPS // LANES], [1, 16, 8])
+    wide: gl.constexpr = _wide(INPUTS, LANES, WARPS)
+    mma: gl.constexpr = _mma(LANES, WARPS)
     EACH: gl.constexpr = 2 if GATED else 1
     own: gl.constexpr = OUTPUTS // EACH
     place = gl.arange(0, OUTPUTS, gl.SliceLayout(0, gl.SliceLayout(2, wide)))
@@ -173,10 +191,8 @@ def turned_rows(
 ):  # fmt: skip
     """As `triton_few.turned_rows`. Of a program's outputs, one by one, the first half of a head and the second."""
     let_go(True)
-    wide: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [LANES, 256 // INPUTS, INPUTS // LANES // 8], [1, WARPS, 1], [2, 0, 1]
-    )
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, WARPS // LANES], [1, 16, 8])
+    wide: gl.constexpr = _wide(INPUTS, LANES, WARPS)
+    mma: gl.constexpr = _mma(LANES, WARPS)
     OUTPUTS: gl.constexpr = 2 * PAIRS
     head = gl.program_id(0) // (HALF // PAIRS)
     first = gl.program_id(0) % (HALF // PAIRS) * PAIRS

@@ -8,7 +8,7 @@ are the same whether 1 or 16 are computed together. What comes behind a product 
     turned     a program multiplies with both halves of a head, turns them by their positions and stores keys and values
 
 Behind a small launch, which leaves processors idle, programs start before it ends, and read what does not depend on it.
-From compute capability 9.0, for widths that are multiples of 256, gluon_few.py has kernels that do the same sooner.
+Where a GPU has compute capability 9 or 10, gluon_few.py has kernels that do the same sooner, for multiples of 256.
 """
 
 # Triton reads annotations of a kernel at run time and knows few; it names constants in capitals.
