@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,15 +16,19 @@ from services.target.kernels.triton_attention import Tile, TritonAttention, pick
 from services.target.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.layout import SHORT
 
-_OTHERS = tuple(
-    Tile(lanes, keys, Split(split, split), warps, stages)
-    for lanes, keys, split, warps, stages in (
-        (16, 64, 256, 4, 3), (16, 128, 128, 4, 3), (16, 128, 256, 4, 3), (16, 128, 512, 4, 3), (64, 64, 64, 4, 3),
-        (64, 64, 128, 4, 3), (64, 64, 256, 4, 3), (64, 64, 512, 4, 4),
-    )
+_SHORT_SPLITS, _SPLITS, _FIXED = Split(128, 4096), Split(128, 2048), Split(256, 256)
+_OTHERS_SHORT = (
+    Tile(16, 128, _SHORT_SPLITS, 4, 2), Tile(16, 64, _SHORT_SPLITS, 4, 3), Tile(16, 64, _SHORT_SPLITS, 4, 4),
+    Tile(16, 128, _FIXED, 4, 3),
 )  # fmt: skip
+_OTHERS_TALL = (
+    Tile(64, 64, _SPLITS, 4, 4), Tile(64, 64, _SPLITS, 8, 3), Tile(64, 32, _SPLITS, 4, 3), Tile(64, 32, _SPLITS, 4, 4),
+    Tile(32, 64, _SPLITS, 4, 3), Tile(64, 64, _SHORT_SPLITS, 4, 3), Tile(64, 64, _FIXED, 4, 3),
+)  # fmt: skip
+# Sessions, rows of each, tokens of context.
 _CELLS = (
-    (1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (1, VERIFIED, 1024), (1, VERIFIED, 8192), (16, 1, 8192), (1, 2048, 2048),
+    (1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1000), (16, 1, 8192), (1, VERIFIED, 1024), (1, VERIFIED, 8192),
+    (4, VERIFIED, 1024), (16, VERIFIED, 1024), (16, VERIFIED, 8192), (1, 2048, 2048),
 )  # fmt: skip
 _LAYERS = 12  # whose keys and values are more than the device's caches hold
 
@@ -47,7 +50,7 @@ def measured(
     cache = KVCache([shape] * _LAYERS, pages, PAGE, dtype, device)
     for pool in (*cache.keys, *cache.values):
         pool.normal_()
-    for (count, rows, context), tile in itertools.product(_CELLS, (None, *_OTHERS)):
+    for (count, rows, context), tile in _tried():
         picked = tile or (short if rows <= SHORT else tall)
         split = f"{picked.split.least}" + (f" to {picked.split.most}" if picked.split.least < picked.split.most else "")
         name = f"{picked.lanes}x{picked.keys}, split {split}, {picked.warps} warps, {picked.stages} stages"
@@ -67,3 +70,10 @@ def measured(
                 "sessions": count, "rows": rows, "context": context, "tile": named,
                 "us": us, "floor us": floor, "of floor": floor / us,
             }  # fmt: skip
+
+
+def _tried() -> Iterator[tuple[tuple[int, int, int], Tile | None]]:
+    """Cells and tiles, each cell first with the tile that is picked."""
+    for cell in _CELLS:
+        for tile in (None, *(_OTHERS_SHORT if cell[1] <= SHORT else _OTHERS_TALL)):
+            yield cell, tile
