@@ -288,7 +288,7 @@ def plot(report: Report) -> None:
 
     rows = [row for row in report.rows if row["how"] == "graph" and row["what"] != "engine's step"]
     cells = list(dict.fromkeys((row["sessions"], row["context"]) for row in rows))
-    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 3.5), layout="constrained")
     for nth, what in enumerate(("floor", "plain step", "verification")):
         found = [row for row in rows if row["what"] == (what if nth else "plain step")]
         heights = [row["ms" if nth else "floor ms"] for row in found]
