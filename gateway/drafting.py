@@ -17,6 +17,7 @@ from gateway.session import Session
 from gateway.streams.batches import split_proposals
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.streams.unreadable import Unreadable
 from gateway.watch import Watches
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import SessionFailure
@@ -46,12 +47,12 @@ class Drafting:
         self._telling = telling
         self._watches = watches
         self._metrics = metrics
-        self._unreadable: set[DraftLink] = set()  # those of which the log has said so
+        self._unreadable = Unreadable(metrics.unreadable, "hints", "they are dropped")
 
     def attach(self, draft: DraftLink) -> None:
         """Take a draft's link on."""
         self._places.add(draft)
-        self._metrics.unreadable.labels(draft.address)
+        self._unreadable.attach(draft)
         draft.on_up = partial(self._up, draft)
         draft.on_down = partial(self._down, draft)
         draft.on_frame = partial(self._take, draft)
@@ -68,18 +69,11 @@ class Drafting:
         draft.load = frame.load
 
     def _readable(self, draft: DraftLink, batch: common_pb2.ProposalBatch) -> bool:
-        """False for hints that cannot be read, which are counted; the log says so once a connection."""
+        """False for hints that cannot be read."""
         try:
             codec.check_proposals(batch)
         except InvalidRequest as error:
-            self._metrics.unreadable.labels(draft.address).inc()
-            if draft not in self._unreadable:
-                log.warning(
-                    "the draft at %s sends hints that cannot be read, and they are dropped: %s; run the same release "
-                    "everywhere",
-                    draft.address, error.message,
-                )  # fmt: skip
-            self._unreadable.add(draft)
+            self._unreadable.note(draft, error)
             return False
         return True
 
@@ -113,7 +107,7 @@ class Drafting:
     # --- coming and going ---
 
     def _up(self, draft: DraftLink) -> None:
-        self._unreadable.discard(draft)
+        self._unreadable.connected(draft)
         self._metrics.service_up.labels("draft", draft.address).set(1)
         free = [session for session in self._sessions.values() if session.draft is None]
         self._open_again([session for session in free if session.draft_failures < ATTEMPTS])

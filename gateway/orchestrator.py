@@ -1,7 +1,8 @@
 """Sessions over services: opens them, relays between the streams, and keeps them alive when a service dies.
 
     1. A request opens a session on a target and a draft, chosen by what they have cached and by load (`pools/`).
-    2. A frame of a target goes to the drafts as it came, and to the sessions that wait for their tokens.
+    2. A frame of a target goes to the drafts as it came, and to the sessions that wait for their tokens. One that
+       cannot be read goes nowhere, and the target is told again which text its sessions have.
     3. What drafts say goes to the targets (`drafting.py`).
     4. A session ends with its finish reason, an error, or because its client went away; then it is closed everywhere.
 
@@ -17,7 +18,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,13 +30,15 @@ from gateway.pools.placing import Placement
 from gateway.pools.pool import Routing
 from gateway.session import Session
 from gateway.streams.draft import DraftLink
-from gateway.streams.target import TargetLink
+from gateway.streams.target import TargetLink, logprobs_of
+from gateway.streams.unreadable import Unreadable
 from gateway.watch import Watches
-from outrider.errors import OutriderError, Overloaded, Unavailable
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unavailable
 from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
+from outrider.wire.features import feature_spans
 from outrider.wire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ class Orchestrator:
         self._watches = Watches()
         self._telling: list[common_pb2.CommitBatch] = []
         self._drafting = Drafting(self.places, self.sessions, self._telling, self._watches, metrics)
+        self._unreadable = Unreadable(metrics.unreadable_commits, "commits", "its sessions are opened there again")
         self._resume_timeout = resume_timeout
         self._alone_since: float | None = None  # by the loop's clock; while no target is up
         self._waiting: dict[int, asyncio.TimerHandle] = {}  # sessions without a target, by id
@@ -73,6 +77,7 @@ class Orchestrator:
         self._ids = itertools.count(secrets.randbits(31) << 32)
         for target in targets:
             self.places.add(target)
+            self._unreadable.attach(target)
             target.on_up = partial(self._target_up, target)
             target.on_down = partial(self._target_down, target)
             target.on_frame = partial(self._from_target, target)
@@ -187,27 +192,39 @@ class Orchestrator:
 
     async def _from_target(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
         target.heard(frame.load)  # whoever hears of a commit finds what it left behind
-        if frame.commits.session_ids:
+        try:
+            # Before drafts hear of it, to whom it goes joined to those of other targets.
+            rows, told = list(codec.commit_rows(frame.commits)), logprobs_of(frame)
+            spans = list(feature_spans(frame.features))
+        except InvalidRequest as error:
+            self._unreadable.note(target, error)
+            self._told_nothing(target)
+            return
+        if rows:
             for draft in self.drafts:
                 if draft.up and draft.session_count:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
-        if frame.features.session_ids:
-            feeding.relay(frame.features, self.sessions, self.drafts, self.metrics)
-        if frame.commits.session_ids:
+        if spans:
+            feeding.relay(frame.features, spans, self.sessions, self.drafts, self.metrics)
+        if rows:
             self._telling.append(frame.commits)
             try:
-                await self._tell(target, frame)
+                await self._tell(target, frame.load.weight_version, rows, told)
             finally:
                 self._telling.remove(frame.commits)
-        for error in frame.errors:
-            self._target_failed(target, codec.failure_from_pb(error))
+        for failed in frame.errors:
+            self._target_failed(target, codec.failure_from_pb(failed))
 
-    async def _tell(self, target: TargetLink, frame: target_pb2.VerifyResponse) -> None:
+    async def _tell(
+        self,
+        target: TargetLink,
+        version: str,
+        rows: Sequence[codec.CommitRow],
+        told: Mapping[int, Sequence[Logprobs]],
+    ) -> None:
         """Tell sessions what was committed, some at a time: their clients' work must not hold up what drafts say."""
         await asyncio.sleep(0)  # first of all the drafts hear of it
-        now, version = time.perf_counter(), frame.load.weight_version
-        told = _logprobs(frame)
-        rows = list(codec.commit_rows(frame.commits))
+        now = time.perf_counter()
         together: dict[int, int] = {}  # tokens of each session in the frame, until the first of its commits is counted
         for session_id, _, tokens, *_ in rows:
             together[session_id] = together.get(session_id, 0) + len(tokens)
@@ -241,10 +258,20 @@ class Orchestrator:
         if not session.strayed:
             what = f"{lost} tokens were lost on the way" if lost > 0 else "opened anew, the target has another text"
             log.warning("session %d: %s; opening it again", session.id, what)
-            session.linger()
-            session.strayed = True
-            self.places.open_there(session)
+            self._open_anew(session)
         return False
+
+    def _open_anew(self, session: Session) -> None:
+        """Open a session on its target once more, with the text that the client has been told."""
+        session.linger()
+        session.strayed = True
+        self.places.open_there(session)
+
+    def _told_nothing(self, target: TargetLink) -> None:
+        """What a frame said is lost, be it the end of a session: nobody knows of which ones it spoke."""
+        for session in list(self.sessions.values()):
+            if session.target is target and not self._lost_too_often(session, "a frame was lost"):
+                self._open_anew(session)
 
     def _commit(
         self,
@@ -285,6 +312,7 @@ class Orchestrator:
     # --- services come and go ---
 
     def _target_up(self, target: TargetLink) -> None:
+        self._unreadable.connected(target)
         self.metrics.service_up.labels("target", target.address).set(1)
         self._alone_since = None
         for session in self.sessions.values():
@@ -303,12 +331,17 @@ class Orchestrator:
 
     def _lost(self, session: Session) -> None:
         """A session's target is lost: others go on with it, unless it may be what ends them."""
+        if not self._lost_too_often(session, "a target was lost"):
+            self._open_on_target(session, again=True)
+
+    def _lost_too_often(self, session: Session, what: str) -> bool:
+        """Count a loss. True if it was one too many, and the session has failed."""
         session.losses += 1
         if session.losses < _LOSSES:
-            self._open_on_target(session, again=True)
-            return
-        message = f"{session.losses} times a target was lost that had this request, without a token in between"
+            return False
+        message = f"{session.losses} times {what} that had this request, without a token in between"
         self._fail(session, Unavailable(f"{message}; look at the target's log before it is sent again"))
+        return True
 
     def _waited(self, session: Session) -> None:
         """A session has waited for a target for too long."""
@@ -358,15 +391,6 @@ class Orchestrator:
             self._fail(session, Unavailable("the gateway is shutting down; retry elsewhere"))
         for link in self.links:
             await link.stop()
-
-
-def _logprobs(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
-    """Log-probabilities in a frame, by the place of their commit."""
-    groups: dict[int, list[Logprobs]] = {}
-    if frame.HasField("logprobs"):
-        for place, group in codec.logprobs_from_pb(frame.logprobs):
-            groups.setdefault(place, []).append(group)
-    return groups
 
 
 def _refusals(links: Sequence[TargetLink] | Sequence[DraftLink]) -> str:

@@ -12,7 +12,9 @@ from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata, collect_files
 from outrider.errors import ConfigError
+from outrider.speculation.proposal import Logprobs
 from outrider.tls import ClientTls
+from outrider.wire import codec
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
@@ -200,3 +202,12 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         return stub.Verify(metadata=metadata)
+
+
+def logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
+    """Log-probabilities in a frame, by the place of their commit. Raises InvalidRequest."""
+    groups: dict[int, list[Logprobs]] = {}
+    if frame.HasField("logprobs"):
+        for place, group in codec.logprobs_from_pb(frame.logprobs):
+            groups.setdefault(place, []).append(group)
+    return groups

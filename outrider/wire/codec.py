@@ -124,14 +124,23 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
     ]
 
 
-def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[int], int, int, int, int, int]]:
-    """Each commit as (session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens).
+CommitRow = tuple[int, int, list[int], int, int, int, int, int]
+"""Of a commit: session id, base length, tokens, root hash, verified, accepted, finish reason, cached tokens."""
 
-    For the gateway, which reads every frame and needs no objects. Raises InvalidRequest.
+
+def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[CommitRow]:
+    """The row of each commit.
+
+    For the gateway, which reads every frame and needs no objects. Raises InvalidRequest as commits_from_pb does: what
+    can be read here, drafts can read.
     """
     ids = numbers_of(batch.session_ids, U64)
     size = len(ids)
     tokens: list[int] = numbers_of(batch.tokens, U32)
+    reasons = numbers_of(batch.finish_reasons, U8, size)
+    if max(reasons, default=0) > max(FinishReason):
+        raise InvalidRequest(f"a commit cannot be read: {max(reasons)} is no finish reason that this version knows")
+    numbers_of(batch.wanted_counts, U32, size)
     columns = zip(
         ids,
         numbers_of(batch.base_lengths, U32, size),
@@ -139,7 +148,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[tuple[int, int, list[
         numbers_of(batch.root_hashes, U64, size),
         numbers_of(batch.verified_counts, U32, size),
         numbers_of(batch.accepted_counts, U32, size),
-        numbers_of(batch.finish_reasons, U8, size),
+        reasons,
         numbers_of(batch.cached_counts, U32, size),
         strict=True,
     )

@@ -60,18 +60,30 @@ def features_from_pb(message: common_pb2.FeatureBatch) -> list[FeatureBlock]:
     blocks = []
     for session_id, first, count, span, spec_id in zip(*columns, strict=True):
         size = span.stop - span.start
-        if not count or size % count:
-            raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
+        _check_block(size, count)
         blocks.append(FeatureBlock(session_id, first, rows[span].reshape(count, size // count), spec_id))
     return blocks
 
 
-def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int, int]]:
-    """Each block as (session id, first position, position behind its last row, id of its specification).
+def _check_block(size: int, count: int) -> None:
+    if not count or size % count:
+        raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
 
-    For the gateway, which does not look at rows. Raises InvalidRequest.
+
+Span = tuple[int, int, int, int]
+"""Of a block: session id, first position, position behind its last row, id of its specification."""
+
+
+def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[Span]:
+    """The span of each block.
+
+    For the gateway, which does not look at rows. Raises InvalidRequest as features_from_pb does.
     """
     ids = numbers_of(batch.session_ids, U64)
     first = numbers_of(batch.first_positions, U32, len(ids))
     counts = numbers_of(batch.row_counts, U32, len(ids))
+    sizes = numbers_of(batch.block_bytes, U32, len(ids))
+    split(sizes, len(batch.rows))
+    for size, count in zip(sizes, counts, strict=True):
+        _check_block(size, count)
     return zip(ids, first, map(add, first, counts), numbers_of(batch.spec_ids, U64, len(ids)), strict=True)
