@@ -112,8 +112,9 @@ class DraftEngine(Engine):
 
     def _admit(self) -> None:
         for places in self._places:
-            for session in places.admit():
-                self._feed(session)
+            while admitted := places.admit():  # one that fails at once has left its place to the next
+                for session in admitted:
+                    self._feed(session)
 
     def flush(self, *, only_fed: bool = False) -> None:
         """Forget what drafters have kept of texts for later ones. only_fed: what a target's hidden states went into."""
@@ -144,6 +145,7 @@ class DraftEngine(Engine):
             elif session is None:
                 self.drafter.overtaken(block)
         self._give_up_waiting()
+        self._admit()  # one that failed has left its place
 
     def _give_up_waiting(self) -> None:
         """Drop hidden states of waiting sessions that are too many; they are asked for again where there is a place."""
@@ -193,8 +195,8 @@ class DraftEngine(Engine):
             self._feed(session)
 
     def _fail(self, session: DraftSession, reason: str) -> None:
+        """Let go of a session, and say so with the next step. Whoever calls sees to who gets its place."""
         self._leave(session.id, comes_again=True)
-        self._admit()
         error = Unavailable(f"the draft service lost track of the session: {reason}; open it again")
         self._failures.append(SessionFailure(session.id, error))
 

@@ -2,12 +2,44 @@
 
 import numpy as np
 
-from outrider.serving.features import FeatureBlock
+from outrider.errors import Unavailable
+from outrider.serving.features import FeatureBlock, FeatureSpec
 from services.draft import engine as engine_module
+from services.draft.drafters.base import Drafter
+from services.draft.engine import DraftEngine
 from services.draft.features import FeatureRows
+from services.draft.frontier import TreeLimits
 from tests.checkpoints.heads import eagle, write_head
 from tests.draft.helpers import fed, ngram, request, settle
 from tests.tiny import write_model
+
+
+class Fed(Drafter):
+    """Knows nothing, but that rows are missing."""
+
+    name, features = "FED", FeatureSpec(final=True)
+
+    def open(self, session):
+        pass
+
+    def close(self, session):
+        pass
+
+    def will_commit(self, session, count, path):
+        return False
+
+    def did_commit(self, session, kept):
+        pass
+
+    def fed(self, session):
+        if session.features.lost:
+            raise Unavailable("rows are missing")
+
+    def grow(self, wishes):
+        return []
+
+    def warm_up(self):
+        pass
 
 
 def rows(first, count):
@@ -96,3 +128,25 @@ def test_a_drafter_that_needs_no_features_ignores_them():
         [FeatureBlock(1, 0, np.zeros((2, 7), np.uint8)), FeatureBlock(9, 0, np.zeros((1, 1), np.uint8))]
     )
     assert len(engine.running[1].features) == 0
+
+
+def test_many_sessions_that_waited_in_vain_for_their_rows_fail_one_after_another():
+    """Each leaves its place to the next one, which fails, too; the last one, whose rows were not lost, has it then."""
+    count = 2000
+    engine = DraftEngine(Fed(), TreeLimits(), 1)
+    for session_id in range(count + 2):
+        engine.open(request(session_id, [5, 6, 7]))
+    row = np.zeros((1, 4), np.uint8)
+    engine.receive_features([FeatureBlock(session_id, 1, row) for session_id in range(1, count + 1)])
+    engine.close(0)
+    failed = [failure.session_id for failure in engine.step().failures]
+    assert failed == list(range(1, count + 1))
+    assert list(engine.running) == [count + 1]
+
+
+def test_a_session_whose_rows_are_lost_leaves_its_place_to_the_next_one():
+    engine = DraftEngine(Fed(), TreeLimits(), 1)
+    for session_id in (1, 2):
+        engine.open(request(session_id, [5, 6, 7]))
+    engine.receive_features([FeatureBlock(1, 1, np.zeros((1, 4), np.uint8))])
+    assert list(engine.running) == [2]
