@@ -308,6 +308,8 @@ class Orchestrator:
             self._open_on_target(session)
         else:
             self._fail(session, failure.error)
+        if session.lingers and session.target is not target:  # it may have been another run of it that failed
+            target.close(session.id)
 
     # --- services come and go ---
 

@@ -110,7 +110,9 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         self.paused = load.paused or None
 
     def open(self, request: common_pb2.OpenSession) -> None:
-        """Open a session."""
+        """Open a session. In a frame closes come behind opens; one that was said of it before would end it."""
+        if request.session_id in self._closes:
+            self._closes.remove(request.session_id)
         self._opens.append(request)
         self.wake()
 

@@ -355,6 +355,42 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
     assert request.prompt_length == 2
 
 
+@pytest.mark.parametrize(("code", "targets"), [(8, 2), (14, 2), (14, 1), (3, 1)])
+async def test_of_a_session_that_was_opened_twice_no_run_goes_on_alone(code, targets):
+    """The first run fails while the second one is being asked for, which may succeed: that of a full target, say."""
+    links = [TargetLink(f"unix:/target{i}") for i in range(targets)]
+    for link in links:
+        link.up = True
+    orchestrator = Orchestrator(links, [], Metrics())
+    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
+    first = session.target
+    first._take()
+    session.linger()
+    orchestrator.places.open_there(session)
+    if targets > 1:
+        first._take()
+        first.session_count += 9  # of others: the next one is opened elsewhere
+    error = common_pb2.SessionError(session_id=session.id, code=code, message="no")
+    await first.on_frame(target_pb2.VerifyResponse(errors=[error]))
+    goes_on = session.target is first
+    assert goes_on == (code == 14 and targets == 1)
+    frame = first._take()
+    assert np.frombuffer(frame.closes, "<u8").tolist() == ([] if goes_on else [session.id])
+    if targets > 1:
+        assert [request.session_id for request in session.target._take().opens] == [session.id]
+
+
+def test_a_session_that_comes_back_is_not_closed_with_the_frame_that_opens_it():
+    target = TargetLink("unix:/nowhere")
+    for name in (1, 2):
+        target.close(name)
+    target.open(common_pb2.OpenSession(session_id=1))
+    assert np.frombuffer(target._take().closes, "<u8").tolist() == [2]
+    target.open(common_pb2.OpenSession(session_id=1))
+    target.close(1)
+    assert np.frombuffer(target._take().closes, "<u8").tolist() == [1]
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["comes", "loses track"])
 async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
     """Sessions are told one after the other; one that is opened on a draft meanwhile lacks what it has yet to hear."""
