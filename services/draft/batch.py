@@ -257,7 +257,8 @@ def _expand_nodes(inputs: StepInputs, row: int, job: Job) -> None:
     rows = length - job.trunk.shift  # of the trunk
     slots = [job.trunk.expand(node, tree.parent[node]) for node in job.nodes]
     depths = np.array([tree.depth[node] for node in job.nodes])
-    inputs.tokens[row, :count] = [tree.token[node] for node in job.nodes]
+    # By way of uint32, as in `_feed_trunk`: a session may name ids that no model has, and n-grams repeat them.
+    inputs.tokens[row, :count] = np.array([tree.token[node] for node in job.nodes], np.uint32)
     inputs.positions[row, :count] = rows - 1 + depths
     inputs.slots[row, :count] = inputs.scratch_slots[row, slots]
     inputs.visible[row, :count] = rows

@@ -219,3 +219,14 @@ def test_a_flush_forgets_texts_and_harms_no_session(model):
     engine.flush()
     assert len(engine.drafter.prefix) == 0
     engine.check()
+
+
+def test_ids_that_no_model_has_harm_nobody_where_ngrams_repeat_them(model):
+    """Nobody checks what a client of the wire says that is no gateway; a session of its own is all that it spoils."""
+    engine = together(model)
+    engine.open(request(1, [7, 2**32 - 1, 8] * 6))
+    engine.open(request(2, [5, 6, 7]))
+    settle(engine)
+    session = engine.running[1]
+    assert any(session.tree.token[node] == 2**32 - 1 for node in session.frontiers[-1].expanded)
+    assert engine.running[2].root_expanded
