@@ -9,33 +9,29 @@ missing otherwise, the draft sees the gap and asks for the session again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from gateway.metrics import Metrics
 from gateway.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import split_features
-from outrider.wire.features import Span
+from outrider.wire.features import feature_spans
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 
 def relay(
-    batch: common_pb2.FeatureBatch,
-    spans: Iterable[Span],
-    sessions: Mapping[int, Session],
-    drafts: Sequence[DraftLink],
-    metrics: Metrics,
+    batch: common_pb2.FeatureBatch, sessions: Mapping[int, Session], drafts: Sequence[DraftLink], metrics: Metrics
 ) -> None:
     """Pass a batch on, each block to the draft of its session, and note how far every session has been fed.
 
-    spans: of its blocks
+    Raises InvalidRequest for one that cannot be read; nothing of it is passed on then.
     """
     hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
     owners: list[DraftLink | None] = []  # of each block; strays may stand before rows of the same session
     strays = False
-    for session_id, first, end, spec_id in spans:
+    for session_id, first, end, spec_id in feature_spans(batch):
         session = sessions.get(session_id)
         stray = session is not None and (
             (session.lingers and first > session.features_until == 0)

@@ -184,8 +184,8 @@ class Metrics:
         self.unreadable = counter(
             "unreadable_hints", "Frames of a draft that could not be read and were dropped.", ("address",)
         )
-        self.unreadable_commits = counter(
-            "unreadable_commits", "Frames of a target that could not be read and were dropped.", ("address",)
+        self.unreadable_frames = counter(
+            "unreadable_frames", "Frames of a target that could not be read, in part or whole.", ("address",)
         )
         self.reopened = counter("reopened_sessions", "Sessions opened again after a service went away.", ("service",))
         for service in ("target", "draft"):

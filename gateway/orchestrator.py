@@ -38,7 +38,6 @@ from outrider.serving.messages import SessionFailure
 from outrider.speculation.proposal import FinishReason, Logprobs
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
-from outrider.wire.features import feature_spans
 from outrider.wire.v1 import common_pb2, target_pb2
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Orchestrator:
         self._watches = Watches()
         self._telling: list[common_pb2.CommitBatch] = []
         self._drafting = Drafting(self.places, self.sessions, self._telling, self._watches, metrics)
-        self._unreadable = Unreadable(metrics.unreadable_commits, "commits", "its sessions are opened there again")
+        self._unreadable = Unreadable(metrics.unreadable_frames, "frames", "they are dropped, in part or whole")
         self._resume_timeout = resume_timeout
         self._alone_since: float | None = None  # by the loop's clock; while no target is up
         self._waiting: dict[int, asyncio.TimerHandle] = {}  # sessions without a target, by id
@@ -195,7 +194,6 @@ class Orchestrator:
         try:
             # Before drafts hear of it, to whom it goes joined to those of other targets.
             rows, told = list(codec.commit_rows(frame.commits)), logprobs_of(frame)
-            spans = list(feature_spans(frame.features))
         except InvalidRequest as error:
             self._unreadable.note(target, error)
             self._told_nothing(target)
@@ -204,8 +202,11 @@ class Orchestrator:
             for draft in self.drafts:
                 if draft.up and draft.session_count:
                     draft.commit(frame.commits)  # a draft ignores sessions that it does not know
-        if spans:
-            feeding.relay(frame.features, spans, self.sessions, self.drafts, self.metrics)
+        if frame.features.session_ids:
+            try:
+                feeding.relay(frame.features, self.sessions, self.drafts, self.metrics)
+            except InvalidRequest as error:  # drafts see that they are missing, and texts need none
+                self._unreadable.note(target, error)
         if rows:
             self._telling.append(frame.commits)
             try:

@@ -70,12 +70,8 @@ def _check_block(size: int, count: int) -> None:
         raise InvalidRequest(f"a block of {size} bytes does not hold {count} rows")
 
 
-Span = tuple[int, int, int, int]
-"""Of a block: session id, first position, position behind its last row, id of its specification."""
-
-
-def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[Span]:
-    """The span of each block.
+def feature_spans(batch: common_pb2.FeatureBatch) -> Iterator[tuple[int, int, int, int]]:
+    """Each block as (session id, first position, position behind its last row, id of its specification).
 
     For the gateway, which does not look at rows. Raises InvalidRequest as features_from_pb does.
     """

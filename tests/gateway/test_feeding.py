@@ -10,7 +10,7 @@ from gateway.metrics import Metrics
 from outrider.serving import outbox
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import StepOutput
-from outrider.wire.features import feature_spans, features_from_pb, features_to_pb
+from outrider.wire.features import features_from_pb, features_to_pb
 
 
 class Draft:
@@ -34,8 +34,7 @@ def session(draft, until=0):
 
 def relay(sessions, drafts, *blocks, spec=1):
     rows = [FeatureBlock(name, first, np.zeros((count, 4), np.uint8), spec) for name, first, count in blocks]
-    batch = features_to_pb(rows)
-    feeding.relay(batch, feature_spans(batch), sessions, drafts, Metrics())
+    feeding.relay(features_to_pb(rows), sessions, drafts, Metrics())
 
 
 def test_what_was_on_its_way_when_everything_was_asked_for_again_is_left_out():

@@ -37,18 +37,14 @@ def frame(*commits):
 
 def broken(session_id):
     """Frames that cannot be read, by what is wrong with them."""
-    for part in ("commits", "logprobs", "features"):
+    for part in ("commits", "logprobs"):
         for name in getattr(frame(commit(1, [7])), part).DESCRIPTOR.fields_by_name:
             bad = frame(commit(session_id, [7]))
             setattr(getattr(bad, part), name, getattr(getattr(bad, part), name)[:-1])
-            if (part, name) != ("features", "rows"):  # of bytes
-                yield f"{part}.{name}", bad
+            yield f"{part}.{name}", bad
     bad = frame(commit(session_id, [7]))
     bad.commits.finish_reasons = b"\x09"
     yield "finish reason", bad
-    bad = frame(commit(session_id, [7]))
-    bad.features.rows += bytes(1)
-    yield "rows", bad
 
 
 class System:
@@ -67,7 +63,7 @@ class System:
 
     def unreadable(self, target):
         value = self.orchestrator.metrics.registry.get_sample_value
-        return value("outrider_unreadable_commits_total", {"address": target.address})
+        return value("outrider_unreadable_frames_total", {"address": target.address})
 
 
 @pytest.mark.parametrize("what", [name for name, _ in broken(1)])
@@ -90,7 +86,7 @@ async def test_a_frame_of_a_target_that_cannot_be_read_costs_that_frame(what, ca
     assert ([c.session_id for c in message.commits], failures) == ([other.id, session.id], [])
     assert [system.unreadable(target) for target in (bad, good)] == [2, 0]
     assert len(caplog.messages) == 1
-    assert f"target at {bad.address} sends commits that cannot be read" in caplog.messages[0]
+    assert f"target at {bad.address} sends frames that cannot be read" in caplog.messages[0]
     assert (session.tokens, other.tokens) == (PROMPT, [*PROMPT, 7])
     await bad.on_frame(frame(commit(session.id, [7], finish=FinishReason.LENGTH)))
     assert (await session.next()).tokens == [7]
@@ -109,3 +105,23 @@ async def test_a_session_of_which_no_frame_can_be_read_fails():
     await target.on_frame(bad)
     with pytest.raises(Unavailable, match="5 times a frame was lost"):
         await session.next()
+
+
+@pytest.mark.parametrize("field", common_pb2.FeatureBatch.DESCRIPTOR.fields_by_name)
+async def test_hidden_states_that_cannot_be_read_are_dropped_alone(field, caplog):
+    system = System()
+    session = system.open()
+    target = session.target
+    for link in (target, system.draft):
+        link._take()
+    bad = frame(commit(session.id, [7]))
+    setattr(bad.features, field, getattr(bad.features, field)[:-1])
+    with caplog.at_level(logging.WARNING):
+        await target.on_frame(bad)
+    await target.on_frame(frame(commit(session.id, [8], base=4)))
+    assert session.tokens == [*PROMPT, 7, 8]
+    assert not target._take().opens
+    message, failures = codec.propose_request_from_pb(system.draft._take())
+    assert ([block.first for block in message.features], len(message.commits), failures) == ([4], 2, [])
+    assert system.unreadable(target) == len(caplog.messages) == 1
+    system.orchestrator.close(session)
