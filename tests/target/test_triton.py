@@ -285,7 +285,7 @@ HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0
     PAGE=16, M=64, N=64, PART=1024, PARTS=64, AT_ONCE=8, LIMIT=0.0,
     TREE=True, WINDOW=True, SOFTCAP=True, SINKS=True, WIDE=False, ORDERED=True, BIAS=True,
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
-    EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True)
+    EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True, TABLES=True)
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
                triton_cache.move_paths, triton_product._product, triton_product._sum, triton_few.few_rows,
                triton_few.turned_rows, triton_rows._add_norm, triton_rows._turn, triton_rows._gated,

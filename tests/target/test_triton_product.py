@@ -39,7 +39,7 @@ def tensor_cores(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products(dtype):
     torch.manual_seed(0)
-    for rows, inputs, outputs, groups in ((1, 70, 5, 1), (65, 100, 130, 1), (6, 33, 20, 3)):
+    for rows, inputs, outputs, groups in ((1, 70, 5, 1), (65, 100, 130, 1), (6, 33, 20, 3), (130, 20, 7, 2)):
         x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(groups, inputs, outputs).to(dtype).transpose(1, 2)
         bias = torch.randn(groups, outputs).to(dtype)
         found = triton_product.product(x, weight, bias, groups)
@@ -64,6 +64,20 @@ def test_products_of_groups_of_any_size(dtype):
         expected = triton_product.product(x[first : first + count], weight[group : group + 1], None, 1)
         assert torch.equal(found[first : first + count], expected)
         first += count
+
+
+def test_a_captured_product_reads_nothing_but_its_operands(monkeypatch):
+    """A captured launch reads the same addresses for as long as the process lives."""
+    read: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **_: read.extend(arg.data_ptr() for arg in args if isinstance(arg, torch.Tensor))
+
+    monkeypatch.setattr(triton_product, "_product", Kernel())
+    x, weight, bias = torch.randn(6, 5), torch.randn(3, 4, 5), torch.randn(3, 4)
+    y = triton_product.product(x, weight, bias, 3)
+    assert set(read) == {tensor.data_ptr() for tensor in (x, weight, bias, y)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,6 @@ alone decides. One kernel serves linear layers, batches of matrices and the expe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -38,18 +37,26 @@ _WIDE = Shape(32, 32, 32, 4, 2)  # float32, exactly: outside the tensor cores
 _SUMMED = 1024  # numbers of a row that are summed at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["each"])
 def _product(
-    x, weight, bias, y, tile_group, tile_row, group_end, outputs, inputs,
+    x, weight, bias, y, tile_group, tile_row, group_end, each, outputs, inputs,
     x_row, matrix, w_output, w_input, bias_row, y_row,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    TABLES: tl.constexpr,
 ):  # fmt: skip
+    """TABLES: groups are of any size, and tables say where tiles lie; without it each group has `each` rows."""
     tile = tl.program_id(0)
-    group = tl.load(tile_group + tile)
-    if group < 0:
-        return
-    first = tl.load(tile_row + tile)
-    end = tl.load(group_end + group)
+    if TABLES:
+        group = tl.load(tile_group + tile)
+        if group < 0:
+            return
+        first = tl.load(tile_row + tile)
+        end = tl.load(group_end + group)
+    else:
+        tiles = tl.cdiv(each, ROWS)
+        group = (tile // tiles).to(tl.int64)
+        first = group * each + tile % tiles * ROWS
+        end = (group + 1) * each
     row = first + tl.arange(0, ROWS).to(tl.int64)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     part = tl.arange(0, INPUTS)
@@ -92,7 +99,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tens
 
     bias: [groups, outputs]. Returns [P, outputs].
     """
-    return _launch(x, weight, bias, *_even_tiles(x.shape[0], groups, _shape(x).rows, x.device))
+    each = x.shape[0] // groups
+    return _launch(x, weight, bias, None, each, groups * -(-each // _shape(x).rows))
 
 
 def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
@@ -109,7 +117,7 @@ def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> T
     known = group.clamp(max=len(counts) - 1)
     before = last_tile - (counts + height - 1) // height
     row = (end - counts)[known] + (tile - before[known]) * height
-    return _launch(x, weight, bias, torch.where(group < len(counts), group, -1), row, end)
+    return _launch(x, weight, bias, (torch.where(group < len(counts), group, -1), row, end), 0, most)
 
 
 def row_sums(x: Tensor, scale: float) -> Tensor:
@@ -125,31 +133,25 @@ def _shape(x: Tensor) -> Shape:
     return _WIDE if x.element_size() > 2 else _NARROW
 
 
-@lru_cache(maxsize=4096)
-def _even_tiles(rows: int, groups: int, height: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Tiles of groups of equally many rows: group and first row of each, and where the groups end."""
-    each = rows // groups
-    group = torch.arange(groups).repeat_interleave(-(-each // height))
-    row = group * each + torch.arange(0, each, height).repeat(groups)
-    ends = (torch.arange(groups) + 1) * each
-    return group.to(device), row.to(device), ends.to(device)
-
-
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile_group: Tensor, tile_row: Tensor, group_end: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, tables: tuple[Tensor, Tensor, Tensor] | None, each: int, tiles: int
 ) -> Tensor:
+    """tables: group and first row of each tile, -1 for none, and where groups end; or None for groups of `each` rows.
+
+    These are worked out on the device, so that captured launches read nothing that others could give up.
+    """
     x = x.contiguous()
     outputs, inputs = weight.shape[1:]
     y = x.new_empty(x.shape[0], outputs)
     if not y.numel():
         return y
     shape = _shape(x)
-    _product[(len(tile_group), -(-outputs // shape.outputs))](
-        x, weight, x if bias is None else bias, y, tile_group, tile_row, group_end, outputs, inputs,
+    _product[(tiles, -(-outputs // shape.outputs))](
+        x, weight, x if bias is None else bias, y, *(tables or (x, x, x)), each, outputs, inputs,
         x.stride(0), weight.stride(0), weight.stride(1), weight.stride(2), 0 if bias is None else bias.stride(0),
         y.stride(0),
         ROWS=shape.rows, OUTPUTS=shape.outputs, INPUTS=shape.inputs, BIAS=bias is not None,
-        WIDE=interpreted() and x.dtype == torch.bfloat16,
+        WIDE=interpreted() and x.dtype == torch.bfloat16, TABLES=tables is not None,
         num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return y
