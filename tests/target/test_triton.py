@@ -100,6 +100,27 @@ def test_fp8_pools_with_scales(pool_dtype):
     np.testing.assert_allclose(scaled.numpy(), expected.numpy(), atol=1e-4, rtol=1e-3)
 
 
+_GUARDED = """
+import ctypes, mmap
+import numpy, torch
+from tests.target.test_triton import SMALL, TritonAttention, case
+batch, q, keys, values = case(3)
+attention = TritonAttention(batch, SMALL)
+expected = attention(q, keys, values, scaling=0.25)
+memory, words = mmap.mmap(-1, 2 * mmap.PAGESIZE), attention._words
+behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + mmap.PAGESIZE
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+last = numpy.frombuffer(memory, numpy.int32, words.numel(), mmap.PAGESIZE - words.nbytes)
+attention._words = torch.from_numpy(last).view(words.shape).copy_(words)
+assert torch.equal(attention(q, keys, values, scaling=0.25), expected)
+"""
+
+
+def test_nothing_is_read_behind_the_bits_of_the_last_node():
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", _GUARDED], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr or "memory was read that is not there"
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_rows_bits_do_not_depend_on_its_company(window, monkeypatch):
     works = [work for seed in (5, 6) for work in random_works(np.random.default_rng(seed), 4, 1, LONGEST)]

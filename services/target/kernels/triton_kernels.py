@@ -182,7 +182,7 @@ def attend(
         head = kv_head * GROUP + in_group
         stop = start + place + rows  # ends the keys that the tile's last row may see
         limit = tl.minimum(start + place + row, own - 1)
-        node = place + row - (own - start)
+        node = tl.where(row < rows, place + row - (own - start), -1)  # behind the last node there may be no more bits
         low_position = tl.load(positions + row0 + row, mask=live, other=0) - window + 1
         wait(CHAINED)
 
