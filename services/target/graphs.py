@@ -143,7 +143,7 @@ class _Step:
             return None
         from services.target.kernels.triton_attention import StaticAttention
 
-        pages = min(2 * self._cache.pages, _MOST_PAGES)
+        pages = min(2 * self._cache.pages, _MOST_PAGES) + -(-self.size // self._cache.page_size)  # and padding's
         ordered = getattr(made[0], "ordered", False)
         return StaticAttention(self.size, pages, kinds, batch.device, ordered=ordered, extent=self._extent)
 

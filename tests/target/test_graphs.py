@@ -116,6 +116,18 @@ def test_another_cache_is_not_captured(inner):
     assert all(torch.equal(mine, its) for mine, its in zip(found[2], expected[2], strict=True))
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_steps_may_have_more_rows_than_the_cache_has_room_for(tmp_path, page_size):
+    need_interpreter()
+    plain = load_model(write_model(tmp_path, num_hidden_layers=1))
+    requests, flags = [opening(1, [5, 6, 7], max_tokens=4)], {"page_size": page_size, "max_total_tokens": 16}
+    expected = run(engine_of(plain, **flags), requests).new
+    runner = GraphRunner(modules(tmp_path, "triton"), [1, 48], direct)
+    engine = engine_of(replace(plain, runner=runner), **flags)
+    runner.capture(engine.cache, CPU)
+    assert run(engine, requests).new == expected
+
+
 def test_hidden_states_come_from_captured_steps_too(inner):
     works = decoding(6)
     capture = Capture((0, 1), True, np.array([5, 0, 3]))
