@@ -68,8 +68,8 @@ def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = Fals
     short: of batches of short spans (see Extent), where a tile has little to do but wait for its keys; ordered: see
     TritonAttention
     """
-    if itemsize > 2:  # exact products run outside the tensor cores
-        lanes, keys, warps, stages = 16, 32, 4, 2
+    if itemsize > 2:  # exact products run outside the tensor cores; the widest keys want 70 KiB for 16 of them
+        lanes, keys, warps, stages = (16, 32, 4, 2) if max(key_dim, value_dim) <= 256 else (16, 16, 4, 1)
     elif max(key_dim, value_dim) <= 128:
         lanes, keys, warps, stages = (16, 128, 4, 3) if short else (64, 64, 4, 3)
     elif max(key_dim, value_dim) <= 256:
