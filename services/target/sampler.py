@@ -279,7 +279,7 @@ def _kept(logits: Tensor, best: Tensor, rows: RowParams, hurry: bool = False) ->
             unsure = None
     # The first `count` tokens in stable descending order: all above the last one's value, and of its equals the
     # lowest ids.
-    last = ordered.gather(1, (counts - 1).clamp(max=ordered.shape[1] - 1)[:, None])
+    last = ordered.gather(1, (counts - 1).clamp(0, ordered.shape[1] - 1)[:, None])
     above, equal = logits > last, logits == last
     room = counts[:, None] - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= room)) | (counts >= vocab)[:, None], unsure

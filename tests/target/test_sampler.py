@@ -133,6 +133,17 @@ def test_banned_tokens_are_not_drawn_and_others_as_if_they_had_no_mass():
     ]
 
 
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("hurry", [False, True])
+def test_rows_of_no_finite_logits_spoil_no_others(params, hurry):
+    logits = torch.randn(5, 1500, generator=torch.Generator().manual_seed(0))
+    requests = [RowRequest(params, range(7, 12), [[]] * 5)]
+    expected = pick(logits, gather(requests, CPU), hurry=hurry)
+    logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    found = pick(logits, gather(requests, CPU), hurry=hurry)
+    assert found.tolist() == [int(expected[0]), -1, -1, -1, int(expected[4])]
+
+
 def test_logits_that_are_not_finite_give_no_token():
     logits = torch.tensor([[1.0, float("nan")], [1.0, 2.0], [float("inf"), 0.0]])
     rows = gather([RowRequest(SamplingParams(0.0), [0, 1], [[], []]), RowRequest(SamplingParams(), [0], [[]])], CPU)
