@@ -16,14 +16,14 @@ from services.target.kernels.triton_attention import Tile, TritonAttention, pick
 from services.target.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.layout import SHORT
 
-_SHORT_SPLITS, _SPLITS, _FIXED = Split(128, 4096), Split(128, 2048), Split(256, 256)
+_SPLITS, _SHORTER, _FIXED = Split(128, 4096), Split(128, 2048), Split(256, 256)
 _OTHERS_SHORT = (
-    Tile(16, 128, _SHORT_SPLITS, 4, 2), Tile(16, 64, _SHORT_SPLITS, 4, 3), Tile(16, 64, _SHORT_SPLITS, 4, 4),
+    Tile(16, 128, _SPLITS, 4, 2), Tile(16, 64, _SPLITS, 4, 3), Tile(16, 64, _SPLITS, 4, 4),
     Tile(16, 128, _FIXED, 4, 3),
 )  # fmt: skip
 _OTHERS_TALL = (
     Tile(64, 64, _SPLITS, 4, 4), Tile(64, 64, _SPLITS, 8, 3), Tile(64, 32, _SPLITS, 4, 3), Tile(64, 32, _SPLITS, 4, 4),
-    Tile(32, 64, _SPLITS, 4, 3), Tile(64, 64, _SHORT_SPLITS, 4, 3), Tile(64, 64, _FIXED, 4, 3),
+    Tile(32, 64, _SPLITS, 4, 3), Tile(64, 64, _SHORTER, 4, 3), Tile(64, 64, _FIXED, 4, 3),
 )  # fmt: skip
 # Sessions, rows of each, tokens of context.
 _CELLS = (

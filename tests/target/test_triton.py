@@ -21,10 +21,10 @@ from services.target.engine import TargetEngine
 from services.target.kernels import choose
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.ragged import _BEGINNING, Load, Ragged, Split, ancestor_words
+from services.target.kernels.ragged import _BEGINNING, Load, Ragged, Split, _through, ancestor_words
 from services.target.kernels.reference import paged_attention
 from services.target.kv_cache import KVCache, LayerShape
-from services.target.layout import tree_mask
+from services.target.layout import Layout, tree_mask
 from tests.target.driving import opening, random_tree, run
 from tests.target.interpreter import need_interpreter
 from tests.target.test_kernels import random_works
@@ -193,6 +193,25 @@ def test_splits_are_as_long_as_leaves_no_program_idle(sessions, keys, expected):
     one = np.ones(sessions, np.int64)
     assert Split(128, 4096).under(load, np.full(sessions, keys), one, 8) == expected
     assert Split(256, 256).under(load, np.full(sessions, keys), one, 8) == 256
+
+
+@pytest.mark.parametrize(("sessions", "context"), [(1, 1030), (4, 8200), (16, 8200), (16, 1030), (40, 5000), (64, 900)])
+def test_the_work_is_laid_out_as_it_was_planned(sessions, context):
+    """Each program takes every so-manyeth item; the one that takes the costliest of each round is the last."""
+    load, heads = Load(264, 10**6), 8
+    one, pages = np.ones(sessions, np.int64), -(-context // 16)
+    layout = Layout(
+        16 * np.arange(sessions + 1), (context - 16) * one, one, 15 * one, pages * np.arange(sessions),
+        np.ones(pages * sessions, np.int32), np.tile(np.arange(-1, 14, dtype=np.int32), sessions), 16,
+    )  # fmt: skip
+    positions = np.tile(np.arange(context - 16, context), sessions)
+    tables = Ragged(layout, positions).tables(16, None, Split(128, 4096), load, heads)
+    keys = int(tables.tiles[0, -1])
+    begin, end = tables.items[:, 1] * keys, np.minimum(tables.items[:, 2] * keys, context)
+    blocks = np.repeat(-(-(end - begin) // 128), heads)
+    last = max(int(blocks[program :: load.programs].sum()) for program in range(min(load.programs, len(blocks))))
+    counts = np.full(sessions, -(-context // 128))
+    assert last == _through(counts, keys // 128, load.programs, heads, 0.0)
 
 
 def test_splits_are_longer_where_partial_results_cost_much_or_have_no_room():

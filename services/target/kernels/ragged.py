@@ -185,11 +185,13 @@ class Ragged:
         tiles = _table(columns)
         first, stop = low // keys, -(-end // keys)
         first = np.minimum(first, stop)
-        shared = _shared(rows, stop - first, load, programs_per_item)
-        partial = np.where(shared, rows * (stop - first), 0)
+        splits = stop - first
+        fair = int(splits.sum()) * programs_per_item // (_ROUNDS * load.programs) if split.fixed else 1
+        shared = _shared(rows, splits, load, max(fair, 1))
+        partial = np.where(shared, rows * splits, 0)
         base = _starts(partial)
-        return Tables(tiles, _items(first, stop, rows, base, shared), _folds(first, stop, rows, base, shared),
-                      int(partial.sum()))  # fmt: skip
+        items = _items(first, stop, rows, base, shared, (low, end), keys)
+        return Tables(tiles, items, _folds(first, stop, rows, base, shared), int(partial.sum()))
 
 
 def _pieces(span: Span, page: int, word: int, paths: list[int]) -> Iterator[tuple[int, ...]]:
@@ -248,11 +250,8 @@ def ancestor_words(parents: Ints, sizes: NDArray[np.int64], width: int) -> Ints:
     return words[:total].view(np.int32)
 
 
-def _shared(
-    rows: NDArray[np.int64], splits: NDArray[np.int64], load: Load, programs_per_item: int
-) -> NDArray[np.bool_]:
+def _shared(rows: NDArray[np.int64], splits: NDArray[np.int64], load: Load, fair: int) -> NDArray[np.bool_]:
     """Which tiles several programs share: those with more splits than a program's fair part, if there is room."""
-    fair = max(1, int(splits.sum()) * programs_per_item // (_ROUNDS * load.programs))
     while True:
         shared = splits > fair
         if int((rows * splits)[shared].sum()) <= load.partial_rows and int(splits[shared].sum()) <= load.items:
@@ -262,8 +261,9 @@ def _shared(
 
 def _items(
     first: NDArray[np.int64], stop: NDArray[np.int64], rows: NDArray[np.int64], base: NDArray[np.int64],
-    shared: NDArray[np.bool_],
+    shared: NDArray[np.bool_], seen: tuple[NDArray[np.int64], NDArray[np.int64]], keys: int,
 ) -> Ints:  # fmt: skip
+    """seen: [tiles] each, the first key that a tile sees and the one behind the last; keys: of a split."""
     splits = stop - first
     count = np.where(shared, splits, 1)
     tile = np.repeat(np.arange(len(count)), count)
@@ -272,7 +272,10 @@ def _items(
     begin = first[tile] + nth
     end = np.where(alone, stop[tile], begin + 1)
     partial = np.where(alone, -1, base[tile] + nth * rows[tile])
-    order = np.argsort(begin - end, kind="stable")
+    taken = np.minimum(end * keys, seen[1][tile]) - np.maximum(begin * keys, seen[0][tile])
+    order = np.argsort(
+        -taken, kind="stable"
+    )  # the short ends of contexts come last
     return _table([column[order] for column in (tile, begin, end, partial)])
 
 

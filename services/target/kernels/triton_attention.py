@@ -34,14 +34,13 @@ from services.target.layout import Extent
 from services.target.upload import upload
 
 _LOG2E = 1.4426950408889634
-# Partial results of long contexts, over all heads; tables that would need more leave tiles whole.
+# Partial results of long contexts, over all heads; where there would be more, splits are longer or tiles whole.
 _PARTIAL_BYTES = 64 << 20
 # Programs a multiprocessor runs at once; persistent ones, so that a captured launch serves any batch.
 _PER_PROCESSOR = 2
 _FOLDS_AT_ONCE = 16
-# Keys of a split where keys are visited in the order of plain decoding, in batches of short spans, and in others: there
-# 16 sessions with 8,192 tokens take 280 us by splits of 2,048, and 360 by longer ones that share the work as evenly.
-_ORDERED, _SHORT, _UNORDERED = Split(256, 256), Split(128, 4096), Split(128, 2048)
+# Keys of a split where keys are visited in the order of plain decoding, and elsewhere.
+_ORDERED, _UNORDERED = Split(256, 256), Split(128, 4096)
 # Items of a captured step beyond one a tile.
 _STATIC_ITEMS = 4096
 # Entries of paths in a captured step, for each of its rows.
@@ -76,7 +75,7 @@ def pick_tile(key_dim: int, value_dim: int, itemsize: int, *, short: bool = Fals
         lanes, keys, warps, stages = 64, 32, 8, 2
     else:
         lanes, keys, warps, stages = 16, 32, 4, 2
-    return Tile(lanes, keys, _ORDERED if ordered else _SHORT if short else _UNORDERED, warps, stages)
+    return Tile(lanes, keys, _ORDERED if ordered else _UNORDERED, warps, stages)
 
 
 @dataclass(frozen=True)
