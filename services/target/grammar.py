@@ -24,6 +24,7 @@ from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.tree import TreeSlice
 from services.target.closing import closed
+from services.target.formats import understood
 
 log = logging.getLogger(__name__)
 
@@ -176,4 +177,4 @@ def _source(grammar: Grammar) -> str:
     schema = json.loads(grammar.text)
     guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
     own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)
-    return LLMatcher.grammar_from_json_schema(json.dumps(closed(schema)), defaults=None if own else _BLANKS)
+    return LLMatcher.grammar_from_json_schema(json.dumps(understood(closed(schema))), defaults=None if own else _BLANKS)

@@ -20,6 +20,7 @@ from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target import grammar as grammar_module
 from services.target import masks
 from services.target.closing import closed
+from services.target.formats import KNOWN, understood
 from services.target.grammar import Grammars, Matcher
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import EOS, VOCAB, write_model, write_tokenizer
@@ -325,7 +326,7 @@ def failure_of(engine, request):
         Grammar(GrammarKind.REGEX, "(a"),
         Grammar(GrammarKind.JSON_SCHEMA, "{"),
         Grammar(GrammarKind.JSON_SCHEMA, '{"type": "thing"}'),
-        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "zip"}'),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}'),
         Grammar(GrammarKind.EBNF, "start: other"),
         Grammar(GrammarKind.EBNF, "root ::= (("),
     ],
@@ -524,3 +525,25 @@ def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, f
 )
 def test_schemas_stay_open_that_say_so_or_that_others_add_to(schema):
     assert closed(schema) == schema
+
+
+def test_formats_that_are_not_known_bind_nobody(folder, tokenizer):
+    strings = {
+        "secret": {"type": ["string", "null"], "format": "password"},
+        "format": {"allOf": [{"$ref": "#/components/schemas/Path"}]},
+        "default": {"anyOf": [{"type": "string", "format": "date"}, {"const": {"format": "byte"}}]},
+    }
+    path = {"Path": {"type": "string", "format": "file-path"}}
+    schema = {"type": "object", "properties": strings, "required": list(strings), "components": {"schemas": path}}
+    before, matcher = json.dumps(schema), matcher_of(folder, schema)
+    for last, fits in (('"2020-02-03"', True), ('{"format":"byte"}', True), ('"today"', False), ("{}", False)):
+        text = '{"secret":"a","format":"b","default":' + last + "}"
+        assert matcher.admits(tokenizer.encode(text).ids) == fits, last
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_formats_that_are_known_stay(folder, name):
+    schema = {"type": "string", "format": name}
+    assert understood(schema) == schema
+    matcher_of(folder, schema)
