@@ -2,7 +2,8 @@
 
 JSON schema allows any others where `additionalProperties` is missing, and small models then go on with them until their
 tokens are spent. xgrammar, which vLLM and SGLang compile schemas with, takes a missing word for "none" too. An object
-stays open whose schema says `"additionalProperties": true`, and one that several schemas describe together.
+stays open whose schema says `"additionalProperties": true` or asks for more properties than it names, and one that
+several schemas describe together. What is only named as required may be anything.
 """
 
 from __future__ import annotations
@@ -48,6 +49,15 @@ def _closed(schema: Any) -> Any:
         if isinstance(told.get(name), dict):
             told[name] = {key: _closed(one) for key, one in told[name].items()}
     alone = not any(name in told for name in _TOGETHER)
-    if alone and told.get("properties") and "additionalProperties" not in told:
-        told["additionalProperties"] = False
+    properties, least = told.get("properties"), told.get("minProperties", 0)
+    if alone and properties and isinstance(properties, dict) and "additionalProperties" not in told:
+        further: dict[str, Any] = {name: {} for name in _required(told) if name not in properties}
+        if not isinstance(least, int | float) or len(properties) + len(further) >= least:
+            told |= {"properties": properties | further, "additionalProperties": False}
     return told
+
+
+def _required(schema: dict[str, Any]) -> list[str]:
+    """Names of the properties that an object must have."""
+    names = schema.get("required")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -500,6 +500,9 @@ EITHER = {"anyOf": [A, B]}
         (NESTED, "{}", '{"c":1}'),
         ({"prefixItems": [A], "items": B}, '[{"a":1},{"b":2}]', '[{"a":1},{"a":2}]'),
         ({"properties": {"x": {"additionalProperties": A}}}, '{"x":{"y":{"a":1}}}', '{"x":{"y":{"b":1}}}'),
+        (A | {"required": ["a", "b"]}, '{"a":1,"b":[2]}', '{"a":1}'),
+        (A | {"required": ["b"]}, '{"a":1,"b":[2]}', '{"b":2,"c":3}'),
+        (A | {"required": ["b"], "minProperties": 2}, '{"a":1,"b":[2]}', '{"a":1,"b":2,"c":3}'),
     ],
 )
 def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, fits, does_not):
@@ -515,11 +518,13 @@ def test_objects_have_the_properties_that_are_named(folder, tokenizer, schema, f
     [
         A | {"additionalProperties": True},
         A | {"patternProperties": {"^z": {"type": "integer"}}},
+        A | {"required": ["a"], "minProperties": 2},
         A | {"anyOf": [B, {"required": ["c"]}]},
         {"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}},
         {"$ref": "#/$defs/A", **B, "$defs": {"A": A}},
         {"type": "object"},
         {"type": "object", "properties": {}},
+        {"type": "object", "properties": ["a"]},
         True,
     ],
 )
