@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 _CACHED = 64  # compiled grammars that are kept
 _ERROR_LENGTH = 500  # characters of llguidance's own words
 _FORMATS = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
+# Where it is not plain that alternatives exclude one another, as it is not of two numbers, one at least must fit, as
+# xgrammar has it, too; else llguidance refuses them.
+_ONE_OF = {"coerce_one_of": True}
 # Between the parts of JSON, unless a schema has a word of its own on it. Without an end to it, a small model may go on
 # with blanks until its tokens are spent; this much holds a line's end and the indentation of any sane nesting.
 _BLANKS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
@@ -177,4 +180,5 @@ def _source(grammar: Grammar) -> str:
     schema = json.loads(grammar.text)
     guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
     own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)
-    return LLMatcher.grammar_from_json_schema(json.dumps(understood(closed(schema))), defaults=None if own else _BLANKS)
+    defaults = _ONE_OF if own else _ONE_OF | _BLANKS
+    return LLMatcher.grammar_from_json_schema(json.dumps(understood(closed(schema))), defaults=defaults)

@@ -552,3 +552,18 @@ def test_formats_that_are_known_stay(folder, name):
     schema = {"type": "string", "format": name}
     assert understood(schema) == schema
     matcher_of(folder, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "fit", "does_not"),
+    [
+        ({"oneOf": [{"const": 1, "title": "low"}, {"const": 22}]}, ["1", "22"], "3"),
+        ({"oneOf": [{"type": "integer", "minimum": 0, "maximum": 3}, {"const": 7}]}, ["2", "7"], "8"),
+        ({"oneOf": [{"enum": [1, 2]}, {"enum": [3]}], "x-guidance": {"whitespace_flexible": False}}, ["2", "3"], "4"),
+        ({"oneOf": [A | {"required": ["a"]}, B | {"required": ["b"]}]}, ['{"a":1}', '{"b":1}'], '{"a":1,"b":1}'),
+    ],
+)
+def test_alternatives_that_may_not_exclude_one_another_are_followed(folder, tokenizer, schema, fit, does_not):
+    matcher = matcher_of(folder, schema)
+    assert all(matcher.admits(tokenizer.encode(text).ids) for text in fit)
+    assert not matcher.admits(tokenizer.encode(does_not).ids)
