@@ -25,6 +25,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.tree import TreeSlice
 from services.target.closing import closed
 from services.target.formats import understood
+from services.target.gbnf import readable
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +177,8 @@ def _words(error: str) -> str:
 def _source(grammar: Grammar) -> str:
     """A grammar in llguidance's own form. Raises ValueError."""
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
-        return grammar_from(_FORMATS[grammar.kind], grammar.text)
+        text = readable(grammar.text) if grammar.kind is GrammarKind.EBNF else grammar.text
+        return grammar_from(_FORMATS[grammar.kind], text)
     schema = json.loads(grammar.text)
     guidance = schema.get("x-guidance") if isinstance(schema, dict) else None
     own = isinstance(guidance, dict) and not _BLANKS.keys().isdisjoint(guidance)

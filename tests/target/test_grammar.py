@@ -459,10 +459,10 @@ def test_no_session_meets_a_limit_by_what_others_write(model, monkeypatch, at_on
     assert not engine.sessions.grammars._alone
 
 
-def matcher_of(folder, schema):
-    """What a session would follow that asks for a schema."""
+def matcher_of(folder, schema, kind=GrammarKind.JSON_SCHEMA):
+    """What a session would follow that asks for a schema, or a grammar of another kind."""
     grammars = Grammars(folder / "tokenizer.json", VOCAB, [EOS])
-    grammars.request(1, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
+    grammars.request(1, Grammar(kind, json.dumps(schema) if kind == GrammarKind.JSON_SCHEMA else schema))
     grammars.wait(60)
     ((_, grammar, start),) = grammars.ready()
     return Matcher(start, grammar, [])
@@ -566,4 +566,21 @@ def test_formats_that_are_known_stay(folder, name):
 def test_alternatives_that_may_not_exclude_one_another_are_followed(folder, tokenizer, schema, fit, does_not):
     matcher = matcher_of(folder, schema)
     assert all(matcher.admits(tokenizer.encode(text).ids) for text in fit)
+    assert not matcher.admits(tokenizer.encode(does_not).ids)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits", "does_not"),
+    [
+        (r'root ::= "caf\u00e9" [\u00c0-\u00ff\u0041\u2028]{4}', "café\u00c0\u00ffA\u2028", "caf\u00e9B"),
+        (r'root ::= "\U0001F600\u0022\u005c"', '\U0001f600"\\', "\U0001f600x"),
+        (r"""root ::= [+\-*\]\^]+ "it\'s" "\\u0041" """, r"*-]^it's\u0041", ","),
+        ('root ::= start " start" # start "\nstart ::= [start]', "s start", "e"),
+        ('root ::= ab AB a-b a_b aB\nab ::= "1"\nAB ::= "2"\na-b ::= "3"\na_b ::= "4"\naB ::= "5"', "12345", "11"),
+        (r'start: "\u00e9" /[\u00e0-\u00ff]/', "\u00e9\u00e0", "\u00e9a"),
+    ],
+)
+def test_gbnf_is_read_with_its_escapes_and_whatever_its_rules_are_called(folder, tokenizer, text, fits, does_not):
+    matcher = matcher_of(folder, text, GrammarKind.EBNF)
+    assert matcher.admits(tokenizer.encode(fits).ids)
     assert not matcher.admits(tokenizer.encode(does_not).ids)
