@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -220,12 +220,17 @@ class SharedTable(PageTable):
         self._owner = owner
         self._tip: _Node | None = None  # of the last shared page
         self._ahead: list[_Node] = []  # what was found behind it at the last look
-        self._epoch = cache.epoch
+        self._epoch = cache.epoch  # when its first page came
 
     @property
     def shares(self) -> bool:
         """False if nothing can be found or inserted any more."""
-        return self._cache.enabled and self._epoch == self._cache.epoch
+        return self._cache.enabled and (not self._count or self._epoch == self._cache.epoch)
+
+    def _extend(self, pages: Sequence[int]) -> None:
+        if not self._count:
+            self._epoch = self._cache.epoch
+        super()._extend(pages)
 
     def peek(self, tokens: NDArray[np.uint32]) -> tuple[int, int]:
         """Pages that `attach` would take, and how many of them somebody holds already. Cheap to ask again."""
@@ -293,7 +298,7 @@ class SharedTable(PageTable):
     def release(self, *, trusted: bool = True) -> None:
         """Give all pages back. trusted: False if what was shared must not be found again."""
         tip, self._tip = self._tip, None
-        self.shared, self._epoch, self._ahead = 0, self._cache.epoch, []
+        self.shared, self._ahead = 0, []
         super().release()
         if tip is not None:
             if trusted:

@@ -196,15 +196,10 @@ class Scheduler:
         return sum(max(0, pages_for(s.length + more) - len(s.table.pages)) for s in self._running.values())
 
     def retract(self) -> int:
-        """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did.
-
-        Whatever sessions have found in the prefix cache is forgotten; after a flush, they share pages again.
-        """
+        """Let all running sessions give their pages back and wait, to be computed anew. Returns how many did."""
         running = list(self._running.values())
         for session in reversed(running):
             self._preempt(session)
-        for session in self._waiting:
-            session.table.release()
         return len(running)
 
     def _preempt(self, session: Session) -> None:

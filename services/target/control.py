@@ -142,7 +142,6 @@ class Control:
                 "pause with mode abort or retract, or try again later"
             )
         self._engine.flush()
-        scheduler.retract()  # sessions that wait share what comes from now on
 
     def pause(self, mode: str) -> int:
         """Stop taking steps. mode: abort, retract or in_place. Returns how many sessions were ended."""

@@ -165,6 +165,19 @@ def test_a_flush_forgets_and_takes_nothing_more_from_before():
     assert held.attach(array(1, 2, 3, 4), 0) == 4  # it begins anew, and shares again
 
 
+def test_a_table_without_pages_shares_after_a_flush_what_comes_then():
+    cache = made()
+    waiting = SharedTable(cache)
+    old = filled(cache, array(1, 2, 3, 4))
+    assert waiting.peek(array(1, 2, 3, 4)) == (2, 2)
+    cache.flush()
+    assert waiting.peek(array(1, 2, 3, 4)) == (0, 0)
+    fresh = filled(cache, array(1, 2, 3, 4))
+    assert waiting.attach(array(1, 2, 3, 4), 0) == 4
+    assert waiting.pages.tolist() == fresh.pages.tolist()
+    audit(cache, [old, fresh, waiting])
+
+
 def test_what_cannot_be_trusted_is_not_found_again():
     cache = made()
     good = filled(cache, array(1, 2, 3, 4))

@@ -16,6 +16,7 @@ from outrider.config import TargetConfig
 from outrider.errors import ConfigError, EngineFault, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
 from outrider.serving.loop import EngineLoop
+from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import target_pb2
@@ -23,7 +24,7 @@ from services.target.control import Control, Update
 from services.target.kernels.cpu import library
 from services.target.service import TargetServicer, describe
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
-from tests.tiny import VOCAB, write_model
+from tests.tiny import VOCAB, write_model, write_tokenizer
 
 PROMPTS = [[5, 6, 7], list(range(30, 75)), [9] * 20, [200]]
 
@@ -476,6 +477,27 @@ def test_the_cache_is_flushed_only_while_nothing_runs(folders):
     control.pause("retract")
     control.flush_cache()
     assert len(engine.scheduler.prefix) == 0
+    engine.check()
+
+
+@pytest.mark.parametrize("flush", ["update", "flush"])
+def test_who_waited_for_a_grammar_meanwhile_shares_pages_afterwards(tmp_path, flush):
+    folder = write_tokenizer(write_model(tmp_path))
+    engine, control = started(folder, page_size=4)
+    control.pause("in_place")
+    for i in (1, 2):
+        engine.open(opening(i, PROMPTS[1], max_tokens=3, grammar=Grammar(GrammarKind.REGEX, "[a-z]+")))
+    if flush == "update":
+        control.update_from_folder(control.read_folder(str(folder)), Update())
+    else:
+        control.flush_cache()
+    engine.sessions.grammars.wait(60)
+    control.proceed()
+    cached = {}
+    while not engine.idle:
+        for commit in engine.step().commits:
+            cached.setdefault(commit.session_id, commit.cached_tokens)
+    assert cached == {1: 0, 2: 44}
     engine.check()
 
 
