@@ -1,7 +1,8 @@
 """Grammars in GBNF's notation, in words that llguidance turns into Lark's.
 
 It writes every escape by its code without the zeros before it, which Lark cannot read; knows fewer escapes than
-xgrammar; and tells the names of rules apart neither by case nor by - and _, nor one `start` from its own.
+xgrammar; tells the names of rules apart neither by case nor by - and _, nor one `start` from its own; and writes
+(x+)? without the parentheses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import Counter
 
 _RULE = re.compile(r"(?m)^[ \t]*([\w-]+)[ \t]*::=")
 _WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.DOTALL)  # ... is a name if no other
+_PART = re.compile(_WORD.pattern + r"|\{[^}]*\}|[()*+?]", re.DOTALL)
+_REPEATS = "*+?{"
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 _KEPT = '"\\[]nrtxuU'  # escapes that llguidance knows, or refuses as incomplete
 _CODES = {"a": 7, "b": 8, "f": 12, "v": 11, "0": 0, "e": 27}
@@ -30,7 +33,30 @@ def readable(text: str) -> str:
         found = match[0]
         return _ESCAPE.sub(_escape, found) if found[0] in '"[' else others.get(found, found)
 
-    return _WORD.sub(word, text)
+    return _grouped(_WORD.sub(word, text))
+
+
+def _grouped(text: str) -> str:
+    """With an empty text in groups that are repeated and end with what is repeated, so that they remain groups."""
+    pieces: list[str] = []
+    opened: list[int] = []
+    closed: int | None = None  # where the group begins that was just closed, if it ends with what is repeated
+    end, last = 0, "("
+    for match in _PART.finditer(text):
+        pieces += text[end : match.start()], match[0]
+        end, part = match.end(), match[0][0]
+        if part == "#":
+            continue
+        inner, closed = closed, None
+        if part in _REPEATS and inner is not None:
+            pieces[inner] = '("" '
+        if part == "(":
+            opened.append(len(pieces) - 1)
+        elif part == ")" and opened:
+            first = opened.pop()
+            closed = first if last in _REPEATS or inner is not None else None
+        last = part
+    return "".join(pieces) + text[end:]
 
 
 def _form(name: str) -> str:

@@ -578,6 +578,9 @@ def test_alternatives_that_may_not_exclude_one_another_are_followed(folder, toke
         ('root ::= start " start" # start "\nstart ::= [start]', "s start", "e"),
         ('root ::= ab AB a-b a_b aB\nab ::= "1"\nAB ::= "2"\na-b ::= "3"\na_b ::= "4"\naB ::= "5"', "12345", "11"),
         (r'start: "\u00e9" /[\u00e0-\u00ff]/', "\u00e9\u00e0", "\u00e9a"),
+        ('root ::= (([0-9]+))? "a" ([0-9]{2}){2} # (b*)*\n', "1a2345", "ab"),
+        ('root ::= ( # all\n ((x b)+) ? # it\n)* "(c+)?"\nx ::= "1" root? "2"\nb ::= "b"', "12b12b(c+)?", "c"),
+        ('root ::= (x+)? "a"\nx ::= "[" (x | "." [*+]+)* "]"', "[[].+*][]a", "[.]"),
     ],
 )
 def test_gbnf_is_read_with_its_escapes_and_whatever_its_rules_are_called(folder, tokenizer, text, fits, does_not):
