@@ -15,7 +15,7 @@ _WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|[\w-]+', re.
 _PART = re.compile(_WORD.pattern + r"|\{[^}]*\}|[()*+?]", re.DOTALL)
 _REPEATS = "*+?{"
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
-_KEPT = '"\\[]nrtxuU'  # escapes that llguidance knows, or refuses as incomplete
+_KEPT = '"\\nrtxuU'  # escapes that llguidance knows, or refuses as incomplete
 _CODES = {"a": 7, "b": 8, "f": 12, "v": 11, "0": 0, "e": 27}
 _CAMEL = re.compile(r"([a-z])([A-Z])")
 

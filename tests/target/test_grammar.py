@@ -573,6 +573,7 @@ def test_alternatives_that_may_not_exclude_one_another_are_followed(folder, toke
     ("text", "fits", "does_not"),
     [
         (r'root ::= "caf\u00e9" [\u00c0-\u00ff\u0041\u2028]{4}', "café\u00c0\u00ffA\u2028", "caf\u00e9B"),
+        (r'root ::= "\[" [a\[\]]{2} "\]\""', '[a]]"', "[ab"),
         (r'root ::= "\U0001F600\u0022\u005c"', '\U0001f600"\\', "\U0001f600x"),
         (r"""root ::= [+\-*\]\^]+ "it\'s" "\\u0041" """, r"*-]^it's\u0041", ","),
         ('root ::= start " start" # start "\nstart ::= [start]', "s start", "e"),
