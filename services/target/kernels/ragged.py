@@ -273,9 +273,7 @@ def _items(
     end = np.where(alone, stop[tile], begin + 1)
     partial = np.where(alone, -1, base[tile] + nth * rows[tile])
     taken = np.minimum(end * keys, seen[1][tile]) - np.maximum(begin * keys, seen[0][tile])
-    order = np.argsort(
-        -taken, kind="stable"
-    )  # the short ends of contexts come last
+    order = np.argsort(-taken, kind="stable")  # the short ends of contexts come last
     return _table([column[order] for column in (tile, begin, end, partial)])
 
 
