@@ -113,7 +113,8 @@ def test_models_are_loaded_so(tmp_path):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
-    ("outputs", "inputs"), [(6144, 4096), (4096, 14336), (2048, 256), (2050, 512), (2050, 1000), (28672, 4096)]
+    ("outputs", "inputs"),
+    [(6144, 4096), (4096, 14336), (3072, 1024), (2048, 256), (2050, 512), (2050, 1000), (28672, 4096)],
 )
 def test_products_of_a_few_rows(dtype, gated, ahead, outputs, inputs, monkeypatch):
     if not ahead:
