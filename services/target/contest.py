@@ -95,20 +95,27 @@ class _Trial:
 
 @dataclass
 class _Measured:
-    """Tokens a session, and seconds, of one way of working; older turns count less."""
+    """Tokens a session, seconds and steps of one way of working; older turns count less."""
 
     tokens: float = 0.0
     seconds: float = 0.0
+    steps: float = 0.0
     turn: int = 0  # when it was measured last; 0 for never
     trial: _Trial = _Trial(0.0, 0.0, 0.0)
     hopeful: bool = False  # its last turn was better than the best way: it may be better than what it did before says
     behind: int = 0  # turns, one after another, after which it was not the best
 
-    def add(self, turn: int, tokens: float, seconds: float) -> None:
+    @property
+    def brings(self) -> bool:
+        """Whether its steps commit more than the token that each brings without hints."""
+        return self.tokens > _LEAD * self.steps
+
+    def add(self, turn: int, tokens: float, seconds: float, steps: float) -> None:
         """Take in a turn."""
         kept = max(_KEPT ** (turn - self.turn), _KEPT_LEAST)
         self.tokens = self.tokens * kept + tokens
         self.seconds = self.seconds * kept + seconds
+        self.steps = self.steps * kept + steps
         self.turn = turn
 
 
@@ -171,21 +178,27 @@ class Contest:
         """Take in a step with prompts."""
         self._elapsed += seconds
 
-    def end_turn(self, tokens: float, seconds: float, sessions: float = 1) -> None:
-        """A turn has ended; choose the next one's way. tokens: of each of so many sessions, in measured steps."""
+    def end_turn(self, tokens: float, seconds: float, sessions: float = 1, steps: float = 0.0) -> None:
+        """A turn has ended; choose the next one's way. tokens: of each of so many sessions, in measured steps.
+
+        steps: so many; 0 where that is not told
+        """
         self._turns += 1
         present = self._measured[self.way]
         rested = self._rest > 0.0 and self.way in HINTED and not present.turn
-        present.add(self._turns, tokens, seconds)
+        present.add(self._turns, tokens, seconds, steps)
         present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
         rates = {way: self._rate(way) for way, measured in self._measured.items() if measured.turn}
+        for way in rates.keys() & set(HINTED):  # hints that are never right made no turn a fast one
+            if not self._measured[way].brings:
+                rates[way] = min(rates[way], rates.get(Way.PLAIN, math.inf))
         best = max(rates, key=lambda way: rates[way] * (1.0 if way in HINTED else _LEAD))
         # Hints that come after a rest are at first chosen by scores that are not calibrated, and the next trial may be
         # a quarter of a minute away: a first turn that is not far behind is followed by another one.
         hope = _FAR_BEHIND if rested and self.way is not best else 1.0
-        present.hopeful = tokens > 0 and self._rate_of(seconds / tokens, self.way) > hope * rates[best]
+        present.hopeful = tokens > _LEAD * steps and self._rate_of(seconds / tokens, self.way) > hope * rates[best]
         present.behind = present.behind + 1 if self.way is not best and not present.hopeful else 0
         self._judge_hints(rates)
         due = [way for way in self._measured if way is not best and self._due(way, rates, best) <= self._elapsed]

@@ -210,7 +210,7 @@ class Patience:
         contest = self._contests[self._load]
         if self._steps >= contest.steps:
             before = contest.way
-            contest.end_turn(*self._turn, sessions=count)
+            contest.end_turn(*self._turn, sessions=count, steps=self._steps)
             self._begin_turn(settling=_SETTLING if contest.way is not before else 0)
 
     def _begin_turn(self, settling: int = 0) -> None:

@@ -396,6 +396,19 @@ def test_hints_must_bring_more_than_noise_does(gain, plain):
     assert (contest.way is Way.PLAIN) == plain
 
 
+@pytest.mark.parametrize(("right", "best"), [(1.0, Way.PLAIN), (1.01, Way.PLAIN), (1.3, Way.WAIT)])
+def test_hints_that_are_never_right_make_no_turn_a_fast_one(right, best):
+    contest = Contest([Way.WAIT, Way.PLAIN], Way.WAIT, Prompts())
+    ways = []
+    for _ in range(40):
+        ways.append(contest.way)
+        hinted = contest.way is Way.WAIT
+        tokens, seconds = (right, 0.9) if hinted else (1.0, 1.0)  # the machine was fast when there were hints
+        contest.spend(TURN * tokens, TURN * seconds)
+        contest.end_turn(TURN * tokens, TURN * seconds, steps=TURN)
+    assert ways.count(best) > 30
+
+
 def test_a_turn_without_tokens_is_the_worst():
     contest = Contest([Way.GO, Way.PLAIN], Way.GO, Prompts())
     contest.spend(0.0, 1.0)
