@@ -30,8 +30,8 @@ from services.target.kernels.triton_chain import chained
 # Its name of late, and in Triton 3.6.
 ask_for = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 let_go, wait = gluon.jit(triton_chain.let_go.fn), gluon.jit(triton_chain.wait.fn)
-activated, put = gluon.jit(triton_rows.activated.fn), gluon.jit(triton_rows.put.fn)
-at_slot, rotated = gluon.jit(triton_rows.at_slot.fn), gluon.jit(triton_rows.rotated.fn)
+activated, rotated = gluon.jit(triton_rows.activated.fn), gluon.jit(triton_rows.rotated.fn)
+put_halves = gluon.jit(triton_rows.put_halves.fn)
 
 _WARPS = 4
 _ALIGNED = 16  # numbers of a matrix's row, bytes of its address: what copies to shared memory want
@@ -218,18 +218,7 @@ def turned_rows(
     left, right = gl.split(total.to(rounded).to(gl.float32).reshape([ROWS, PAIRS, 2]))
     if head < HEADS + KV_HEADS:
         left, right = rotated(left, right, cosine, sine)
-    left, right = left.to(rounded), right.to(rounded)
-    if head < HEADS:
-        target = queries + row[:, None] * q_row + head * D + at
-        gl.store(target, left, mask=there[:, None])
-        gl.store(target + HALF, right, mask=there[:, None])
-    else:
-        stored = (slot >= PAGE) & (at < HALF)  # other rows lie in NULL_PAGE
-        if head < HEADS + KV_HEADS:
-            key = at_slot(k_pool, slot, k_page, k_slot, PAGE) + (head - HEADS) * D
-            put(key, at, stored, left, LIMIT)
-            put(key, HALF + at, stored, right, LIMIT)
-        else:
-            value = at_slot(v_pool, slot, v_page, v_slot, PAGE) + (head - HEADS - KV_HEADS) * D
-            put(value, at, stored, left, LIMIT)
-            put(value, HALF + at, stored, right, LIMIT)
+    put_halves(
+        left.to(rounded), right.to(rounded), head, row, at, there, slot, queries, k_pool, v_pool, q_row, k_page, k_slot,
+        v_page, v_slot, HEADS, KV_HEADS, D, HALF, PAGE, LIMIT,
+    )  # fmt: skip

@@ -27,7 +27,7 @@ from services.target.kernels import gluon_few
 from services.target.kernels.triton_attention import interpreted, processors
 from services.target.kernels.triton_cache import largest
 from services.target.kernels.triton_chain import chained, let_go, wait
-from services.target.kernels.triton_rows import activated, at_slot, put, rotated
+from services.target.kernels.triton_rows import activated, put_halves, rotated
 
 ROWS = 16
 """Most rows of a product."""
@@ -135,21 +135,10 @@ def turned_rows(
     left, right = tl.split(total.to(rounded).to(tl.float32).reshape(ROWS, 2, PAIRS).permute(0, 2, 1))
     if head < HEADS + KV_HEADS:
         left, right = rotated(left, right, cosine, sine)
-    left, right = left.to(rounded), right.to(rounded)
-    if head < HEADS:
-        target = queries + row[:, None] * q_row + head * D + at
-        tl.store(target, left, mask=there[:, None])
-        tl.store(target + HALF, right, mask=there[:, None])
-    else:
-        stored = slot >= PAGE  # others lie in NULL_PAGE
-        if head < HEADS + KV_HEADS:
-            key = at_slot(k_pool, slot, k_page, k_slot, PAGE) + (head - HEADS) * D
-            put(key, at, stored, left, LIMIT)
-            put(key, HALF + at, stored, right, LIMIT)
-        else:
-            value = at_slot(v_pool, slot, v_page, v_slot, PAGE) + (head - HEADS - KV_HEADS) * D
-            put(value, at, stored, left, LIMIT)
-            put(value, HALF + at, stored, right, LIMIT)
+    put_halves(
+        left.to(rounded), right.to(rounded), head, row, at, there, slot, queries, k_pool, v_pool, q_row, k_page, k_slot,
+        v_page, v_slot, HEADS, KV_HEADS, D, HALF, PAGE, LIMIT,
+    )  # fmt: skip
 
 
 def serves(x: Tensor, weight: Tensor) -> bool:

@@ -152,6 +152,32 @@ def put(target, at, there, numbers, LIMIT: tl.constexpr):
     tl.store(target + at, numbers.to(target.dtype.element_ty), mask=there)
 
 
+@triton.jit
+def put_halves(
+    left, right, head, row, at, there, slot, queries, k_pool, v_pool, q_row, k_page, k_slot, v_page, v_slot,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Store halves of a head, [rows, pairs] each: of a query where `queries` are, of a key or value in its pool.
+
+    row, there: [rows]; at: [1, pairs]; slot: [rows, 1]
+    """
+    if head < HEADS:
+        target = queries + row[:, None] * q_row + head * D + at
+        tl.store(target, left, mask=there[:, None])
+        tl.store(target + HALF, right, mask=there[:, None])
+    else:
+        stored = (slot >= PAGE) & (at < HALF)  # other rows lie in NULL_PAGE
+        if head < HEADS + KV_HEADS:
+            key = at_slot(k_pool, slot, k_page, k_slot, PAGE) + (head - HEADS) * D
+            put(key, at, stored, left, LIMIT)
+            put(key, HALF + at, stored, right, LIMIT)
+        else:
+            value = at_slot(v_pool, slot, v_page, v_slot, PAGE) + (head - HEADS - KV_HEADS) * D
+            put(value, at, stored, left, LIMIT)
+            put(value, HALF + at, stored, right, LIMIT)
+
+
 def turn(
     wide: Tensor,
     heads: tuple[int, int],
