@@ -11,28 +11,28 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench import report
+from bench.harness import report
 from outrider import cli
 from outrider.errors import OutriderError
 
 # Name to module, and what it says; in the order in which `all` runs them.
 BENCHMARKS = {
     "streams": ("bench.streams.run", "what the gateway adds to a step"),
-    "system": ("bench.system", "the whole system against transformers generate"),
+    "system": ("bench.end_to_end.system", "the whole system against transformers generate"),
     "speculation": ("bench.speculation.run", "drafters and their trees side by side; proposes the best flags"),
     "serve": ("bench.serve.run", "load on any OpenAI-style server: throughput and latencies"),
     "peers": ("bench.peers.run", "our system beside others on the same weights and prompts"),
     "scale": ("bench.scale.run", "how speculation grows with context, sessions, acceptance, latencies"),
-    "accept": ("bench.accept", "how much drafters foretell, by kind of prompt"),
-    "online": ("bench.online", "a draft that learns while it serves"),
-    "target": ("bench.target", "steps of the target against their floors; hints against plain decoding"),
-    "self-draft": ("bench.selfdraft", "drafts of the target's own against plain steps"),
-    "kernels": ("bench.kernels", "products and attention of the target on a CPU against their floors"),
-    "draft": ("bench.draft", "rounds of growth of the draft against their floors"),
-    "trees": ("bench.trees", "explicit trees of the draft: one program against a round a level"),
-    "draft-kernels": ("bench.draft_kernels", "the draft's attention on an accelerator"),
-    "quality": ("bench.quality", "what narrow weights and caches cost in quality"),
-    "deterministic": ("bench.deterministic", "what --deterministic costs"),
+    "accept": ("bench.end_to_end.accept", "how much drafters foretell, by kind of prompt"),
+    "online": ("bench.end_to_end.online", "a draft that learns while it serves"),
+    "target": ("bench.services.target", "steps of the target against their floors; hints against plain decoding"),
+    "self-draft": ("bench.services.self_speculation", "drafts of the target's own against plain steps"),
+    "kernels": ("bench.services.kernels", "products and attention of the target on a CPU against their floors"),
+    "draft": ("bench.services.draft", "rounds of growth of the draft against their floors"),
+    "trees": ("bench.services.trees", "explicit trees of the draft: one program against a round a level"),
+    "draft-kernels": ("bench.services.draft_kernels", "the draft's attention on an accelerator"),
+    "quality": ("bench.services.quality", "what narrow weights and caches cost in quality"),
+    "deterministic": ("bench.services.deterministic", "what --deterministic costs"),
     "gpu": ("bench.gpu.run", "a step of a large model on a GPU against its floor"),
 }
 # These need what not every machine has: a server, a file of prompts, a draft, an accelerator of JAX's, much time.

@@ -2,7 +2,7 @@
 
 import sys
 
-from gateway.app import main
+from gateway.process.app import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ import tyro
 from outrider import __version__
 from outrider.config import ServeConfig, ServiceTlsOptions, plain_argv
 from outrider.errors import ConfigError, OutriderError
-from outrider.imports import uncollected_imports
+from outrider.process.imports import uncollected_imports
 
 USAGE = """\
 usage: outrider VERB [FLAGS]        (outrider VERB --help shows a verb's flags)

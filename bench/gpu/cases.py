@@ -13,8 +13,8 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
-from services.target.batch import Work
-from services.target.kv_cache import KVCache
+from services.target.kernels.kv_cache import KVCache
+from services.target.step.batch import Work
 
 PAGE = 16
 VERIFIED = 16  # rows of a session in a step of verification, the root included

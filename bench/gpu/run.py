@@ -28,20 +28,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
 from bench.gpu.clocks import Clocks
-from bench.report import Report, line_of
+from bench.harness.report import Report, line_of
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import StopConditions
-from services.target import sampler
-from services.target.batch import Work, build
-from services.target.engine import TargetEngine
-from services.target.graphs import CudaCapturer, GraphRunner, direct
-from services.target.kernels import choose
-from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.engine.engine import TargetEngine
+from services.target.kernels.dispatch import choose
+from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.model import attention
 from services.target.model.base import Model, Runner
-from services.target.model.load import pass_a_token
+from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct
+from services.target.model.loading.load import pass_a_token
 from services.target.model.modules import ModuleRunner
+from services.target.sampling import sampler
+from services.target.step.batch import Work, build
 
 SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
 PARTS = ("step", "engine", "compiled", "attention")
@@ -143,14 +143,14 @@ class Bench:
         planner = choose("auto", self.device)
         if self.device.type != "cuda":
             return ModuleRunner(module, planner)
-        from services.target.model.fused import FusedRunner
+        from services.target.model.cuda.fused import FusedRunner
 
         longest = max(context for _, context in self.size.cells) + VERIFIED
         return FusedRunner(module, planner, pass_a_token(module, self.device), longest)
 
     def compiled(self, module: Any) -> None:
         """Modules whose layers are compiled. Comes last, as they stay so."""
-        from services.target.compiled import compiled
+        from services.target.model.cuda.compiled import compiled
 
         cells = self.size.compiled
         most = max(count for count, _ in cells) * VERIFIED

@@ -10,11 +10,11 @@ import torch
 
 from bench.gpu.cases import PAGE, VERIFIED, sessions
 from bench.gpu.clocks import Clocks
-from services.target.batch import build
-from services.target.kernels.ragged import Split
-from services.target.kernels.triton_attention import Tile, TritonAttention, pick_tile
-from services.target.kv_cache import KVCache, LayerShape, token_bytes
-from services.target.layout import SHORT
+from services.target.kernels.cuda.attention import Tile, TritonAttention, pick_tile
+from services.target.kernels.cuda.ragged import Split
+from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.step.batch import build
+from services.target.step.layout import SHORT
 
 _SPLITS, _SHORTER, _FIXED = Split(128, 4096), Split(128, 2048), Split(256, 256)
 _OTHERS_SHORT = (

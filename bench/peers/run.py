@@ -22,15 +22,15 @@ from statistics import median
 
 from rich.progress import Progress
 
-from bench.flags import prompts_in, whole
+from bench.end_to_end.system import PROMPTS
+from bench.harness.flags import prompts_in, whole
+from bench.harness.prompts import first_of_each, sample
+from bench.harness.report import Report
 from bench.peers import servers
 from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import Rates, Replies, median_and_quartiles, ratios, same_texts
 from bench.peers.workers import Worker
-from bench.prompts import first_of_each, sample
-from bench.report import Report
-from bench.system import PROMPTS
-from outrider.checkpoint import resolve, weight_files
+from outrider.checkpoints.checkpoint import resolve, weight_files
 from services.target.kernels.cpu.bandwidth import read_bandwidth
 
 _OURS = {

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 
-from bench.errors import BenchError
+from bench.harness.errors import BenchError
+from bench.harness.processes import running, wait_until
 from bench.peers.base import Facts, Peer, Reply, end_of, log_of
-from bench.processes import running, wait_until
 from bench.serve.client import Client, Target
 from bench.serve.outcome import Outcome
-from bench.serving import free_port
+from bench.serve.outrider_system import free_port
 
 _PATIENCE = 600.0  # seconds until a peer serves
 

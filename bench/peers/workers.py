@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.errors import BenchError
+from bench.harness.errors import BenchError
+from bench.harness.processes import running
 from bench.peers.base import Facts, Peer, Reply, end_of, log_of
-from bench.processes import running
 
 _SCRIPTS = Path(__file__).parent / "scripts"
 

@@ -22,13 +22,13 @@ import numpy as np
 from rich.progress import Progress
 from tokenizers import Tokenizer
 
-from bench.flags import whole
-from bench.prompts import read_prompts
-from bench.report import Report
+from bench.end_to_end.system import PROMPTS
+from bench.harness.flags import whole
+from bench.harness.prompts import read_prompts
+from bench.harness.report import Report
 from bench.scale.system import Draft, gateway, remember, target, tell
 from bench.scale.theory import Cost, speedup
-from bench.system import PROMPTS
-from outrider.checkpoint import resolve
+from outrider.checkpoints.checkpoint import resolve
 from outrider.config import TargetConfig
 
 _ROWS = (1, 2, 4, 8, 12, 16)  # of steps that are measured
@@ -77,8 +77,8 @@ def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cos
 
     Between measured points they lie on straight lines.
     """
-    from bench.target import verified_steps
-    from services.target.app import build_engine
+    from bench.services.target import verified_steps
+    from services.target.process.app import build_engine
 
     engine = build_engine(
         resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True, self_draft="off")

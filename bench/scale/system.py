@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from bench.errors import BenchError
-from bench.processes import running, wait_until
-from bench.serving import free_port
+from bench.harness.errors import BenchError
+from bench.harness.processes import running, wait_until
+from bench.serve.outrider_system import free_port
 from outrider.client import AsyncClient
 from outrider.supervisor.health import is_healthy
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import aiohttp
 import orjson
 
-from bench.errors import BenchError
+from bench.harness.errors import BenchError
 from bench.serve.outcome import SILENT, Outcome, take
 
 Endpoint = Literal["chat", "completions"]

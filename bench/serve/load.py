@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.errors import BenchError
-from bench.prompts import Prompt, synthetic
+from bench.harness.errors import BenchError
+from bench.harness.prompts import Prompt, synthetic
 from bench.serve.client import Client, Target
 from bench.serve.outcome import Outcome
 

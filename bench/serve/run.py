@@ -27,10 +27,10 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.errors import BenchError
-from bench.flags import address, json_object, positive, seed, share, whole
-from bench.prompts import Prompt, read_prompts, sample, synthetic
-from bench.report import chosen
+from bench.harness.errors import BenchError
+from bench.harness.flags import address, json_object, positive, seed, share, whole
+from bench.harness.prompts import Prompt, read_prompts, sample, synthetic
+from bench.harness.report import chosen
 from bench.serve import counters, load, show
 from bench.serve.client import Client, Target, root_of
 from bench.serve.measures import LIMITS, Speculation, by_category, seconds_of, summarize

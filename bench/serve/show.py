@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.report import recipe
+from bench.harness.report import recipe
 from bench.serve.measures import Distribution, Speculation, Summary, errors, tokens_over_time
 from bench.serve.outcome import Outcome
 

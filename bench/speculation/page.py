@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from bench.report import Report, earlier_rows
+from bench.harness.report import Report, earlier_rows
 from bench.speculation import judge
 from bench.speculation.settings import PLAIN, Setting
-from outrider.checkpoint import resolve
+from outrider.checkpoints.checkpoint import resolve
 
 _NAME = "speculation"
 _COLUMNS = ("setting", "temperature", "concurrency", "tokens_per_s", "plain_tokens_per_s", "ratio", "low", "high",

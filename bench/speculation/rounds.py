@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from bench.prompts import Prompt
+from bench.harness.prompts import Prompt
 from bench.serve import load
 from bench.serve.client import Client, Target
 from bench.serve.measures import seconds_of

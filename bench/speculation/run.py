@@ -22,12 +22,12 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.errors import BenchError
-from bench.flags import whole
-from bench.prompts import Prompt, read_prompts, rounds_of, sample
-from bench.report import line_of
+from bench.harness.errors import BenchError
+from bench.harness.flags import whole
+from bench.harness.prompts import Prompt, read_prompts, rounds_of, sample
+from bench.harness.report import line_of
 from bench.serve.client import Target
-from bench.serving import served
+from bench.serve.outrider_system import served
 from bench.speculation.page import Page
 from bench.speculation.rounds import Cell, facts_of, take_turns
 from bench.speculation.settings import PLAIN, Setting, grid, named

@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider import PROTOCOL_VERSION
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, StepOutput
-from outrider.serving.rpc import serve_engine
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, extend_hash, path_hash
+from outrider.transport.rpc import serve_engine
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 

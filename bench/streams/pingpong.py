@@ -12,8 +12,8 @@ import statistics
 import sys
 import time
 
-from bench.processes import start
-from outrider.serving.pipe import Pipe
+from bench.harness.processes import start
+from outrider.transport.unix_frames import Pipe
 
 _PATIENCE = 20.0  # seconds that the other process gets to start
 

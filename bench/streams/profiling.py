@@ -22,7 +22,7 @@ _PARTS = (  # what a frame's file says of the part that it belongs to; the inner
     ("grpc/", "gRPC, its Python part"),
     ("gateway/api/", "gateway: answers as JSON"),
     ("gateway/text/", "gateway: text of tokens"),
-    ("gateway/service.py", "gateway: answers as protobuf messages"),
+    ("gateway/grpc/service.py", "gateway: answers as protobuf messages"),
     ("gateway/streams/", "gateway: frames of the services"),
     ("outrider/wire/", "gateway: frames of the services"),
     ("gateway/", "gateway: sessions, parts and metrics"),

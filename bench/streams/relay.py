@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from bench.processes import output_of
+from bench.harness.processes import output_of
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.serving.messages import OpenSession

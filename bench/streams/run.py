@@ -23,9 +23,9 @@ from typing import Any
 import httpx
 import uvloop
 
-from bench.processes import start
-from bench.report import Report
-from bench.serving import free_port
+from bench.harness.processes import start
+from bench.harness.report import Report
+from bench.serve.outrider_system import free_port
 from bench.streams.clients import over_grpc, over_sse
 from bench.streams.pingpong import round_trips
 from bench.streams.profiling import profiled, profiler

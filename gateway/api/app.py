@@ -11,21 +11,23 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway.api import bodies, docs, errors, health, native, page, tokens
-from gateway.api import control as controlling
-from gateway.api.answers import CHAT, COMPLETION, Answer, Kind, Telling
-from gateway.api.chats import Chats
+from gateway.api.answers import errors
+from gateway.api.answers.choice_format import Voice
+from gateway.api.answers.completions import CHAT, COMPLETION, Answer, Kind, Telling
+from gateway.api.answers.streaming import respond
 from gateway.api.middleware import REQUEST_ID
-from gateway.api.native import NativeBody
-from gateway.api.responses import ResponseReply, ResponsesBody
-from gateway.api.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.api.streaming import respond
-from gateway.api.unicode import WHOLE
-from gateway.api.voices import Voice
-from gateway.control import Control
-from gateway.facts import Facts
-from gateway.generator import Generator
-from gateway.workers import exposition
+from gateway.api.requests import bodies
+from gateway.api.requests.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.requests.unicode import WHOLE
+from gateway.api.routes import control as controlling
+from gateway.api.routes import docs, health, native, page, tokens
+from gateway.api.routes.chats import Chats
+from gateway.api.routes.native import NativeBody
+from gateway.api.routes.responses import ResponseReply, ResponsesBody
+from gateway.control.control import Control
+from gateway.control.server_info import Facts
+from gateway.orchestration.generator import Generator
+from gateway.telemetry import exposition
 from outrider.errors import InvalidRequest, ModelNotFound
 
 # Of routes that answer with events, too, for the OpenAPI page.

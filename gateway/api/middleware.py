@@ -14,10 +14,10 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.admission import Keys
-from gateway.api.errors import error_body, response_to
-from gateway.api.page import FILES, starting_page
-from gateway.pace import as_long_again
+from gateway.admission.admission import Keys
+from gateway.admission.retry_after import as_long_again
+from gateway.api.answers.errors import error_body, response_to
+from gateway.api.routes.page import FILES, starting_page
 from outrider import telemetry
 from outrider.errors import TooManyRequests, Unauthenticated
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.middleware import REQUEST_ID
-from gateway.spans import CURRENT, spanning
+from gateway.telemetry.spans import CURRENT, spanning
 from outrider.tracing import Tracing, Value
 
 _CHATS = ("chat", "responses")  # in paths of conversations

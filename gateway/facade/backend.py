@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gateway.admission import Keys
-from gateway.control import Control
+from gateway.admission.admission import Keys
+from gateway.control.control import Control
+from gateway.control.server_info import Facts
+from gateway.control.worker_answers import abort_everywhere
 from gateway.facade.bundle import bundle
-from gateway.facts import Facts
-from gateway.generator import Generator
-from gateway.workers.answers import abort_everywhere
+from gateway.orchestration.generator import Generator
 from outrider.tracing import Tracing
 
 

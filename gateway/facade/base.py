@@ -13,15 +13,16 @@ from typing import Any, ClassVar, NoReturn
 import grpc
 from smg_grpc_proto.generated import common_pb2
 
-from gateway.admission import check_admin
+from gateway.admission.admission import check_admin
 from gateway.facade.backend import Backend
 from gateway.facade.bundle import chunks
 from gateway.facade.knowledge import Loads
-from gateway.generation import Generation, GenerationRequest
-from gateway.spans import spanning_call
+from gateway.orchestration.generation import Generation
+from gateway.sessions.request import GenerationRequest
+from gateway.telemetry.spans import spanning_call
 from outrider.errors import InvalidRequest, Unavailable
-from outrider.serving.rpc import details, statuses
 from outrider.telemetry import REQUEST_ID
+from outrider.transport.rpc import details, statuses
 
 _STARTING = "the gateway is starting; it waits for a target service"
 

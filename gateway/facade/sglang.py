@@ -16,12 +16,12 @@ from smg_grpc_proto import sglang_scheduler_pb2 as pb
 from smg_grpc_proto import sglang_scheduler_pb2_grpc
 
 import outrider
-from gateway.admission import check_size
+from gateway.admission.admission import check_size
 from gateway.facade.base import Facade
 from gateway.facade.knowledge import model_facts, now
-from gateway.facade.reading import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
-from gateway.facade.telling import Answers
-from gateway.generation import GenerationRequest
+from gateway.facade.requests import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
+from gateway.facade.responses import Answers
+from gateway.sessions.request import GenerationRequest
 from outrider.errors import InvalidRequest
 
 _UNSUPPORTED = (

@@ -10,13 +10,13 @@ from smg_grpc_proto import vllm_engine_pb2 as pb
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 import outrider
-from gateway.admission import check_size
+from gateway.admission.admission import check_size
 from gateway.facade.backend import Backend
 from gateway.facade.base import Facade
 from gateway.facade.knowledge import model_facts, now
-from gateway.facade.reading import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
-from gateway.facade.telling import Answers
-from gateway.generation import GenerationRequest
+from gateway.facade.requests import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
+from gateway.facade.responses import Answers
+from gateway.sessions.request import GenerationRequest
 from gateway.text.encoding import cut
 from outrider.errors import InvalidRequest
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from prometheus_client import Counter
 
-from gateway.metrics import Metrics
 from gateway.pools.pool import Pool, Routing, Why
-from gateway.session import Session
+from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
 from outrider.wire.opens import open_to_pb
 from outrider.wire.v1 import common_pb2
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from gateway.pools.prefixes import MOST_PAGES, PAGE_SIZE, Prefixes
-from gateway.session import Session
+from gateway.sessions.prefixes import MOST_PAGES, PAGE_SIZE, Prefixes
+from gateway.sessions.session import Session
 from gateway.streams.link import Link
 from outrider.errors import ConfigError
 

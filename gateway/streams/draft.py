@@ -10,8 +10,8 @@ import grpc
 from gateway.streams.batches import cut_opens, join
 from gateway.streams.features import FUSION_TIMEOUT, Backlog, Features
 from gateway.streams.link import CALL_TIMEOUT, Link, Metadata
+from outrider.checkpoints.vocabulary import Vocabulary, check_same
 from outrider.tls import ClientTls
-from outrider.vocabulary import Vocabulary, check_same
 from outrider.wire.arrays import U64, pack
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 

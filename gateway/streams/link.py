@@ -21,9 +21,9 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
-from outrider.serving.pipe import PipedCall, connect_beside
-from outrider.serving.rpc import CHANNEL_OPTIONS
 from outrider.tls import ClientTls, open_channel, tls_trouble
+from outrider.transport.rpc import CHANNEL_OPTIONS
+from outrider.transport.unix_frames import PipedCall, connect_beside
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)

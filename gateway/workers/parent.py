@@ -20,12 +20,12 @@ from pathlib import Path
 from gateway.workers.peers import health_address, open_mark
 from outrider.config import GatewayConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
-from outrider.interpreter import python
-from outrider.serving.ports import socket_folder, take_port
-from outrider.serving.rpc import GrpcServer
+from outrider.process.interpreter import python
+from outrider.process.ports import socket_folder, take_port
 from outrider.supervisor.health import is_healthy
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, POLL_SECONDS, Child, stop_and_hurry, supervise
 from outrider.telemetry import say
+from outrider.transport.rpc import GrpcServer
 
 log = logging.getLogger(__name__)
 

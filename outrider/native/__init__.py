@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 
 _COMPILERS = ("g++", "clang++", "c++")
 _LONGEST = 300.0  # seconds

@@ -25,10 +25,10 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from outrider.errors import EngineFault, OutriderError, Unavailable
+from outrider.process.cpu_affinity import compute_on
 from outrider.serving.features import FeatureBlock
 from outrider.serving.inbox import Inbox
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
-from outrider.serving.place import compute_on
 from outrider.speculation.proposal import Commit, Proposal
 
 log = logging.getLogger(__name__)

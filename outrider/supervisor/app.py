@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
+from outrider.checkpoints.vocabulary import check_same, of_checkpoint
 from outrider.config import (
     BUILT_IN_ALGORITHMS,
     FED_ALGORITHMS,
@@ -33,15 +34,14 @@ from outrider.config import (
 )
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError, EngineFault
-from outrider.interpreter import python
-from outrider.serving.ports import host_and_port, socket_folder, take_port
-from outrider.supervisor.cores import CorePlan, choose_cores
+from outrider.placement.cores import CorePlan, choose_cores
+from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shape
+from outrider.process.interpreter import python
+from outrider.process.ports import host_and_port, socket_folder, take_port
 from outrider.supervisor.display import Display, first_curl
 from outrider.supervisor.drafting import choose_drafters
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
-from outrider.supervisor.trees import draft_niceness, draft_tree, tree_shape
 from outrider.telemetry import setup_logging
-from outrider.vocabulary import check_same, of_checkpoint
 
 _GLANCE = 0.5  # seconds between two looks at how far the processes are
 

@@ -11,10 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from outrider import __version__, checkpoint
+from outrider import __version__
+from outrider.checkpoints import checkpoint
 from outrider.config import Algorithm, format_cores
 from outrider.errors import ConfigError
-from outrider.supervisor.cores import plan_cores
+from outrider.placement.cores import plan_cores
 
 _PACKAGES = {
     "shared": ("grpcio", "numpy", "protobuf"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.config import DraftOptions, ServeConfig
 from outrider.drafts import has_head, with_drafter
-from outrider.supervisor.cores import choose_cores
+from outrider.placement.cores import choose_cores
 
 log = logging.getLogger(__name__)
 

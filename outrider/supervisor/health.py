@@ -10,8 +10,8 @@ from collections.abc import Callable
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider.serving.rpc import PROGRESS
 from outrider.tls import ClientTls, open_channel
+from outrider.transport.rpc import PROGRESS
 
 
 async def is_healthy(

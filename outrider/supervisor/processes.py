@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from outrider.leash import leashed
+from outrider.process.leash import leashed
 from outrider.supervisor.health import is_healthy
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 import sys
 
-from services.draft.app import main
+from services.draft.process.app import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

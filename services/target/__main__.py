@@ -2,7 +2,7 @@
 
 import sys
 
-from services.target.app import main
+from services.target.process.app import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

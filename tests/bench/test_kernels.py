@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from bench import kernels, report
+from bench.harness import report
+from bench.services import kernels
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format, packed
 

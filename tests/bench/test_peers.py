@@ -7,11 +7,11 @@ import re
 import pytest
 
 from bench.__main__ import main
+from bench.harness.report import Report
 from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import median_and_quartiles, ratios, same_texts
 from bench.peers.run import _arguments, _plot, add_rates, add_ratios, ask_in_turns, catalogue
 from bench.peers.servers import Server
-from bench.report import Report
 from tests.bench.server import STEP, in_a_thread
 from tests.tiny import write_model, write_tokenizer
 
@@ -64,7 +64,7 @@ class Fake(Peer):
 
 def test_several_at_once_are_told_of_those_that_answer_them_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("bench.peers.run._REST", 0.0)
-    monkeypatch.setattr("bench.report._chosen", tmp_path)
+    monkeypatch.setattr("bench.harness.report._chosen", tmp_path)
     facts = [Facts("outrider bf16", "outrider", "bf16", size=9), Facts("other", "x", "bf16", size=9),
              Facts("one by one", "y", "bf16", size=9, batched=False)]  # fmt: skip
     peers = [Fake(one) for one in facts]

@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from bench.errors import BenchError
-from bench.processes import output_of, running, wait_until
+from bench.harness.errors import BenchError
+from bench.harness.processes import output_of, running, wait_until
 from tests.ops.test_processes import wait_gone
 
 BENCHMARK = """
 import os, sys, time
-from bench.processes import output_of, running
-from bench.serving import served
+from bench.harness.processes import output_of, running
+from bench.serve.outrider_system import served
 from bench.streams.pingpong import round_trips
 from bench.streams.run import system
 command = [sys.executable, "-m", "outrider"]

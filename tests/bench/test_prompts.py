@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import quality, system
-from bench.prompts import Prompt, first_of_each, read_prompts, sample, synthetic
+from bench.end_to_end import system
+from bench.harness.prompts import Prompt, first_of_each, read_prompts, sample, synthetic
+from bench.services import quality
 
 
 def test_spec_bench_rows(tmp_path):

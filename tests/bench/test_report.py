@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from bench import report
+from bench.harness import report
 
 
 @pytest.fixture(autouse=True)

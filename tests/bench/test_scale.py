@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import bench.target
-from bench import report
-from bench.errors import BenchError
+import bench.services.target
+from bench.harness import report
+from bench.harness.errors import BenchError
 from bench.scale import run, system
 from bench.scale.delay import serve
 from bench.scale.oracle import OracleEngine, Text

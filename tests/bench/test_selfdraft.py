@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from bench.selfdraft import compare, engines_of, write_noisy
+from bench.services.self_speculation import compare, engines_of, write_noisy
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from tests.tiny import write_model

@@ -6,7 +6,7 @@ import aiohttp
 import pytest
 
 from bench.__main__ import main
-from bench.prompts import Prompt
+from bench.harness.prompts import Prompt
 from bench.serve.client import Client, Events, Target, root_of
 from bench.serve.load import Plan, run
 from tests.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, in_a_thread, running
@@ -221,7 +221,7 @@ def test_the_program_from_flags_to_files(address, tmp_path, capsys):
 
 
 def test_synthetic_prompts_at_a_rate(address, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("bench.report._chosen", None)
+    monkeypatch.setattr("bench.harness.report._chosen", None)
     flags = ["--base-url", address, "--endpoint", "completions", "--input-len", "12", "--output-len", "5"]
     assert main(["serve", *flags, "--num-prompts", "4", "--request-rate", "100", "--warmup", "0"]) == 0
     assert "48 / 40" in capsys.readouterr().out

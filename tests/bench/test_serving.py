@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench import accept, online, report
-from bench.errors import BenchError
-from bench.processes import output_of
-from bench.prompts import Prompt
-from bench.report import Report
+from bench.end_to_end import accept, online
+from bench.end_to_end.system import transformers_generate
+from bench.harness import report
+from bench.harness.errors import BenchError
+from bench.harness.processes import output_of
+from bench.harness.prompts import Prompt
+from bench.harness.report import Report
 from bench.serve.outcome import Outcome
-from bench.serving import ask, new_tokens, speculation
-from bench.system import transformers_generate
+from bench.serve.outrider_system import ask, new_tokens, speculation
 from outrider import cli
 from tests.bench.server import TOKENS, WORDS, in_a_thread, running
 
@@ -84,7 +85,7 @@ def test_a_program_that_fails_is_told_in_its_own_words(monkeypatch):
     assert output_of([sys.executable, "-c", "print(input())"], "said") == "said\n"
     with pytest.raises(BenchError, match=r"ended with code 1:\nno such model"):
         output_of([sys.executable, "-c", "raise SystemExit('no such model')"])
-    monkeypatch.setattr("bench.system.sys.executable", "false")
+    monkeypatch.setattr("bench.end_to_end.system.sys.executable", "false")
     with pytest.raises(BenchError, match=r"false -m bench\.plain_transformers x .* ended with code 1"):
         transformers_generate("x", "float32", ["x"], 4)
 

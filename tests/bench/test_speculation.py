@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bench import report
-from bench.errors import BenchError
-from bench.prompts import Prompt
+from bench.harness import report
+from bench.harness.errors import BenchError
+from bench.harness.prompts import Prompt
 from bench.serve.client import Target
 from bench.serve.outcome import Outcome
-from bench.serving import served
+from bench.serve.outrider_system import served
 from bench.speculation import judge
 from bench.speculation.page import command
 from bench.speculation.rounds import Cell, Pair, facts_of, take_turns

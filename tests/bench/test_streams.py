@@ -23,8 +23,8 @@ def test_a_relay_and_both_doors_of_the_gateway_are_measured(tmp_path):
 
 def test_samples_belong_to_the_innermost_part_that_is_known():
     raw = (
-        "main (gateway/app.py:1);next (gateway/generation.py:3);split (outrider/wire/arrays.py:30) 3\n"
-        "main (gateway/app.py:1);send (uvicorn/protocols/http/httptools_impl.py:50);write (asyncio/x.py:1) 5\n"
+        "main (gateway/process/app.py:1);next (gateway/generation.py:3);split (outrider/wire/arrays.py:30) 3\n"
+        "main (gateway/process/app.py:1);send (uvicorn/protocols/http/httptools_impl.py:50);write (asyncio/x.py:1) 5\n"
         "thread (1);run (threading.py:1) 2\n"
     )
     assert shares(raw) == [

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import tyro
 
-from bench.serving import served
-from outrider import __version__, checkpoint
+from bench.serve.outrider_system import served
+from outrider import __version__
+from outrider.checkpoints import checkpoint
 from tests.conformance.environments import CLIENTS, FOLDER, ROOT, SCRIPTS, Client
 
 PAGE = ROOT / "docs" / "conformance.md"

@@ -14,8 +14,8 @@ from outrider.speculation.acceptance import verify
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import SpeculationTree
-from services.draft.app import build
-from services.draft.engine import DraftEngine
+from services.draft.engine.engine import DraftEngine
+from services.draft.process.app import build
 
 GREEDY = SamplingParams(temperature=0.0)
 

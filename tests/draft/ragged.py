@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.draft.kernels.base import Context
-from services.draft.trunk import SCRATCH_SLOTS
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import numpy as np
 
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
-from services.draft.batch import Blank, Job, Layout, Shape, build_inputs
-from services.draft.frontier import TreeLimits
 from services.draft.kernels.base import Paging
-from services.draft.kv_cache import make_pools
-from services.draft.model.decoder import head
-from services.draft.model.program import Constants, states
-from services.draft.session import DraftSession
-from services.draft.trunk import Trunk
+from services.draft.model.layers.decoder import head
+from services.draft.model.layers.kv_cache import make_pools
+from services.draft.model.programs.program import Constants, states
+from services.draft.sessions.batch import Blank, Job, Layout, Shape, build_inputs
+from services.draft.sessions.frontier import TreeLimits
+from services.draft.sessions.prefix_kv import Trunk
+from services.draft.sessions.session import DraftSession
 from tests.draft.helpers import request
 
 PAGE = 8

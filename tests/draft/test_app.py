@@ -15,8 +15,8 @@ from outrider.serving.messages import Message
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.wire import codec
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
-from services.draft import app
-from services.draft.loading import vocab_limit
+from services.draft.process import app
+from services.draft.process.loading import vocab_limit
 from tests.draft.helpers import request
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
@@ -147,7 +147,7 @@ def test_a_stream_of_proposals(tmp_path):
 
 def test_ngram_needs_no_jax():
     code = (
-        "import sys; sys.modules['jax'] = None; from services.draft.app import build; "
+        "import sys; sys.modules['jax'] = None; from services.draft.process.app import build; "
         "from outrider.config import DraftConfig; build(DraftConfig())"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,15 +11,15 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from outrider.errors import ConfigError
-from services.draft.kernels.accelerators import with_cache_for
-from services.draft.kernels.attention import attention, choose
+from services.draft.formats.decoders import load_params, read_config
 from services.draft.kernels.base import Paging
 from services.draft.kernels.pallas_gpu import Tile, gpu_attention, parts, splits_for
 from services.draft.kernels.pallas_tpu import tpu_attention
 from services.draft.kernels.plain import plain_attention
-from services.draft.model.config import LatentAttention
-from services.draft.model.formats.decoders import load_params, read_config
-from services.draft.model.rope import Rope
+from services.draft.model.layers.backend import attention, choose
+from services.draft.model.layers.config import LatentAttention
+from services.draft.model.layers.pallas_backend import with_cache_for
+from services.draft.model.layers.rope import Rope
 from tests.draft.ragged import Batch, draw
 from tests.draft.stepping import PAGE, Stepper
 from tests.tiny import VOCAB, write_model

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.wire import codec
-from services.draft.batch import Shape
-from services.draft.model.compilations import Compilations
+from services.draft.model.programs.compilations import Compilations
+from services.draft.sessions.batch import Shape
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.checkpoints.perfect import write_perfect_mtp
 from tests.draft.helpers import request, settle, standalone

@@ -8,18 +8,18 @@ import pytest
 from outrider import native
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import GREEDY_BELOW
-from services.draft.kernels.attention import choose
 from services.draft.kernels.base import Context
 from services.draft.kernels.cpu import library
 from services.draft.kernels.cpu.attention import cpu_attention
 from services.draft.kernels.cpu.candidates import cpu_candidates
 from services.draft.kernels.cpu.panels import PanelMaker
 from services.draft.kernels.plain import plain_attention
-from services.draft.kv_cache import move_and_write
-from services.draft.model import narrow
-from services.draft.model.config import Attention, Layer, Mlp, ModelConfig
-from services.draft.model.heads import TokenHead
-from services.draft.model.sampling import Sampling, candidates
+from services.draft.model.layers.backend import choose
+from services.draft.model.layers.config import Attention, Layer, Mlp, ModelConfig
+from services.draft.model.layers.heads import TokenHead
+from services.draft.model.layers.kv_cache import move_and_write
+from services.draft.model.matrices import narrow
+from services.draft.model.programs.sampling import Sampling, candidates
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="the kernels cannot be had on this machine")
 

@@ -8,9 +8,9 @@ import pytest
 
 from outrider.config import DraftConfig, DraftOptions
 from outrider.drafts import DEFAULT_HEAD, with_drafter
-from services.draft.loading import chosen_quantization
-from services.draft.model.formats.eagle3 import read_eagle3
-from services.draft.model.formats.target import Target
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.target import Target
+from services.draft.process.loading import chosen_quantization
 from tests.tiny import write_model
 
 HIDDEN, VOCAB, LAYERS = 576, 49_152, 30  # of SmolLM2-135M-Instruct

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.tree import ROOT
-from services.draft import record
 from services.draft.drafters.base import Drafter, Growth
-from services.draft.engine import DraftEngine
-from services.draft.frontier import TreeLimits
+from services.draft.engine import draft_stats as record
+from services.draft.engine.engine import DraftEngine
+from services.draft.sessions.frontier import TreeLimits
 from tests.draft.helpers import OracleTarget, request, settle, standalone, torch_logits
 from tests.tiny import VOCAB, write_model
 

@@ -4,11 +4,11 @@ import numpy as np
 
 from outrider.errors import Unavailable
 from outrider.serving.features import FeatureBlock, FeatureSpec
-from services.draft import engine as engine_module
 from services.draft.drafters.base import Drafter
-from services.draft.engine import DraftEngine
-from services.draft.features import FeatureRows
-from services.draft.frontier import TreeLimits
+from services.draft.engine import engine as engine_module
+from services.draft.engine.engine import DraftEngine
+from services.draft.sessions.features import FeatureRows
+from services.draft.sessions.frontier import TreeLimits
 from tests.checkpoints.heads import eagle, write_head
 from tests.draft.helpers import fed, ngram, request, settle
 from tests.tiny import write_model

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat
-from services.draft import app
-from services.draft.model.formats.eagle import read_eagle
-from services.draft.model.formats.eagle3 import read_eagle3
-from services.draft.model.formats.target import read_target
-from services.draft.model.torch_files import load_torch_file
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.target import read_target
+from services.draft.model.weights.torch_files import load_torch_file
+from services.draft.process import app
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.tiny import VOCAB, write_model
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from outrider.speculation.tree import ROOT
-from services.draft.model.formats.eagle import read_eagle
-from services.draft.model.formats.eagle3 import read_eagle3
-from services.draft.model.formats.target import read_target
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.target import read_target
 from tests.checkpoints.heads import MAKERS, write_head
 from tests.draft.stepping import Stepper
 from tests.draft.twin import Twin

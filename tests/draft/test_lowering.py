@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.draft.batch import Layout, Shape
-from services.draft.kernels.accelerators import with_cache_for
 from services.draft.kernels.base import Paging
 from services.draft.kernels.cpu import library
 from services.draft.kernels.pallas_gpu import gpu_attention
 from services.draft.kernels.pallas_tpu import tpu_attention
-from services.draft.kv_cache import make_pools
-from services.draft.model import program
-from services.draft.model.config import Attention, Layer, Mlp, ModelConfig
-from services.draft.model.heads import Eagle3Head
-from services.draft.model.rope import Rope
+from services.draft.model.layers.config import Attention, Layer, Mlp, ModelConfig
+from services.draft.model.layers.heads import Eagle3Head
+from services.draft.model.layers.kv_cache import make_pools
+from services.draft.model.layers.pallas_backend import with_cache_for
+from services.draft.model.layers.rope import Rope
+from services.draft.model.programs import program
+from services.draft.sessions.batch import Layout, Shape
 from tests.draft.ragged import Batch
 
 # JAX says that it will give up Triton one day.

@@ -10,9 +10,9 @@ import pytest
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.sampling import SamplingParams
-from services.draft.devices import bytes_a_device
 from services.draft.kernels.base import Paging
-from services.draft.model.parts import Joined
+from services.draft.model.matrices.parts import Joined
+from services.draft.model.parallel.devices import bytes_a_device
 from tests.checkpoints.heads import MAKERS, write_head
 from tests.checkpoints.mtp import write_mtp
 from tests.draft.conftest import DEVICES
@@ -216,7 +216,7 @@ def test_the_first_device_can_be_chosen(tmp_path):
 
 def test_a_cache_that_fills_a_fraction_of_memory_is_larger_on_several(tmp_path, monkeypatch):
     """Of twice the memory together, the weights take as much as before, and what is left holds more tokens."""
-    monkeypatch.setattr("services.draft.devices._memory_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr("services.draft.model.parallel.devices._memory_bytes", lambda _: 1 << 20)
     flags = FLAGS | {"draft_max_total_tokens": None, "draft_mem_fraction_static": 0.5}
     tokens = [
         engine.load().total_pages * 4

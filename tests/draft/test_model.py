@@ -11,10 +11,10 @@ from outrider.errors import ConfigError
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT
-from services.draft.model.formats.decoders import load_params, read_config
-from services.draft.model.noise import gumbel_from_bits, token_bits
-from services.draft.model.rope import Rope
-from services.draft.model.sampling import Sampling, candidates
+from services.draft.formats.decoders import load_params, read_config
+from services.draft.model.layers.rope import Rope
+from services.draft.model.programs.noise import gumbel_from_bits, token_bits
+from services.draft.model.programs.sampling import Sampling, candidates
 from tests.draft.helpers import all_logits
 from tests.draft.stepping import Stepper
 from tests.tiny import VOCAB, write_model

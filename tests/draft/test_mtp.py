@@ -13,9 +13,9 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.tree import ROOT
-from services.draft.app import build
-from services.draft.model.formats.mtp import read_mtp
-from services.draft.model.formats.target import read_target
+from services.draft.formats.mtp import read_mtp
+from services.draft.formats.target import read_target
+from services.draft.process.app import build
 from tests.checkpoints.mtp import Reference, as_multimodal, mtp_layer, prefix_of, write_mtp
 from tests.draft.helpers import fed, request, settle
 from tests.draft.stepping import Stepper

@@ -7,13 +7,13 @@ import pytest
 
 from outrider.config import DraftConfig
 from outrider.errors import ConfigError
-from services.draft.app import build
+from services.draft.formats.decoders import read_decoder
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.mtp import read_mtp
+from services.draft.formats.target import read_target
 from services.draft.kernels.cpu.panels import Panels
-from services.draft.model.formats.decoders import read_decoder
-from services.draft.model.formats.eagle import read_eagle
-from services.draft.model.formats.mtp import read_mtp
-from services.draft.model.formats.target import read_target
-from services.draft.model.narrow import Narrow, narrow, product
+from services.draft.model.matrices.narrow import Narrow, narrow, product
+from services.draft.process.app import build
 from tests.checkpoints.heads import eagle, write_head
 from tests.checkpoints.mtp import write_mtp
 from tests.draft.helpers import request, settle, standalone
@@ -113,6 +113,6 @@ def test_the_fraction_of_memory_holds_weights_and_cache(tmp_path, monkeypatch):
     assert engine.load().total_pages * 16 == 512 * 2 + 2 * 64  # no more than the sessions can use
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.drafter.runner._params))
     token = engine.drafter.runner.config.cache_numbers() * 4
-    monkeypatch.setattr("services.draft.devices._memory_bytes", lambda _: 2 * (weights + 320 * token))
+    monkeypatch.setattr("services.draft.model.parallel.devices._memory_bytes", lambda _: 2 * (weights + 320 * token))
     engine, _ = build(config(folder, draft_mem_fraction_static=0.5))
     assert engine.load().total_pages == 320 // 16

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from outrider.errors import ConfigError
 from outrider.speculation.proposal import Commit, path_hash
 from services.draft.drafters.ngram import NgramDrafter, store
-from services.draft.engine import DraftEngine
-from services.draft.frontier import TreeLimits
+from services.draft.engine.engine import DraftEngine
 from services.draft.ngrams.base import NO_LEAD, NgramOptions
 from services.draft.ngrams.compiled import CompiledNgrams, load
 from services.draft.ngrams.plain import PlainNgrams
 from services.draft.ngrams.trie import Trie
-from services.draft.session import DraftSession
+from services.draft.sessions.frontier import TreeLimits
+from services.draft.sessions.session import DraftSession
 from tests.draft.helpers import finish, request, settle
 
 

@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 
 from outrider.errors import ConfigError
-from services.draft.model.formats.decoders import read_decoder
-from services.draft.model.formats.mtp import read_mtp
-from services.draft.model.formats.target import read_target
+from services.draft.formats.decoders import read_decoder
+from services.draft.formats.mtp import read_mtp
+from services.draft.formats.target import read_target
 from tests.checkpoints.mtp import write_mtp
 from tests.checkpoints.quantizers import AWQ, PUBLISHED, write_quantized
 from tests.tiny import write_model

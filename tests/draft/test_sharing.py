@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from outrider.errors import ConfigError
 from outrider.wire.v1 import draft_pb2
-from services.draft.service import DraftServicer
+from services.draft.process.service import DraftServicer
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.checkpoints.mtp import write_mtp
 from tests.draft.helpers import fed, settle

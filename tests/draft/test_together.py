@@ -8,8 +8,8 @@ from outrider.paging.prefix import PrefixCache
 from outrider.speculation.proposal import Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import ROOT, SpeculationTree
-from services.draft.frontier import Frontier, TreeLimits
-from services.draft.session import DraftSession
+from services.draft.sessions.frontier import Frontier, TreeLimits
+from services.draft.sessions.session import DraftSession
 from tests.draft.helpers import GREEDY, OracleTarget, request, settle, standalone, torch_logits
 from tests.tiny import VOCAB, write_model
 

@@ -7,8 +7,8 @@ from outrider.config import DraftConfig
 from outrider.errors import ConfigError
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams
-from services.draft.app import build
-from services.draft.model.token_map import read_token_map
+from services.draft.formats.token_map import read_token_map
+from services.draft.process.app import build
 from tests.checkpoints.heads import eagle, eagle3, write_head
 from tests.draft.helpers import fed, request, settle, standalone, torch_logits
 from tests.tiny import VOCAB, write_model

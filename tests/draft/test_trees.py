@@ -15,10 +15,10 @@ from outrider.supervisor.app import check_flags
 from services.draft.drafters.base import Drafter, Growth
 from services.draft.drafters.model import growth_shapes
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.engine import DraftEngine
-from services.draft.flags import check, tree_limits
-from services.draft.frontier import TreeLimits
+from services.draft.engine.engine import DraftEngine
 from services.draft.ngrams.base import NgramOptions
+from services.draft.process.flags import check, tree_limits
+from services.draft.sessions.frontier import TreeLimits
 from tests.checkpoints.heads import eagle, write_head
 from tests.draft.helpers import OracleTarget, fed, request, settle, standalone, torch_logits
 from tests.tiny import VOCAB, write_model

@@ -11,7 +11,7 @@ from outrider.speculation.tree import ROOT
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
 from services.draft.drafters.ngram import NgramDrafter
-from services.draft.model.runner import ModelRunner
+from services.draft.model.programs.runner import ModelRunner
 from tests.checkpoints.heads import write_pair
 from tests.draft.helpers import GREEDY, fed, request, settle
 from tests.tiny import VOCAB

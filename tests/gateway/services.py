@@ -18,8 +18,8 @@ import httpx
 from outrider import PROTOCOL_VERSION
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.serving.rpc import GrpcServer, statuses
-from outrider.serving.stream import StreamHub
+from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.gateway.engines import CONTEXT, EOS, VOCAB, FakeDraft, FakeEngine, FakeTarget, tokenizer_files

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from gateway.api import bodies
+from gateway.api.requests import bodies
 from tests.gateway.test_errors import error_of
 
 LARGE = bodies._LARGE

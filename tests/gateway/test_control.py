@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway import control
-from gateway.control import Control
-from gateway.facts import Facts
+from gateway.control import control
+from gateway.control.control import Control
+from gateway.control.server_info import Facts
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.wire.v1 import common_pb2, target_pb2

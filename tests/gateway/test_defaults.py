@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.defaults import OPENAI, SamplingDefaults, of_model
+from gateway.orchestration.sampling_defaults import OPENAI, SamplingDefaults, of_model
 from outrider.client import Client
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams

@@ -5,10 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from gateway.control import Control
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.control.control import Control
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
+from gateway.telemetry.metrics import Metrics
 from outrider import PROTOCOL_VERSION
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason

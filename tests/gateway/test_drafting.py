@@ -5,10 +5,10 @@ import logging
 import numpy as np
 import pytest
 
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec

@@ -10,13 +10,14 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from gateway.api import errors, unicode
+from gateway.api.answers import errors
+from gateway.api.answers.streaming import EventStream
 from gateway.api.middleware import Edge
-from gateway.api.native import NativeBody
-from gateway.api.responses import ResponsesBody
-from gateway.api.schemas import ChatBody, CompletionBody
-from gateway.api.streaming import EventStream
-from gateway.api.tokens import DetokenizeBody, TokenizeBody
+from gateway.api.requests import unicode
+from gateway.api.requests.schemas import ChatBody, CompletionBody
+from gateway.api.routes.native import NativeBody
+from gateway.api.routes.responses import ResponsesBody
+from gateway.api.routes.tokens import DetokenizeBody, TokenizeBody
 from gateway.text.encoding import MAX_PIECES
 from tests.gateway.engines import BUSY, REFUSED, VOCAB
 from tests.gateway.services import Gateway, Service, Target, tokenizer_files, until

@@ -17,7 +17,7 @@ from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm
 from smg_grpc_proto.generated import common_pb2
 
 from gateway.facade.bundle import bundle
-from gateway.facade.reading import number
+from gateway.facade.requests import number
 from tests.gateway.engines import BUSY, CONTEXT, EOS, REFUSED, VOCAB, expected, tokenizer, tokenizer_files
 from tests.gateway.services import Gateway, free_port, until
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gateway import feeding
-from gateway.metrics import Metrics
-from outrider.serving import outbox
+from gateway.orchestration import feature_relay as feeding
+from gateway.telemetry.metrics import Metrics
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import StepOutput
+from outrider.transport import outbox
 from outrider.wire.features import features_from_pb, features_to_pb
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway import generator as module
-from gateway.admission import Admission
-from gateway.generation import GenerationRequest
-from gateway.generator import MAX_PROMPT_TOKENS, MAX_STOP_TOKENS, Generator
+from gateway.admission.admission import Admission
+from gateway.orchestration import generator as module
+from gateway.orchestration.generator import MAX_PROMPT_TOKENS, MAX_STOP_TOKENS, Generator
+from gateway.sessions.request import GenerationRequest
 from outrider.errors import InvalidRequest
 from outrider.speculation.sampling import SamplingParams
 from tests.gateway.engines import CONTEXT, VOCAB

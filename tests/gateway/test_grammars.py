@@ -5,7 +5,7 @@ import json
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from gateway.api.grammars import grammar_of
+from gateway.api.requests.grammars import grammar_of
 from outrider.errors import InvalidRequest
 from tests.gateway.engines import tokenizer, tokenizer_files
 

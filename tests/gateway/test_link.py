@@ -11,7 +11,7 @@ import pytest
 
 from gateway.streams import link as links
 from gateway.streams.target import TargetLink
-from outrider.serving.pipe import PipedCall
+from outrider.transport.unix_frames import PipedCall
 from outrider.wire.v1 import target_pb2
 from tests.gateway.services import Service, Target, free_port
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
-from gateway.peer_metrics import Sglang, Vllm
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.peer_metrics import Sglang, Vllm
 from outrider.wire.v1 import common_pb2, target_pb2
 
 

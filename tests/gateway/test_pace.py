@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from gateway.admission import Admission, Keys
-from gateway.pace import LONGEST, Pace
+from gateway.admission.admission import Admission, Keys
+from gateway.admission.retry_after import LONGEST, Pace
 from outrider.client import Client
 from outrider.config import GatewayConfig
 from outrider.errors import Overloaded, TooManyRequests

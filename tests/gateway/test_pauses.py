@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.control import Control
-from gateway.facts import Facts
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.control.control import Control
+from gateway.control.server_info import Facts
+from gateway.control.worker_answers import answers_for
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.target import TargetLink
-from gateway.workers.answers import answers_for
+from gateway.telemetry.metrics import Metrics
 from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import Unavailable

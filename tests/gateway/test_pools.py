@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from gateway.generator import Generator
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.orchestration.generator import Generator
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.pools.placing import Placement
 from gateway.pools.pool import Routing
-from gateway.pools.prefixes import Prefixes, Trail
-from gateway.session import Session
+from gateway.sessions.prefixes import Prefixes, Trail
+from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions

@@ -6,12 +6,13 @@ import json
 import openai
 import pytest
 
-from gateway.api.answers import COMPLETION, Answer, Telling
-from gateway.api.streaming import DONE
-from gateway.generation import GenerationRequest, Part
-from gateway.metrics import Metrics
-from gateway.report import Report, Round
-from gateway.session import Session
+from gateway.api.answers.completions import COMPLETION, Answer, Telling
+from gateway.api.answers.streaming import DONE
+from gateway.orchestration.generation import Part
+from gateway.sessions.request import GenerationRequest
+from gateway.sessions.session import Session
+from gateway.sessions.step_stats import Report, Round
+from gateway.telemetry.metrics import Metrics
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from tests.gateway.services import Gateway

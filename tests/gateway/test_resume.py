@@ -9,11 +9,11 @@ import threading
 import numpy as np
 import pytest
 
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
 from outrider.errors import Unavailable
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
-from gateway.api.chats import Chats
-from gateway.api.messages import Message
-from gateway.api.tools import Tools, introduced, tools_of
-from gateway.speech.calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
-from gateway.speech.json_text import CallObject
-from gateway.speech.reasoning import Reasoning, ThinkingTokens
-from gateway.speech.speech import Speech, form_of, reasons
+from gateway.api.requests.messages import Message
+from gateway.api.requests.tools import Tools, introduced, tools_of
+from gateway.api.routes.chats import Chats
+from gateway.parsers.json_text import CallObject
+from gateway.parsers.parser import Speech, form_of, reasons
+from gateway.parsers.reasoning import Reasoning, ThinkingTokens
+from gateway.parsers.tool_calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.config import GatewayOptions
 from outrider.errors import InvalidRequest

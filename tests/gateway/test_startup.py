@@ -8,10 +8,10 @@ import sys
 import httpx
 import pytest
 
-from gateway.app import first_target
+from gateway.process.app import first_target
 from outrider.client import Client
 from outrider.errors import ConfigError, Unavailable
-from outrider.serving.ports import take_port
+from outrider.process.ports import take_port
 from outrider.wire.v1 import common_pb2, target_pb2
 from tests.gateway.services import Draft, Gateway, Service, Target, answers, free_port, until
 
@@ -222,5 +222,7 @@ def test_the_served_name_can_be_chosen(folder, target):
 
 def test_the_gateway_needs_no_numeric_framework():
     names = "{'torch', 'jax', 'transformers'}"
-    code = f"import sys, gateway.app, gateway.service; sys.exit(repr({names} & set(sys.modules)) != 'set()')"
+    code = (
+        f"import sys, gateway.process.app, gateway.grpc.service; sys.exit(repr({names} & set(sys.modules)) != 'set()')"
+    )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

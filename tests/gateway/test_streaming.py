@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.api.streaming import EventStream
+from gateway.api.answers.streaming import EventStream
 from outrider.errors import Overloaded
 
 HELLO = [{"role": "user", "content": "hello"}]

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
 from outrider import PROTOCOL_VERSION
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 

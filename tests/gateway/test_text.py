@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from gateway.api.app import _texts
-from gateway.api.chats import Chats
-from gateway.api.native import NativeBody
-from gateway.api.schemas import CompletionBody
-from gateway.api.tokens import install as install_tokens
-from gateway.generation import GenerationRequest
-from gateway.generator import Generator
+from gateway.api.requests.schemas import CompletionBody
+from gateway.api.routes.chats import Chats
+from gateway.api.routes.native import NativeBody
+from gateway.api.routes.tokens import install as install_tokens
+from gateway.orchestration.generator import Generator
+from gateway.sessions.request import GenerationRequest
 from gateway.text import encoding
 from gateway.text.stop import StopMatcher
 from gateway.text.tokenizer import ModelTokenizer

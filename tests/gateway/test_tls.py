@@ -11,22 +11,22 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway import app as gateway_app
+from gateway.process import app as gateway_app
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from outrider.cli import main
 from outrider.client import Client
 from outrider.config import DraftConfig, GatewayConfig, GatewayOptions, ServeConfig, TargetConfig
 from outrider.errors import ConfigError, Unavailable
+from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureSpec
-from outrider.serving.rpc import GrpcServer
 from outrider.supervisor import app as supervisor
-from outrider.supervisor.cores import CorePlan
 from outrider.supervisor.display import Display
 from outrider.tls import client_tls, read_authorities, server_tls, tls_trouble
-from services.draft import app as draft_app
-from services.draft.train.collect import Writer
-from services.target import app as target_app
+from outrider.transport.rpc import GrpcServer
+from services.draft.process import app as draft_app
+from services.draft.train.data.collect import Writer
+from services.target.process import app as target_app
 from tests.certificates import Authority
 from tests.gateway.engines import expected, tokenizer
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, model_info, until

@@ -5,11 +5,11 @@ import logging
 import numpy as np
 import pytest
 
-from gateway.metrics import Metrics
-from gateway.orchestrator import Orchestrator
+from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import Features
 from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
 from outrider.errors import Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, path_hash

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gateway.watch import Watch, Watches
+from gateway.sessions.draft_watch import Watch, Watches
 from outrider.speculation.proposal import Proposal, path_hash
 from outrider.wire import codec
 

@@ -16,16 +16,16 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import Metrics
-from gateway.workers.exposition import merge
+from gateway.telemetry.exposition import merge
+from gateway.telemetry.metrics import Metrics
 from gateway.workers.parent import _answer_health, _reserved, worker_config
 from gateway.workers.peers import Peers
 from outrider.client import Client
 from outrider.config import GatewayConfig
 from outrider.errors import ConfigError, Unavailable
-from outrider.serving.rpc import GrpcServer
-from outrider.supervisor.cores import plan_cores
+from outrider.placement.cores import plan_cores
 from outrider.supervisor.health import is_healthy
+from outrider.transport.rpc import GrpcServer
 from tests.gateway.engines import expected
 from tests.gateway.services import Draft, Gateway, Service, Target, free_port, until
 from tests.gateway.test_facade import Sglang, Vllm

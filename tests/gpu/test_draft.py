@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.draft.batch import Shape
-from services.draft.kernels.accelerators import with_cache_for
-from services.draft.kernels.attention import attention, choose
+from services.draft.formats.decoders import load_params, read_config
 from services.draft.kernels.base import Paging
 from services.draft.kernels.plain import plain_attention
-from services.draft.model.config import Attention
-from services.draft.model.formats.decoders import load_params, read_config
-from services.draft.model.rope import Rope
+from services.draft.model.layers.backend import attention, choose
+from services.draft.model.layers.config import Attention
+from services.draft.model.layers.pallas_backend import with_cache_for
+from services.draft.model.layers.rope import Rope
+from services.draft.sessions.batch import Shape
 from tests.draft.helpers import request as opening
 from tests.draft.helpers import settle, standalone
 from tests.draft.ragged import Batch, draw

@@ -8,11 +8,13 @@ import torch
 from torch.nn import functional
 
 from outrider.config import TargetConfig
-from services.target.batch import Capture
-from services.target.graphs import CudaCapturer, GraphRunner
-from services.target.kernels import gluon_few, triton_few, triton_rows
-from services.target.model.fused import FusedRunner
-from services.target.model.load import load
+from services.target.kernels.cuda import few as triton_few
+from services.target.kernels.cuda import few_gluon as gluon_few
+from services.target.kernels.cuda import rows as triton_rows
+from services.target.model.cuda.fused import FusedRunner
+from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
+from services.target.model.loading.load import load
+from services.target.step.batch import Capture
 from tests.target.decoders import MODELS, cache_of, few_rows, random_batch, runners, written
 from tests.tiny import write_model
 

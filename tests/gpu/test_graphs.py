@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from outrider.paging.allocator import NULL_PAGE
-from services.target.batch import build
-from services.target.compiled import compiled
-from services.target.graphs import CudaCapturer, GraphRunner
-from services.target.kernels import choose
-from services.target.kv_cache import KVCache
+from services.target.kernels.dispatch import choose
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.cuda.compiled import compiled
+from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.modules import ModuleRunner
+from services.target.step.batch import build
 from tests.target.test_graphs import SHAPES, SIZES, decoding, modules
 from tests.tiny import write_model
 

@@ -12,12 +12,12 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.tree import EMPTY_SLICE
-from services.target.batch import Work, build, pad
-from services.target.compaction import Moves, lay_out
+from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.kernels.reference import paged_attention
-from services.target.kv_cache import KVCache, LayerShape
-from services.target.layout import Extent
-from services.target.upload import Parcel
+from services.target.sampling.compaction import Moves, lay_out
+from services.target.step.batch import Work, build, pad
+from services.target.step.layout import Extent
+from services.target.step.upload import Parcel
 from tests.target.driving import opening
 from tests.target.test_compaction import random_case
 from tests.target.test_kernels import random_slice
@@ -54,7 +54,7 @@ def case(heads, dims, dtype, pool_dtype=None, rows=ROWS, page_size=16):
 
 
 def attention(batch, *, ordered=False):
-    from services.target.kernels.triton_attention import TritonAttention
+    from services.target.kernels.cuda.attention import TritonAttention
 
     return TritonAttention(batch, ordered=ordered)
 

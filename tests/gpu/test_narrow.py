@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outrider.config import TargetConfig
-from services.target.engine import TargetEngine
-from services.target.model.load import load
+from services.target.engine.engine import TargetEngine
+from services.target.model.loading.load import load
 from tests.target.driving import opening, run
 from tests.target.test_families import NEW, PROMPT, hints_near
 from tests.tiny import write_model

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outrider.speculation.sampling import SamplingParams
-from services.target import sampler
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.sampling import sampler
 from tests.invariance.engines import target_engine
 from tests.target.driving import chain, opening, run
 from tests.tiny import write_model

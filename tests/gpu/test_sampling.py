@@ -8,12 +8,12 @@ import torch
 
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, logprobs
-from services.target import logprobs as device_logprobs
-from services.target import masks, penalties, sampler
-from services.target.download import Download
-from services.target.penalties import Tally
-from services.target.sampler import RowRequest
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.sampling import logprobs as device_logprobs
+from services.target.sampling import masks, penalties, sampler
+from services.target.sampling.penalties import Tally
+from services.target.sampling.sampler import RowRequest
+from services.target.step.download import Download
 from tests.invariance.engines import target_engine
 from tests.invariance.pair import GarbageDraft, Pair, request
 from tests.target.test_penalties import random_slice

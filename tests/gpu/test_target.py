@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
-from services.target import sampler
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.sampling import sampler
 from tests.invariance.engines import draft_engine, target_engine
 from tests.invariance.pair import GarbageDraft, Pair, request
 from tests.tiny import VOCAB, write_model

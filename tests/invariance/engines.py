@@ -14,9 +14,9 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 
     options: device, page_size, max_step_tokens, max_total_tokens, max_running.
     """
-    from services.target.engine import TargetEngine
-    from services.target.model.load import load
-    from services.target.patience import HINTED
+    from services.target.engine.engine import TargetEngine
+    from services.target.model.loading.load import load
+    from services.target.speculation.draft_wait import HINTED
 
     names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
     flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}
@@ -30,7 +30,7 @@ def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None
 
     options: match_type, max_running, beside, and flags; tree: steps, topk and rows of explicit trees.
     """
-    from services.draft.app import build
+    from services.draft.process.app import build
 
     names = {
         "match_type": "speculative_ngram_match_type",

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.serving.features import FeatureSpec
-from services.draft.app import describe
+from services.draft.process.app import describe
 from tests.checkpoints.families import FAMILIES
 from tests.checkpoints.mtp import write_mtp
 from tests.checkpoints.perfect import CYCLE, write_perfect_mtp

@@ -7,10 +7,10 @@ from unittest import mock
 
 import numpy as np
 
-from services.draft.model.formats.target import read_target
+from services.draft.formats.target import read_target
+from services.draft.learning.algorithms.base import Shape
+from services.draft.learning.algorithms.eagle3 import Eagle3
 from services.draft.online.options import options_of
-from services.draft.train.algorithms.base import Shape
-from services.draft.train.algorithms.eagle3 import Eagle3
 from tests.checkpoints.perfect import CYCLE, write_cyclic_target
 from tests.invariance.engines import draft_engine
 from tests.invariance.pair import Pair, request
@@ -33,7 +33,7 @@ def online_engine(head, target, small=(), **flags):
     """An engine that learns in small steps when its learner is told to. small: sizes other than SMALL's."""
     chosen = lambda config: replace(options_of(config), **(SMALL | dict(small)))  # noqa: E731
     flags = {"max_running": 3, "online_learning_rate": 5e-3} | flags
-    with mock.patch("services.draft.loading.options_of", chosen):
+    with mock.patch("services.draft.process.loading.options_of", chosen):
         return draft_engine("EAGLE3", head, target, online=True, **flags)
 
 

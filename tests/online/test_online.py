@@ -12,13 +12,13 @@ from safetensors import SafetensorError
 
 from outrider.config import DraftConfig, ServeConfig
 from outrider.errors import ConfigError
+from outrider.placement.cores import CorePlan
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason
 from outrider.supervisor.app import configure
-from outrider.supervisor.cores import CorePlan
-from services.draft.app import build
 from services.draft.online.background import Background
 from services.draft.online.learner import ORIGIN, is_better, keeper
+from services.draft.process.app import build
 from tests.checkpoints.perfect import write_cyclic_target
 from tests.draft.helpers import settle
 from tests.gateway.services import Gateway
@@ -386,7 +386,7 @@ def test_serve_passes_the_flags_on(tmp_path):
 
 
 def test_metrics_tell_what_was_learnt(learnt):
-    from gateway.metrics import Metrics
+    from gateway.telemetry.metrics import Metrics
     from outrider.wire.codec import load_to_pb
 
     metrics, load = Metrics(), learnt[0].load()

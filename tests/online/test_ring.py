@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from services.draft.features import FeatureRows
+from services.draft.learning.batches import learnt_rows
 from services.draft.online.ring import RecordedRows, Ring
-from services.draft.train.batches import learnt_rows
+from services.draft.sessions.features import FeatureRows
 
 ROW = 4  # bytes; a row holds its own position
 

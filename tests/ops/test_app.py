@@ -10,8 +10,8 @@ import tyro
 
 from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, plain_argv, to_argv
 from outrider.errors import ConfigError
+from outrider.placement.cores import CorePlan
 from outrider.supervisor.app import _facts, base_url, check_flags, configure, make_children
-from outrider.supervisor.cores import CorePlan
 from outrider.supervisor.display import Display, first_curl
 from tests.ops.children import free_port
 
@@ -166,7 +166,7 @@ def test_files_where_the_user_is_are_no_modules(tmp_path):
     (tmp_path / "colorsys.py").write_text("raise SystemExit('not this one')")
     code = (
         "import subprocess\n"
-        "from outrider.interpreter import python\n"
+        "from outrider.process.interpreter import python\n"
         "subprocess.run(python('-m', 'colorsys'), check=True)"
     )
     (tmp_path / "ask.py").write_text(code)

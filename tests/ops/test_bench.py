@@ -6,12 +6,13 @@ import types
 import pytest
 import torch
 
-from bench import draft_kernels, online
 from bench.__main__ import BENCHMARKS, main
+from bench.end_to_end import online
 from bench.gpu import run as gpu
-from bench.prompts import Prompt, rounds_of
-from bench.report import Report
+from bench.harness.prompts import Prompt, rounds_of
+from bench.harness.report import Report
 from bench.serve.outcome import Outcome
+from bench.services import draft_kernels
 from outrider.errors import ConfigError
 
 
@@ -55,7 +56,7 @@ def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     assert report.rows == [
         {"round": 1, "learning": 2.0, "as_it_was": 1.0, "steps": 32, "kept": 1, "rejected": 0, "same_text": "1/2"}
     ]
-    monkeypatch.setattr("bench.report._chosen", tmp_path)
+    monkeypatch.setattr("bench.harness.report._chosen", tmp_path)
     online._plot(report)
     assert (tmp_path / "online.png").exists()
 
@@ -109,14 +110,14 @@ def test_one_benchmark_that_cannot_run_here_keeps_no_other_from_it(monkeypatch, 
     def module(path):
         def main(_):
             run.append(path)
-            if path == "bench.kernels":
+            if path == "bench.services.kernels":
                 raise ConfigError("a C++ compiler is needed")
 
         return types.SimpleNamespace(main=main)
 
     monkeypatch.setattr("bench.__main__.importlib.import_module", module)
     assert main(["all"]) == 1
-    assert run.index("bench.kernels") < run.index("bench.deterministic")
+    assert run.index("bench.services.kernels") < run.index("bench.services.deterministic")
     assert capsys.readouterr().err == "outrider bench kernels: error: a C++ compiler is needed\n"
     with pytest.raises(ConfigError):
         main(["kernels"])

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
 from bench.__main__ import BENCHMARKS
 from bench.__main__ import main as bench_main
+from bench.harness import report
 from outrider import __version__, cli
-from outrider.serving.rpc import GrpcServer
 from outrider.supervisor import doctor
 from outrider.supervisor.health import is_healthy
+from outrider.transport.rpc import GrpcServer
 from tests.ops.children import free_port
 
 
@@ -141,11 +141,11 @@ def test_benchmarks_by_their_names(monkeypatch, tmp_path):
 
 
 def test_reports_go_where_they_are_wanted(monkeypatch, tmp_path):
-    monkeypatch.setattr("bench.report._chosen", None)
+    monkeypatch.setattr("bench.harness.report._chosen", None)
     monkeypatch.setattr("sys.argv", ["outrider", "bench", "x", "--api-key", "s3cret", "--prompts", "a b.jsonl"])
     assert report.command() == "outrider bench x --api-key ... --prompts 'a b.jsonl'"
     assert report.results() == Path(cli.__file__).parents[1] / "docs" / "benchmarks"
-    monkeypatch.setattr("bench.report._CHECKOUT", tmp_path / "site-packages")
+    monkeypatch.setattr("bench.harness.report._CHECKOUT", tmp_path / "site-packages")
     assert report.results() == Path("benchmarks")
 
     def main(flags):

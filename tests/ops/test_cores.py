@@ -6,7 +6,7 @@ import pytest
 
 from outrider.config import DraftOptions, ServeConfig
 from outrider.errors import ConfigError
-from outrider.supervisor.cores import CorePlan, choose_cores, plan_cores
+from outrider.placement.cores import CorePlan, choose_cores, plan_cores
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import tyro
 from outrider.config import DraftConfig, DraftOptions, GatewayConfig, ServeConfig, SharedOptions, TargetConfig, to_argv
 from outrider.drafts import with_drafter
 from outrider.errors import ConfigError
-from outrider.supervisor import shares
+from outrider.placement import shares
+from outrider.placement.cores import choose_cores
 from outrider.supervisor.app import configure
-from outrider.supervisor.cores import choose_cores
-from services.draft import app
+from services.draft.process import app
 
 TOLD = (
     "cores", "niceness", "network_cores", "speculative_num_steps", "speculative_eagle_topk",

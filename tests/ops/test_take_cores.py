@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.serving.process import take_cores
+from outrider.process.process import take_cores
 
 
 def test_a_process_gives_way_as_it_is_told():
     script = (
-        "import os; from outrider.serving.process import take_cores; "
+        "import os; from outrider.process.process import take_cores; "
         "before = os.nice(0); take_cores('{core}', 7); print(os.nice(0) - before, sorted(os.sched_getaffinity(0)))"
     )
     core = max(os.sched_getaffinity(0))

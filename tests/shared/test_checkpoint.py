@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import save_file
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import dequantize as module
-from outrider.dequantize import dequantize, plain_shape
+from outrider.checkpoints import dequantize as module
+from outrider.checkpoints.dequantize import dequantize, plain_shape
 from outrider.errors import ConfigError
 from tests.checkpoints import quantizers
 from tests.checkpoints.quantizers import AWQ, COMPRESSED, FP8, GPTQ, PUBLISHED

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from outrider.imports import uncollected_imports
+from outrider.process.imports import uncollected_imports
 
 
 def test_the_collector_rests_meanwhile():

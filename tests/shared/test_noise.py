@@ -39,7 +39,7 @@ def test_golden_keys_and_bits():
 
 def test_torch_gives_the_same_bits():
     torch = pytest.importorskip("torch")
-    from services.target.sampler import token_bits
+    from services.target.sampling.sampler import token_bits
 
     keys = torch.from_numpy(noise.position_keys(SEED, POSITIONS).astype(np.int64))
     assert token_bits(keys, torch.from_numpy(TOKENS)).tolist() == BITS
@@ -47,7 +47,7 @@ def test_torch_gives_the_same_bits():
 
 def test_jax_gives_the_same_bits():
     jnp = pytest.importorskip("jax.numpy")
-    from services.draft.model.noise import token_bits
+    from services.draft.model.programs.noise import token_bits
 
     keys = jnp.asarray(noise.position_keys(SEED, POSITIONS))
     assert np.asarray(token_bits(keys, jnp.asarray(TOKENS, dtype=jnp.uint32))).tolist() == BITS

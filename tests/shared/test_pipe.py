@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConfigError, InvalidRequest, Unavailable
-from outrider.serving import door as doors
-from outrider.serving import pipe as pipes
-from outrider.serving.door import PipeDoor
+from outrider.process.ports import refuse_used_socket
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.serving.pipe import Pipe, PipedCall, connect_beside, socket_beside
-from outrider.serving.ports import refuse_used_socket
-from outrider.serving.rpc import GrpcServer, statuses
-from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason
 from outrider.supervisor.health import is_healthy
+from outrider.transport import unix_acceptor as doors
+from outrider.transport import unix_frames as pipes
+from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.stream import StreamHub
+from outrider.transport.unix_acceptor import PipeDoor
+from outrider.transport.unix_frames import Pipe, PipedCall, connect_beside, socket_beside
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from tests.shared.counting import CountingEngine

@@ -6,8 +6,8 @@ import tempfile
 import pytest
 
 from outrider.errors import ConfigError
-from outrider.serving.ports import check_socket_path, socket_folder
-from outrider.serving.rpc import GrpcServer
+from outrider.process.ports import check_socket_path, socket_folder
+from outrider.transport.rpc import GrpcServer
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from outrider.errors import EngineFault, InvalidRequest, Unavailable
 from outrider.serving.features import BACKLOG_BYTES, FRAME_BYTES, FeatureBlock
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
-from outrider.serving.outbox import Outbox, Routes
-from outrider.serving.pipe import MAX_MESSAGE_BYTES
-from outrider.serving.rpc import uncollected
-from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.transport.outbox import Outbox, Routes
+from outrider.transport.rpc import uncollected
+from outrider.transport.stream import StreamHub
+from outrider.transport.unix_frames import MAX_MESSAGE_BYTES
 from outrider.wire.codec import verify_response_to_pb
 from tests.shared.counting import CountingEngine
 
@@ -468,7 +468,7 @@ LOADING = """
 import sys, time
 from outrider.config import TargetConfig
 from outrider.serving import process
-from outrider.serving.rpc import serve_engine
+from outrider.transport.rpc import serve_engine
 
 def build():
     print("loading", flush=True)

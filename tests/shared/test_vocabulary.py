@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from outrider.checkpoints.vocabulary import Vocabulary, check_same, of_checkpoint
 from outrider.config import DraftOptions, ServeConfig
 from outrider.config.target import TargetOptions
 from outrider.errors import ConfigError
 from outrider.supervisor.app import prepare_models
 from outrider.supervisor.display import Display
-from outrider.vocabulary import Vocabulary, check_same, of_checkpoint
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from outrider.config import TargetConfig
 from outrider.serving.loop import EngineLoop
-from outrider.serving.rpc import GrpcServer
-from outrider.serving.stream import StreamHub
+from outrider.transport.rpc import GrpcServer
+from outrider.transport.stream import StreamHub
 from outrider.wire import codec
-from services.draft.app import describe as describe_draft
 from services.draft.drafters.base import Drafter
-from services.draft.engine import DraftEngine
-from services.draft.frontier import TreeLimits
-from services.draft.service import DraftServicer
-from services.target.app import build_engine
-from services.target.control import Control
-from services.target.service import TargetServicer, describe
+from services.draft.engine.engine import DraftEngine
+from services.draft.process.app import describe as describe_draft
+from services.draft.process.service import DraftServicer
+from services.draft.sessions.frontier import TreeLimits
+from services.target.process.app import build_engine
+from services.target.process.control import Control
+from services.target.process.service import TargetServicer, describe
 
 
 @dataclass

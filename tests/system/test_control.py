@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 from outrider.client import Client
 from outrider.errors import ConfigError
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from services.target.control import Control
+from services.target.process.control import Control
 from tests.gateway.services import Gateway, until
 from tests.system.services import draft_service, target_service
 from tests.tiny import write_model, write_tokenizer

@@ -9,8 +9,8 @@ import pytest
 from outrider.config import DraftConfig
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
-from services.draft.app import build
 from services.draft.drafters.feature import FeatureDrafter
+from services.draft.process.app import build
 from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
 from tests.gateway.services import Gateway, until
 from tests.system.services import draft_service, target_service

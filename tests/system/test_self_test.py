@@ -5,7 +5,7 @@ import pytest
 import safetensors.numpy
 
 from outrider.config import DraftConfig
-from services.draft.app import build
+from services.draft.process.app import build
 from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
 from tests.gateway.services import Gateway, until
 from tests.system.services import draft_service, target_service

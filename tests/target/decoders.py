@@ -4,11 +4,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from services.target.batch import build
-from services.target.kernels import choose
-from services.target.kv_cache import KVCache
-from services.target.model import attention, load
+from services.target.kernels.dispatch import choose
+from services.target.kernels.kv_cache import KVCache
+from services.target.model import attention
+from services.target.model.loading import load
 from services.target.model.modules import ModuleRunner
+from services.target.step.batch import build
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model
 
@@ -39,7 +40,7 @@ def module_of(folder, device=CPU, dtype=torch.float32):
 
 def runners(folder, backend, device=CPU, dtype=torch.float32):
     """The modules, and the same model in few launches, with a probe of either."""
-    from services.target.model.fused import FusedRunner
+    from services.target.model.cuda.fused import FusedRunner
 
     probe = load.pass_a_token(module_of(folder, device, dtype), device)
     planner = choose(backend, device)

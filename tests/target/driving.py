@@ -13,10 +13,10 @@ from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from services.target.engine import TargetEngine
+from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
-from services.target.model.load import load
-from services.target.patience import HINTED
+from services.target.model.loading.load import load
+from services.target.speculation.draft_wait import HINTED
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from outrider.speculation.tree import TreeSlice
-from services.target.budget import Budget, Calibration, least_score, promised
-from services.target.cost import StepCost
+from services.target.speculation.budget import Budget, least_score, promised
+from services.target.speculation.estimates.calibration import Calibration
+from services.target.speculation.estimates.step_cost import StepCost
 from tests.target.driving import chain, engine_of, load_model, opening, run
 from tests.tiny import write_model
 

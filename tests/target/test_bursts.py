@@ -14,8 +14,8 @@ from outrider.serving.messages import Message
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from services.target.patience import Way
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.speculation.draft_wait import Way
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, run
 from tests.tiny import VOCAB, write_model
 

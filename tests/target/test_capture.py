@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from outrider.serving.messages import OpenSession
-from services.target.batch import Batch, Capture, Work, build
 from services.target.model.base import Model
-from services.target.model.places import Places
+from services.target.model.weight_slots import Places
+from services.target.step.batch import Batch, Capture, Work, build
 from tests.target.driving import engine_of, load_model, opening
 from tests.tiny import write_model
 

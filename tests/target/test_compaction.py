@@ -15,11 +15,11 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
-from services.target.batch import Work, build
-from services.target.compaction import Moves, lay_out
-from services.target.kv_cache import KVCache, LayerShape
-from services.target.upload import Parcel
-from services.target.verifier import settle
+from services.target.engine.verifier import settle
+from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.sampling.compaction import Moves, lay_out
+from services.target.step.batch import Work, build
+from services.target.step.upload import Parcel
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model

@@ -9,9 +9,9 @@ from torch._dynamo.utils import counters
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.compiled import CompiledRunner, compiled
-from services.target.graphs import GraphRunner, direct
-from services.target.model.load import load
+from services.target.model.cuda.compiled import CompiledRunner, compiled
+from services.target.model.cuda.graphs import GraphRunner, direct
+from services.target.model.loading.load import load
 from tests.target.driving import engine_of, opening, run
 from tests.target.test_graphs import modules
 from tests.tiny import write_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError, EngineFault, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
@@ -20,9 +20,9 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.wire.v1 import target_pb2
-from services.target.control import Control, Update
 from services.target.kernels.cpu import library
-from services.target.service import TargetServicer, describe
+from services.target.process.control import Control, Update
+from services.target.process.service import TargetServicer, describe
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model, write_tokenizer
 

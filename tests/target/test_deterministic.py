@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
-from services.target import logprobs
 from services.target.kernels.cpu import library, rowwise
 from services.target.kernels.cpu.rowwise import Function
-from services.target.model import invariant
+from services.target.model.deterministic import invariant
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
+from services.target.sampling import logprobs
 from tests.checkpoints.families import FAMILIES, write_family
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, sample
-from services.target import drawing
-from services.target.batch import DrawPlan
-from services.target.kernels.cpu import draw as compiled
 from services.target.kernels.cpu import library
-from services.target.masks import Mask
-from services.target.sampler import RowRequest, gather, pick
+from services.target.kernels.cpu import sampling as compiled
+from services.target.sampling import sampling as drawing
+from services.target.sampling.sampler import RowRequest, gather, pick
+from services.target.step.batch import DrawPlan
+from services.target.step.token_mask import TokenMask
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.test_sampler import PARAMS
 from tests.tiny import VOCAB, write_model, write_tokenizer
@@ -160,7 +160,7 @@ def test_masks_allow_what_they_say(vocab):
     allowed[:, vocab:] = True  # bits of no token
     allowed[2, :vocab] = False  # nothing at all
     words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-    mask = Mask(torch.tensor(rows), torch.from_numpy(words))
+    mask = TokenMask(torch.tensor(rows), torch.from_numpy(words))
     for params in COMMON:
         logits = rng.standard_normal((6, vocab)).astype(np.float32) * 5
         logits[0, ~allowed[0, :vocab]] = np.nan  # what may not be drawn is not looked at

@@ -9,16 +9,16 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
-from services.target.batch import Work, build
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Buffer, Norm, Program
 from services.target.kernels.cpu.weights import Format, packed
+from services.target.kernels.kv_cache import KVCache, LayerShape, stored
 from services.target.kernels.reference import paged_attention
-from services.target.kv_cache import KVCache, LayerShape, stored
-from services.target.model.load import load
+from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
+from services.target.step.batch import Work, build
 from tests.target.driving import opening
 from tests.target.test_kernels import random_works
 from tests.tiny import write_model

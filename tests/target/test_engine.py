@@ -8,9 +8,9 @@ from outrider.errors import ConfigError, InvalidRequest
 from outrider.serving.messages import StepOutput
 from outrider.speculation.proposal import FinishReason, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams
-from services.target.budget import Budget
-from services.target.cost import StepCost
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.speculation.budget import Budget
+from services.target.speculation.estimates.step_cost import StepCost
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 

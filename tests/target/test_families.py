@@ -9,7 +9,7 @@ import transformers
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.model.load import load
+from services.target.model.loading.load import load
 from tests.checkpoints.families import FAMILIES, add_tensors, mtp_tensors, write_family
 from tests.target.driving import chain, engine_of, opening, random_tree, run
 from tests.tiny import VOCAB

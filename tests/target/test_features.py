@@ -12,9 +12,9 @@ from outrider.errors import ConfigError
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target import features
-from services.target.fusion import Fusion
-from services.target.patience import Patience, Way
+from services.target.features import features
+from services.target.features.fusion import Fusion
+from services.target.speculation.draft_wait import Patience, Way
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree
 from tests.tiny import VOCAB, write_model
 

@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional
 
 from outrider.config import TargetConfig
-from services.target import graphs
-from services.target.batch import Capture
-from services.target.kernels import choose
+from services.target.kernels.dispatch import choose
+from services.target.model.cuda import graphs
 from services.target.model.modules import ModuleRunner
+from services.target.step.batch import Capture
 from tests.target.decoders import MODELS, cache_of, few_rows, module_of, random_batch, runners, written
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.interpreter import need_interpreter
@@ -22,9 +22,10 @@ from tests.tiny import VOCAB, write_model
 
 need_interpreter()
 
-from services.target.kernels import triton_few, triton_rows  # noqa: E402
-from services.target.kernels.triton_rows import Norm  # noqa: E402
-from services.target.model import fused  # noqa: E402
+from services.target.kernels.cuda import few as triton_few  # noqa: E402
+from services.target.kernels.cuda import rows as triton_rows  # noqa: E402
+from services.target.kernels.cuda.rows import Norm  # noqa: E402
+from services.target.model.cuda import fused  # noqa: E402
 
 
 @pytest.mark.parametrize("name", MODELS)

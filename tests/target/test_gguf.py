@@ -21,11 +21,12 @@ from gguf import GGUFReader
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError
 from outrider.text.tokenizer import Tokenizer
-from services.target.model import convert, gguf_facts
-from services.target.model.progress import Phases
+from services.target.model.gguf import convert
+from services.target.model.gguf import facts as gguf_facts
+from services.target.model.gguf.progress import Phases
 from tests.checkpoints.families import write_family
 from tests.checkpoints.ggufs import write_gguf
 from tests.target.driving import engine_of, load_model, opening, run

@@ -18,7 +18,7 @@ import itertools, json, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from services.target.kernels import gluon_few
+from services.target.kernels.cuda import few_gluon as gluon_few
 
 POINTERS = {
     "positions": "i64", "slots": "i64", "cosines": "fp32", "sines": "fp32", "k_pool": "fp8e4nv", "v_pool": "fp8e4nv",

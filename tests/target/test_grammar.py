@@ -17,11 +17,11 @@ from outrider.speculation.acceptance import decode
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
-from services.target import grammar as grammar_module
-from services.target import masks
-from services.target.closing import closed
-from services.target.formats import KNOWN, understood
-from services.target.grammar import Grammars, Matcher
+from services.target.grammar import matcher as grammar_module
+from services.target.grammar.closing import closed
+from services.target.grammar.formats import KNOWN, understood
+from services.target.grammar.matcher import Grammars, Matcher
+from services.target.sampling import masks
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import EOS, VOCAB, write_model, write_tokenizer
 

@@ -9,14 +9,14 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import NULL_PAGE
-from services.target import graphs
-from services.target.batch import Capture, build, pad
-from services.target.graphs import GraphRunner, direct
-from services.target.kernels import choose
+from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kv_cache import KVCache, LayerShape
-from services.target.layout import Extent
+from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.model.cuda import graphs
+from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.modules import ModuleRunner
+from services.target.step.batch import Capture, build, pad
+from services.target.step.layout import Extent
 from tests.target.decoders import module_of
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.interpreter import need_interpreter

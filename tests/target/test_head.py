@@ -11,16 +11,16 @@ from outrider.config import TargetConfig
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams, log_softmax, sample
-from services.target import headdraft
-from services.target.contest import Way
-from services.target.cost import StepCost
-from services.target.engine import TargetEngine
+from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
-from services.target.line import Line
 from services.target.model import head
-from services.target.model.drafting import Means, own_drafts
-from services.target.odds import Odds
+from services.target.model.loading.self_draft import Means, own_drafts
+from services.target.speculation.estimates.calibration_bins import Odds
+from services.target.speculation.estimates.linear_cost import Line
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.mode_selector import Way
+from services.target.speculation.sources import local_eagle_head as headdraft
 from tests.checkpoints.heads import write_head, write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.draft.twin import Twin

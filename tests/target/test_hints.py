@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from outrider.speculation.proposal import Proposal, path_hash
-from services.target.budget import Budget
-from services.target.cost import StepCost
+from services.target.speculation.budget import Budget
+from services.target.speculation.estimates.step_cost import StepCost
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 

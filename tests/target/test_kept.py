@@ -1,4 +1,4 @@
-from services.target.kept import Kept
+from services.target.speculation.estimates.cached_estimate import Kept
 
 
 def test_a_value_serves_its_times_under_its_key():

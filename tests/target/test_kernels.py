@@ -15,14 +15,14 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
-from services.target.batch import Work, build
-from services.target.kernels import plan
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.dispatch import plan
 from services.target.kernels.grouped import GroupedAttention
+from services.target.kernels.kv_cache import KVCache, LayerShape, pages_that_fit
 from services.target.kernels.reference import paged_attention
-from services.target.kv_cache import KVCache, LayerShape, pages_that_fit
-from services.target.layout import tree_mask
+from services.target.step.batch import Work, build
+from services.target.step.layout import tree_mask
 from tests.target.driving import opening
 
 pytestmark = pytest.mark.threads

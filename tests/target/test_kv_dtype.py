@@ -7,13 +7,13 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
-from services.target.batch import build
-from services.target.engine import TargetEngine
-from services.target.kernels import plan
+from services.target.engine.engine import TargetEngine
+from services.target.kernels.dispatch import plan
+from services.target.kernels.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.kernels.reference import paged_attention
-from services.target.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
-from services.target.model.load import load
-from services.target.patience import HINTED
+from services.target.model.loading.load import load
+from services.target.speculation.draft_wait import HINTED
+from services.target.step.batch import build
 from tests.target.driving import GREEDY, chain, opening, random_tree, run
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model

@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from outrider.config import TargetConfig
-from services.target.engine import TargetEngine
-from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.engine.engine import TargetEngine
+from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.model import latent
-from services.target.model.load import load
+from services.target.model.loading.load import load
 from tests.checkpoints.families import write_family
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.target.test_families import NEW, PROMPT, check_text, greedy

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.kv_cache import LayerShape
-from services.target.model.load import load, pick_device
-from services.target.service import describe
+from services.target.kernels.kv_cache import LayerShape
+from services.target.model.loading.load import load, pick_device
+from services.target.process.service import describe
 from tests.target.driving import engine_of, load_model, opening, run
 from tests.tiny import VOCAB, write_model, write_tokenizer
 

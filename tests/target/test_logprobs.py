@@ -8,7 +8,7 @@ import torch
 
 from outrider.errors import InvalidRequest
 from outrider.speculation.sampling import SamplingParams, logprobs
-from services.target import logprobs as device
+from services.target.sampling import logprobs as device
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 

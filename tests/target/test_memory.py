@@ -12,8 +12,8 @@ from outrider.config import TargetConfig
 from outrider.errors import ConfigError, Overloaded
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target.engine import TargetEngine
-from services.target.limits import check_limits, scheduling
+from services.target.engine.engine import TargetEngine
+from services.target.engine.limits import check_limits, scheduling
 from tests.target.driving import GREEDY, chain, engine_of, load_modules, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 

@@ -17,13 +17,13 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
-from services.target.batch import Work, build
 from services.target.kernels.cpu import library
-from services.target.kv_cache import KVCache
-from services.target.model import narrow
-from services.target.model.load import load
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.loading import narrow
+from services.target.model.loading.load import load
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
+from services.target.step.batch import Work, build
 from tests.target.decoders import MODELS, written
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, random_tree, run
 from tests.target.test_kernels import random_slice

@@ -11,13 +11,13 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Grammar, GrammarKind, Message
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target import sampler
-from services.target.batch import Roots, build
-from services.target.budget import Budget
-from services.target.control import Control, Update
-from services.target.cost import StepCost
-from services.target.graphs import GraphRunner, direct
-from services.target.warmup import warm_up
+from services.target.model.cuda.graphs import GraphRunner, direct
+from services.target.process.control import Control, Update
+from services.target.process.warmup import warm_up
+from services.target.sampling import sampler
+from services.target.speculation.budget import Budget
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.step.batch import Roots, build
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.target.test_graphs import CPU, history, modules
 from tests.target.test_kernels import random_works

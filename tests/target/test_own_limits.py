@@ -7,10 +7,10 @@ import pytest
 from outrider.config import TargetConfig
 from outrider.serving.session import UNBOUNDED
 from outrider.speculation.sampling import SamplingParams
-from services.target.contest import Way
-from services.target.cost import StepCost
-from services.target.engine import TargetEngine
+from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.mode_selector import Way
 from tests.checkpoints.heads import write_pair
 from tests.target.driving import engine_of, load_model, opening, run
 

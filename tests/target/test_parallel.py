@@ -15,12 +15,12 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.batch import Batch, Rows
-from services.target.engine import TargetEngine
-from services.target.layout import Layout
-from services.target.model import shards
-from services.target.model.support import read_settings
-from services.target.parallel import load_split, pack, unpack
+from services.target.engine.engine import TargetEngine
+from services.target.model.loading import shards
+from services.target.model.loading.support import read_settings
+from services.target.process.tensor_parallel import load_split, pack, unpack
+from services.target.step.batch import Batch, Rows
+from services.target.step.layout import Layout
 from tests.checkpoints.families import write_family
 from tests.target.driving import opening, run
 from tests.target.test_families import CHUNKS, NEW, PROMPT, greedy, hints_near

@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.target.contest import TURN, Contest, Prompts, Way
-from services.target.patience import ALWAYS, DRAFTED, Patience
+from services.target.speculation.draft_wait import ALWAYS, DRAFTED, Patience
+from services.target.speculation.mode_selector import TURN, Contest, Prompts, Way
 
 
 class Clock:

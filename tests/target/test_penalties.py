@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from outrider.speculation.acceptance import decode
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
-from services.target import penalties
-from services.target.penalties import Tally
-from services.target.sampler import RowRequest, draw, gather
+from services.target.sampling import penalties
+from services.target.sampling.penalties import Tally
+from services.target.sampling.sampler import RowRequest, draw, gather
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 

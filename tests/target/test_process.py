@@ -12,16 +12,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from outrider import PROTOCOL_VERSION, checkpoint
+from outrider import PROTOCOL_VERSION
+from outrider.checkpoints import checkpoint
 from outrider.errors import InvalidRequest
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
-from outrider.serving.stream import StreamHub
 from outrider.speculation.proposal import FinishReason
+from outrider.transport.stream import StreamHub
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
-from services.target.app import main
-from services.target.service import TargetServicer
+from services.target.process.app import main
+from services.target.process.service import TargetServicer
 from tests.target.driving import chain, engine_of, load_model, opening, run
 from tests.tiny import VOCAB, write_model, write_tokenizer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.quality import BLOCK, NARROW_LEVELS, compared, levels_of
+from bench.services.quality import BLOCK, NARROW_LEVELS, compared, levels_of
 
 
 def test_figures_are_those_of_known_distributions():

@@ -10,9 +10,9 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
-from services.target.model import narrow as narrow_module
-from services.target.model import quantized
-from services.target.model.load import load
+from services.target.model.loading import narrow as narrow_module
+from services.target.model.loading import quantized
+from services.target.model.loading.load import load
 from tests.checkpoints import quantizers
 from tests.checkpoints.families import add_tensors, write_family
 from tests.checkpoints.quantizers import GROUP, write_quantized

@@ -9,7 +9,7 @@ import transformers
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.model.load import load
+from services.target.model.loading.load import load
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
 CPU = TargetConfig(device="cpu")

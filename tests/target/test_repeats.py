@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
-from services.target.contest import Way
-from services.target.cost import StepCost
-from services.target.engine import TargetEngine
+from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
-from services.target.repeats import LEAST, Repeats, find
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.mode_selector import Way
+from services.target.speculation.sources.prompt_lookup import LEAST, Repeats, find
 from tests.target.driving import CACHES, GREEDY, engine_of, load_model, opening, run, run_as_plain
 from tests.tiny import write_model
 

@@ -10,10 +10,10 @@ import pytest
 from outrider.serving.features import FeatureSpec
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target import headdraft
-from services.target.batch import Worth
-from services.target.contest import Way
 from services.target.kernels.cpu import library
+from services.target.speculation.mode_selector import Way
+from services.target.speculation.sources import local_eagle_head as headdraft
+from services.target.step.batch import Worth
 from tests.checkpoints.heads import write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.draft.twin import Twin

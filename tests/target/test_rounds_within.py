@@ -7,10 +7,10 @@ import pytest
 
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target import copydraft
-from services.target.copydraft import CopyDraft
-from services.target.cost import StepCost
 from services.target.kernels.cpu import library
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.sources import quantized_self_draft as copydraft
+from services.target.speculation.sources.quantized_self_draft import CopyDraft
 from tests.checkpoints.heads import write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.target.driving import engine_of, load_model, opening, run

@@ -9,7 +9,7 @@ from scipy import stats
 
 from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
-from services.target.sampler import (
+from services.target.sampling.sampler import (
     UNSURE,
     RowRequest,
     _gumbel,

@@ -9,16 +9,16 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams
-from services.target.batch import DrawPlan, Work, build
-from services.target.drawing import draw_plan as plan_of
 from services.target.kernels.cpu import library
-from services.target.kernels.cpu.draw import pack
 from services.target.kernels.cpu.program import Norm, Program
+from services.target.kernels.cpu.sampling import pack
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.weights import Format, packed
-from services.target.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.model import native
 from services.target.model.native import ProgramRunner
+from services.target.sampling.sampling import draw_plan as plan_of
+from services.target.step.batch import DrawPlan, Work, build
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 

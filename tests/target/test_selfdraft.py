@@ -15,13 +15,13 @@ from outrider.serving.features import FeatureSpec
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
-from services.target import features
-from services.target.contest import Way
-from services.target.copydraft import CopyDraft
-from services.target.cost import StepCost
-from services.target.engine import TargetEngine
+from services.target.engine.engine import TargetEngine
+from services.target.features import features
 from services.target.kernels.cpu import library, weights
-from services.target.warmup import warm_up
+from services.target.process.warmup import warm_up
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.mode_selector import Way
+from services.target.speculation.sources.quantized_self_draft import CopyDraft
 from tests.target.driving import CACHES, GREEDY, chain, engine_of, load_model, opening, run, run_as_plain
 from tests.tiny import VOCAB, write_model, write_tokenizer
 

@@ -12,9 +12,9 @@ from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target import sampler
-from services.target.batch import Work
-from services.target.relaxing import relax
+from services.target.sampling import sampler
+from services.target.sampling.thresholds import relax
+from services.target.step.batch import Work
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import write_model
 

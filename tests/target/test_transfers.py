@@ -18,14 +18,13 @@ from outrider.serving.session import Session
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
-from services.target.batch import Roots, Work, build
-from services.target.budget import Calibration
-from services.target.download import Download
-from services.target.drawing import Drawing
-from services.target.entry import Entry
-from services.target.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.model.base import Model, Outputs
-from services.target.upload import Slab
+from services.target.sampling.sampling import Drawing
+from services.target.sampling.session import Entry
+from services.target.step.batch import Roots, Work, build
+from services.target.step.download import Download
+from services.target.step.upload import Slab
 from tests.target.driving import engine_of, opening, random_tree
 
 DEVICE = torch.device("meta")
@@ -82,7 +81,7 @@ def step(params, nodes, **options):
     for i in range(3):
         request = opening(i, rng.integers(0, 50, 9).tolist(), params, **options)
         session = Session(request, prefix)
-        entries[i] = Entry.of(request, session, frozenset({7}), Calibration(), model.vocab_size)
+        entries[i] = Entry.of(request, session, frozenset({7}), model.vocab_size)
         tree = SpeculationTree(request.tokens)
         tree.merge(random_tree(rng, i, request.tokens.tolist(), 5, 12))
         draft = tree.select(nodes) if nodes else EMPTY_SLICE

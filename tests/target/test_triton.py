@@ -16,15 +16,15 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target.batch import Work, build, pad
-from services.target.engine import TargetEngine
-from services.target.kernels import choose
+from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu.attention import NativeAttention
+from services.target.kernels.cuda.ragged import _BEGINNING, Load, Ragged, Split, _through, ancestor_words
+from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.ragged import _BEGINNING, Load, Ragged, Split, _through, ancestor_words
+from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.kernels.reference import paged_attention
-from services.target.kv_cache import KVCache, LayerShape
-from services.target.layout import Layout, tree_mask
+from services.target.step.batch import Work, build, pad
+from services.target.step.layout import Layout, tree_mask
 from tests.target.driving import opening, random_tree, run
 from tests.target.interpreter import need_interpreter
 from tests.target.test_kernels import random_works
@@ -32,9 +32,11 @@ from tests.tiny import VOCAB, write_model
 
 need_interpreter()
 
-from services.target import sampler  # noqa: E402
-from services.target.kernels import triton_attention, triton_cache, triton_greedy  # noqa: E402
-from services.target.kernels.triton_attention import Tile, TritonAttention  # noqa: E402
+from services.target.kernels.cuda import attention as triton_attention  # noqa: E402
+from services.target.kernels.cuda import cache as triton_cache  # noqa: E402
+from services.target.kernels.cuda import greedy as triton_greedy  # noqa: E402
+from services.target.kernels.cuda.attention import Tile, TritonAttention  # noqa: E402
+from services.target.sampling import sampler  # noqa: E402
 
 CPU = torch.device("cpu")
 SMALL = Tile(lanes=16, keys=16, split=Split(32, 32), warps=4, stages=2)
@@ -311,8 +313,8 @@ def test_paths_of_sessions_move_in_all_pools():
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from services.target.kernels import (triton_cache, triton_few, triton_greedy, triton_kernels, triton_product,
-    triton_rows)
+from services.target.kernels.cuda import (cache as triton_cache, few as triton_few, greedy as triton_greedy,
+    attention_kernels as triton_kernels, product as triton_product, rows as triton_rows)
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
     "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
@@ -372,7 +374,7 @@ def random_hints():
 
 
 def test_an_engine_says_the_same_through_it(tmp_path):
-    from services.target.model.load import load
+    from services.target.model.loading.load import load
 
     folder = write_model(tmp_path, num_hidden_layers=1)
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=4) for i in range(2)]

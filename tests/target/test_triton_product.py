@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from outrider.config import TargetConfig
-from services.target.engine import TargetEngine
-from services.target.kernels import choose
-from services.target.model import company, deterministic, invariant
+from services.target.engine.engine import TargetEngine
+from services.target.kernels.dispatch import choose
+from services.target.model.deterministic import batch_invariance as company
+from services.target.model.deterministic import invariant
+from services.target.model.deterministic import selection as deterministic
 from tests.checkpoints.families import write_family
 from tests.target.driving import chain, load_model, opening, random_tree, run
 from tests.target.interpreter import need_interpreter
@@ -17,7 +19,7 @@ from tests.tiny import VOCAB
 
 need_interpreter()
 
-from services.target.kernels import triton_product  # noqa: E402
+from services.target.kernels.cuda import product as triton_product  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}

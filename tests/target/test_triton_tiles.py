@@ -13,8 +13,8 @@ COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from services.target.kernels.triton_attention import pick_tile
-from services.target.kernels.triton_kernels import attend
+from services.target.kernels.cuda.attention import pick_tile
+from services.target.kernels.cuda.attention_kernels import attend
 
 OTHERS = {"out": None, "sinks": None, "q": None, "k_pool": None, "v_pool": None, "positions": "i64"} | dict.fromkeys(
     ("tiles", "items", "item_count", "pages", "words", "paths"), "i32") | dict.fromkeys(

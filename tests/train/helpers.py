@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from services.draft.model.formats.target import read_target
-from services.draft.train.algorithms import Shape, algorithm_of
-from services.draft.train.objective import Shared
-from services.draft.train.store import Record, Store
-from services.draft.train.vocabulary import draft_ids
+from services.draft.formats.target import read_target
+from services.draft.learning.algorithms import Shape, algorithm_of
+from services.draft.learning.objective import Shared
+from services.draft.learning.store import Record, Store
+from services.draft.learning.vocabulary import draft_ids
 from tests.tiny import VOCAB, write_model
 
 LAYERS = 8

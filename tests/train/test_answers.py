@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from outrider.errors import ConfigError
-from services.draft.train.batches import Batches, learnt_rows
-from services.draft.train.disk import write_whole
-from services.draft.train.prompts import is_held_out, jobs, read_conversations, read_openings
-from services.draft.train.store import Store
-from services.draft.train.vocabulary import coverage, draft_ids, frequent_tokens
+from services.draft.learning.batches import Batches, learnt_rows
+from services.draft.learning.disk import write_whole
+from services.draft.learning.store import Store
+from services.draft.learning.vocabulary import coverage, draft_ids, frequent_tokens
+from services.draft.train.data.prompts import is_held_out, jobs, read_conversations, read_openings
 from tests.train.helpers import HIDDEN, random_record, store_of
 
 # --- prompts ---
@@ -165,7 +165,7 @@ def test_what_an_ended_run_left_behind_is_cut_away(tmp_path):
 @pytest.mark.parametrize("name", ["rows-0000.bin", "rows-0001.bin", "tokens.bin"])
 def test_records_whose_content_is_not_all_there_are_cut_away(tmp_path, monkeypatch, name, caplog):
     """As a machine leaves them that went down: entries may come to the disk before what they are about."""
-    monkeypatch.setattr("services.draft.train.store._FILE_BYTES", 8 * 8 * HIDDEN)
+    monkeypatch.setattr("services.draft.learning.store._FILE_BYTES", 8 * 8 * HIDDEN)
     records = some_records()
     store = store_of(tmp_path, records)
     store.close()
@@ -186,7 +186,7 @@ def test_records_whose_content_is_not_all_there_are_cut_away(tmp_path, monkeypat
 @pytest.mark.parametrize("left", [7, 1000])
 def test_a_file_that_was_begun_for_no_entry_is_left_behind(tmp_path, monkeypatch, left):
     """As an end leaves it that comes while the first rows of a file are written."""
-    monkeypatch.setattr("services.draft.train.store._FILE_BYTES", 1)
+    monkeypatch.setattr("services.draft.learning.store._FILE_BYTES", 1)
     records = some_records(3)
     store_of(tmp_path, records[:1])
     (tmp_path / "rows-0001.bin").write_bytes(bytes(left))

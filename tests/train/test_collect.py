@@ -16,11 +16,11 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.text.tokenizer import Tokenizer
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2
-from services.draft.train import collect
-from services.draft.train.collect import Collector, Limits, Writer
-from services.draft.train.prompts import Conversation, Job, jobs
-from services.draft.train.store import Store
-from services.draft.train.writing import _check_template
+from services.draft.learning.store import Store
+from services.draft.train.data import collect
+from services.draft.train.data.collect import Collector, Limits, Writer
+from services.draft.train.data.prompts import Conversation, Job, jobs
+from services.draft.train.data.writing import _check_template
 from tests.tiny import write_tokenizer
 
 LIMITS = Limits(new=20, length=100, sessions=2, tokens=10**6, bytes=10**9)

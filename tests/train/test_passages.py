@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from outrider.text.tokenizer import Tokenizer
-from services.draft.train.collect import Collector, Limits
-from services.draft.train.passages import Passages, quotes
-from services.draft.train.prompts import Conversation, Job, jobs, read_openings
-from services.draft.train.store import Record, Store
+from services.draft.learning.store import Record, Store
+from services.draft.train.data.collect import Collector, Limits
+from services.draft.train.data.passages import Passages, quotes
+from services.draft.train.data.prompts import Conversation, Job, jobs, read_openings
 from tests.tiny import write_tokenizer
 
 ROW = 8  # bytes

@@ -12,21 +12,21 @@ import safetensors.numpy
 from outrider.config import DraftConfig, TargetConfig
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, decode
-from services.draft.app import build
-from services.draft.batch import Shape, empty_inputs
-from services.draft.model.formats.eagle import read_eagle
-from services.draft.model.formats.eagle3 import read_eagle3
-from services.draft.model.formats.mtp import read_mtp
-from services.draft.model.formats.target import read_target
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.mtp import read_mtp
+from services.draft.formats.target import read_target
+from services.draft.learning.algorithms.served import served_head
+from services.draft.learning.batches import PackShape
+from services.draft.learning.batches import build as build_batch
+from services.draft.learning.objective import Objective
+from services.draft.learning.store import Record
 from services.draft.online.loading import Teaching
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Pieces
 from services.draft.online.swap import Form
-from services.draft.train.algorithms.served import served_head
-from services.draft.train.batches import PackShape
-from services.draft.train.batches import build as build_batch
-from services.draft.train.objective import Objective
-from services.draft.train.store import Record
+from services.draft.process.app import build
+from services.draft.sessions.batch import Shape, empty_inputs
 from tests.checkpoints.heads import DIM, eagle, eagle3, write_head
 from tests.checkpoints.mtp import write_mtp
 from tests.draft.helpers import fed
@@ -83,8 +83,8 @@ def head(request, target, tmp_path):
 def test_the_feature_is_what_the_target_would_send(head, target):
     import torch
 
-    from services.target.fusion import Fusion
-    from services.target.model.load import load
+    from services.target.features.fusion import Fusion
+    from services.target.model.loading.load import load
 
     _, draft, served = head
     model = load(target, TargetConfig(model_path=str(target), device="cpu", dtype="float32"))

@@ -21,21 +21,22 @@ from outrider.config import DraftConfig, TrainConfig, to_argv
 from outrider.errors import ConfigError, EngineFault
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
-from services.draft.app import build
 from services.draft.drafters.feature import FeatureDrafter
-from services.draft.model.formats.target import read_target
-from services.draft.train import app, evaluate, optimize
-from services.draft.train.algorithms import Shape, algorithm_of
-from services.draft.train.algorithms.served import initial_head
-from services.draft.train.batches import Batches
-from services.draft.train.disk import told_when_full
+from services.draft.formats.target import read_target
+from services.draft.learning import optimize
+from services.draft.learning.algorithms import Shape, algorithm_of
+from services.draft.learning.algorithms.served import initial_head
+from services.draft.learning.batches import Batches
+from services.draft.learning.disk import told_when_full
+from services.draft.learning.objective import Objective, Shared
+from services.draft.learning.optimize import Schedule, Trainer
+from services.draft.learning.store import Record
+from services.draft.learning.vocabulary import draft_ids
+from services.draft.process.app import build
+from services.draft.train import app, evaluate
 from services.draft.train.evaluate import CHAIN, TREE, replay
-from services.draft.train.learning import Learning
-from services.draft.train.objective import Objective, Shared
-from services.draft.train.optimize import Schedule, Trainer
-from services.draft.train.sharpen import best_factor
-from services.draft.train.store import Record
-from services.draft.train.vocabulary import draft_ids
+from services.draft.train.run import Learning
+from services.draft.train.temperature import best_factor
 from tests.checkpoints.heads import eagle3, write_head
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.draft.helpers import fed
@@ -174,8 +175,8 @@ def test_what_was_trained_is_served(models, trained, tmp_path):
 
 def test_the_published_folder(tmp_path):
 
-    from services.draft.model.formats.eagle3 import read_eagle3
-    from services.draft.model.tensors import Tensors
+    from services.draft.formats.eagle3 import read_eagle3
+    from services.draft.model.weights.tensors import Tensors
 
     target = target_of(tmp_path / "target")
     algorithm, ids, params = head_of(target, layers=2)

@@ -12,15 +12,15 @@ import torch
 import transformers
 
 from outrider.speculation.tree import ROOT
-from services.draft.model.decoder import head as head_logits
-from services.draft.model.formats.decoders import read_decoder
-from services.draft.model.formats.eagle import read_eagle
-from services.draft.model.formats.eagle3 import read_eagle3
-from services.draft.model.formats.mtp import read_mtp
-from services.draft.model.formats.target import read_target, target_logits
-from services.draft.train.batches import Batch, PackShape, build
-from services.draft.train.objective import Objective
-from services.draft.train.unroll import unroll
+from services.draft.formats.decoders import read_decoder
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.mtp import read_mtp
+from services.draft.formats.target import read_target, target_logits
+from services.draft.learning.batches import Batch, PackShape, build
+from services.draft.learning.objective import Objective
+from services.draft.learning.unroll import unroll
+from services.draft.model.layers.decoder import head as head_logits
 from tests.draft.stepping import Stepper
 from tests.tiny import VOCAB
 from tests.train.helpers import HIDDEN, head_of, random_record, shared_of, store_of, target_of

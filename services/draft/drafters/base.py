@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import EngineLoad
 from outrider.telemetry import Progress, untold
-from services.draft.session import DraftSession
-from services.draft.sharing import Sharing
+from services.draft.drafters.sharing import Sharing
+from services.draft.sessions.session import DraftSession
 
 
 class Wish(NamedTuple):

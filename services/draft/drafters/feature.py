@@ -24,11 +24,11 @@ from outrider.errors import Unavailable
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureSpec, decode, row_bytes
 from outrider.speculation.shape import TreeShape
-from services.draft.batch import Job, Shape
 from services.draft.drafters.model import ModelDrafter, Work
-from services.draft.model.runner import ModelRunner
-from services.draft.session import DraftSession
-from services.draft.trunk import SCRATCH_SLOTS, Trunk
+from services.draft.model.programs.runner import ModelRunner
+from services.draft.sessions.batch import Job, Shape
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS, Trunk
+from services.draft.sessions.session import DraftSession
 
 _SHIFT = 1
 _TREES = (1, 4)  # sessions whose whole trees one program grows

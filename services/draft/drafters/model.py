@@ -22,11 +22,11 @@ from outrider.serving.messages import EngineLoad
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
 from outrider.telemetry import Progress, untold
-from services.draft.batch import Job, Shape, build_inputs
 from services.draft.drafters.base import Drafter, Growth, Wish
-from services.draft.model.runner import ModelRunner
-from services.draft.session import DraftSession
-from services.draft.trunk import Trunk
+from services.draft.model.programs.runner import ModelRunner
+from services.draft.sessions.batch import Job, Shape, build_inputs
+from services.draft.sessions.prefix_kv import Trunk
+from services.draft.sessions.session import DraftSession
 
 # Candidates below this edge probability are not worth a node.
 _LEAST_EDGE = math.log(2e-3)

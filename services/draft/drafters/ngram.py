@@ -24,7 +24,7 @@ from outrider.errors import ConfigError
 from outrider.telemetry import Progress, untold
 from services.draft.drafters.base import Drafter, Growth, Wish
 from services.draft.ngrams.base import NO_LEAD, Continuations, NgramOptions, Ngrams
-from services.draft.session import DraftSession
+from services.draft.sessions.session import DraftSession
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from services.draft.drafters.model import ModelDrafter
-from services.draft.session import DraftSession
-from services.draft.trunk import Trunk
+from services.draft.sessions.prefix_kv import Trunk
+from services.draft.sessions.session import DraftSession
 
 
 class StandaloneDrafter(ModelDrafter):

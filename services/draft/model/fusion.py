@@ -1,7 +1,7 @@
 """The fusion of the target's states into a feature, for drafts that do it themselves; else the target does.
 
 Params: `fuse` [n * Ht, H] and perhaps `fuse_bias` [H]; before it `state_norm_0` [Ht] and so on, or `whole_norm`
-[n * Ht]. They have a draft's number format, or are matrices of 8 bits or in panels (narrow.py).
+[n * Ht]. They have a draft's number format, or are matrices of 8 bits or in panels (matrices/narrow.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from numpy.typing import NDArray
 
 from services.draft.kernels.base import Backend
-from services.draft.model.heads import Params, rms_norm
-from services.draft.model.narrow import product
-from services.draft.model.tensors import Tensors
+from services.draft.model.layers.heads import Params, rms_norm
+from services.draft.model.matrices.narrow import product
+from services.draft.model.weights.tensors import Tensors
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, 
 from outrider.serving.messages import EngineLoad
 from outrider.telemetry import Progress, untold
 from services.draft.drafters.feature import FeatureDrafter
-from services.draft.model.runner import ModelRunner
+from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.background import Background
 from services.draft.online.learner import Learner
 from services.draft.online.ring import RecordedRows, Recording, Ring
-from services.draft.session import DraftSession
+from services.draft.sessions.session import DraftSession
 
 
 class OnlineDrafter(FeatureDrafter):

@@ -25,15 +25,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from outrider.serving.messages import OnlineLoad
-from services.draft.model.heads import Params
+from services.draft.learning.algorithms.served import ServedHead
+from services.draft.learning.batches import Batch, PackShape, build, learnt_rows, plan
+from services.draft.learning.disk import write_whole
+from services.draft.learning.objective import Objective, Shared
+from services.draft.learning.optimize import Steady, Trainer
+from services.draft.model.layers.heads import Params
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Pieces, Ring
 from services.draft.online.swap import Offer, Served
-from services.draft.train.algorithms.served import ServedHead
-from services.draft.train.batches import Batch, PackShape, build, learnt_rows, plan
-from services.draft.train.disk import write_whole
-from services.draft.train.objective import Objective, Shared
-from services.draft.train.optimize import Steady, Trainer
 
 log = logging.getLogger(__name__)
 

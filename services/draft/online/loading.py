@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat, row_bytes
-from services.draft.model.formats.base import Draft
-from services.draft.model.formats.target import Target, target_logits
-from services.draft.model.heads import Params
+from services.draft.formats.base import Draft
+from services.draft.formats.target import Target, target_logits
+from services.draft.learning.algorithms.served import served_head
+from services.draft.learning.objective import Shared
+from services.draft.learning.vocabulary import draft_ids
+from services.draft.model.layers.heads import Params
 from services.draft.online.learner import ORIGIN, Learner, keeper
 from services.draft.online.options import OnlineOptions
 from services.draft.online.ring import Ring, least_bytes
 from services.draft.online.swap import Form, Served
-from services.draft.train.algorithms.served import served_head
-from services.draft.train.objective import Shared
-from services.draft.train.vocabulary import draft_ids
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from services.draft.features import FeatureRows
-from services.draft.train.store import Record
+from services.draft.learning.store import Record
+from services.draft.sessions.features import FeatureRows
 
 _ENTRY = np.dtype([("rows", "<u4"), ("first", "<u4"), ("temperature", "<f4")])
 

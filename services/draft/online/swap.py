@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from services.draft.devices import host_device
-from services.draft.model.heads import Params
-from services.draft.model.narrow import in_panels, narrow, narrows
-from services.draft.model.weights import putter
+from services.draft.model.layers.heads import Params
+from services.draft.model.matrices.narrow import in_panels, narrow, narrows
+from services.draft.model.parallel.devices import host_device
+from services.draft.model.weights.arrays import putter
 
 
 class Served(NamedTuple):

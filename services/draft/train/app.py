@@ -1,13 +1,13 @@
 """The life of a training.
 
 1. Flags are checked, the target's checkpoint is read, and the algorithm says what the head will look like.
-2. The target writes answers to conversations (prompts.py), in a process of its own or wherever it runs already, and
-   streams its states; both are kept on disk (collect.py, store.py). Once there is enough, the process ends: it and the
-   training would only take the cores from one another.
-3. The head's vocabulary are the tokens that the target wrote most often (vocabulary.py).
-4. The head learns (batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
+2. The target writes answers to conversations (data/prompts.py), in a process of its own or one that runs already, and
+   streams its states; both are kept on disk (data/collect.py, ../learning/store.py). Once there is enough, the process
+   ends: it and training would compete for the cores.
+3. The head's vocabulary are the tokens that the target wrote most often (../learning/vocabulary.py).
+4. The head learns (../learning: batches.py, unroll.py, objective.py, optimize.py), with checkpoints.
 5. The draft is published into the output folder in the format of its algorithm (algorithms/), as sharp as suits it
-   (sharpen.py).
+   (temperature.py).
 6. Held-out answers are replayed through the draft service's engine (evaluate.py), and a report is left (report.py).
 
 A run that was ended goes on where it was: no answer is written twice, and steps go on from the last checkpoint.
@@ -27,11 +27,11 @@ from typing import Any
 import tyro
 import uvloop
 
-from outrider import checkpoint
+from outrider.checkpoints import checkpoint
 from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig
 from outrider.errors import ConfigError
-from outrider.serving import process
-from services.draft.train.disk import told_when_full
+from outrider.process import process
+from services.draft.learning.disk import told_when_full
 from services.draft.train.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ def train(config: TrainConfig) -> int:
 
 def _train(config: TrainConfig) -> None:
     # JAX reads the number of its threads when it is imported, which is after the process has been put on its cores.
-    from services.draft.train.learning import Learning
-    from services.draft.train.optimize import CHECKPOINT
-    from services.draft.train.writing import open_store, write_answers
+    from services.draft.learning.optimize import CHECKPOINT
+    from services.draft.train.data.writing import open_store, write_answers
+    from services.draft.train.run import Learning
 
     output = Path(config.output).expanduser()
     # With a checkpoint beside it, it is that of a run that was ended while it looked at what it had learnt.

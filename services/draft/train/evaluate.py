@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.checkpoints.eagle3 import plain_name
 from outrider.config import DraftConfig
-from outrider.eagle3 import plain_name
 from outrider.serving.features import FeatureBlock, FeatureFormat, decode
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason
@@ -26,11 +26,11 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.drafters.base import Drafter
-from services.draft.engine import DraftEngine
+from services.draft.engine.engine import DraftEngine
+from services.draft.learning.store import Record
 from services.draft.model.fusion import Fusion, read_fusion
-from services.draft.model.tensors import Tensors
-from services.draft.train.store import Record
-from services.draft.trunk import SCRATCH_SLOTS
+from services.draft.model.weights.tensors import Tensors
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
 
 CHAIN = TreeShape(steps=5, topk=1, rows=6)
 TREE = TreeShape(steps=5, topk=4, rows=16)
@@ -77,7 +77,7 @@ def replay(
 
     shape: of the trees; device: as of --draft-device
     """
-    from services.draft.app import build
+    from services.draft.process.app import build
 
     longest = max((len(record.tokens) for record in records), default=0)
     room = _TOGETHER * (longest + SCRATCH_SLOTS + 2 * DraftConfig().draft_page_size)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from services.target.batch import Batch
 from services.target.kernels import reference
-from services.target.kv_cache import gather
-from services.target.layout import Span
+from services.target.kernels.kv_cache import gather
+from services.target.step.batch import Batch
+from services.target.step.layout import Span
 
 # Up to this many rows, query heads are packed below their key head, with a mask row for each.
 _PACKED_ROWS = 64

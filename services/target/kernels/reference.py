@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.target.batch import Batch
-from services.target.kv_cache import gather
-from services.target.layout import Span
+from services.target.kernels.kv_cache import gather
+from services.target.step.batch import Batch
+from services.target.step.layout import Span
 
 
 def visible(span: Span, window: int | None, device: torch.device) -> Tensor:

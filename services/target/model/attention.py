@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from outrider.errors import ConfigError
-from services.target.batch import Batch
-from services.target.kernels import Planner
-from services.target.kv_cache import KVCache, LayerShape
+from services.target.kernels.dispatch import Planner
+from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.model import latent
+from services.target.step.batch import Batch
 
 NAME = "outrider_paged"
 

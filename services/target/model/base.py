@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.batch import Batch
-from services.target.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.model.head import Head
-from services.target.rounds import Round
+from services.target.step.batch import Batch
+from services.target.step.fused_loop import Round
 
 
 class Outputs(NamedTuple):

@@ -1,6 +1,6 @@
 """Hidden states of a `transformers` model, taken by hooks that exist only while somebody asks for them.
 
-Which states these are, and in which order, stands at `services.target.batch.Capture`.
+Which states these are, and in which order, stands at `services.target.step.batch.Capture`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ConfigError
-from services.target.batch import Capture
-from services.target.upload import upload
+from services.target.step.batch import Capture
+from services.target.step.upload import upload
 
 
 class Taps:

@@ -21,17 +21,17 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from outrider.checkpoint import load_json, weight_files
-from outrider.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
+from outrider.checkpoints.checkpoint import load_json, weight_files
+from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
 from outrider.errors import ConfigError
-from services.target.batch import Batch
 from services.target.kernels.cpu.attention import serves
-from services.target.kernels.cpu.draw import Guesses
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
+from services.target.kernels.cpu.sampling import Guesses
 from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
-from services.target.kv_cache import KVCache, LayerShape, States
+from services.target.kernels.kv_cache import KVCache, LayerShape, States
 from services.target.model.linear import plain_format
+from services.target.step.batch import Batch
 
 _FORMAT = Format.INT4  # a draft's numbers need no more
 _NOT_READ = {"embed_tokens.weight", "t2d", "verifier_norm.weight", "verifier_lm_head.weight"}

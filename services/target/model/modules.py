@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from services.target.batch import Batch
-from services.target.kernels import Planner
-from services.target.kv_cache import KVCache
+from services.target.kernels.dispatch import Planner
+from services.target.kernels.kv_cache import KVCache
 from services.target.model import attention
 from services.target.model.base import Outputs
 from services.target.model.capture import Taps, joined
-from services.target.model.places import Places
+from services.target.model.weight_slots import Places
+from services.target.step.batch import Batch
 
 
 class ModuleRunner:

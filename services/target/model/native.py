@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from services.target.batch import Batch
 from services.target.kernels.cpu import library, weights
 from services.target.kernels.cpu.attention import WIDEST_HEAD, reads
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.weights import Format, PackedWeight
-from services.target.kv_cache import KVCache
+from services.target.kernels.kv_cache import KVCache
 from services.target.model import decoder
 from services.target.model.attention import Probe
 from services.target.model.base import Outputs
 from services.target.model.head import Head, HeadWeights
 from services.target.model.linear import head_format, plain_format
+from services.target.step.batch import Batch
 
 _ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 _LANES = 16

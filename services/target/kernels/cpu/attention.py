@@ -8,13 +8,13 @@ import functools
 import torch
 from torch import Tensor
 
-from services.target.batch import Batch
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.pool import shared_pool
 from services.target.kernels.cpu.view import View
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kv_cache import gather_pages
+from services.target.kernels.kv_cache import gather_pages
+from services.target.step.batch import Batch
 
 # Formats of pools, as in outrider/native/include/eight.h.
 POOL_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}

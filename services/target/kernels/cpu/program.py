@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.native import freed_with
-from services.target.batch import Batch, Burst
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
-from services.target.kernels.cpu.draw import Draws, Guesses
 from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.sampling import Draws, Guesses
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
-from services.target.kv_cache import KVCache
-from services.target.rounds import Round, Rounds
+from services.target.kernels.kv_cache import KVCache
+from services.target.step.batch import Batch, Burst
+from services.target.step.fused_loop import Round, Rounds
 
 _NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time

@@ -7,8 +7,8 @@ import ctypes
 import numpy as np
 from numpy.typing import NDArray
 
-from services.target.batch import Batch
 from services.target.kernels.cpu.library import BatchView
+from services.target.step.batch import Batch
 
 
 class View:

@@ -1,4 +1,4 @@
-// The most likely next tokens of a row, by the rules of services/draft/model/sampling.py.
+// The most likely next tokens of a row, by the rules of services/draft/model/programs/sampling.py.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// One step's rows, as the engine lays them out; see services/target/batch.py.
+// One step's rows, as the engine lays them out; see services/target/step/batch.py.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,1 @@
+"""Benchmarks of the whole system: throughput, accept length, online learning."""

@@ -1,0 +1,1 @@
+"""What every benchmark uses: processes, prompts, reports, flags."""

@@ -1,0 +1,1 @@
+"""Benchmarks of one service alone: steps, kernels, growth, quality, determinism."""

@@ -1,0 +1,356 @@
+"""The draft's model alone: rounds of growth against the memory that they must read, and what the host adds to them.
+
+step    a whole round of the engine that expands S x Q nodes: S sessions, Q nodes each
+device  the compiled program, host its rest: wishes, inputs, dispatch, results, trees. What dispatch costs is measured
+        with a program of the same arguments that computes nothing
+floor   the time in which the weights and the sessions' keys and values can be read, at the bandwidth measured beside it
+
+Weights are random, for speed does not depend on them; logits are spread so that trees grow as those of good drafts do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.harness.flags import whole, wholes
+from bench.harness.report import Report
+from bench.services.draft_kernels import device_bandwidth
+from outrider.config import DraftAttentionBackend
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.features import FeatureBlock, FeatureSpec
+from outrider.serving.messages import OpenSession
+from outrider.speculation.proposal import ALL_WANTED, Commit, extend_hash
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.drafters.model import ModelDrafter
+from services.draft.drafters.standalone import StandaloneDrafter
+from services.draft.engine.engine import DraftEngine
+from services.draft.kernels.base import Paging
+from services.draft.model.layers.backend import choose
+from services.draft.model.layers.config import Attention, Layer, Mlp, ModelConfig
+from services.draft.model.layers.heads import Eagle3Head, Params, TokenHead
+from services.draft.model.layers.pallas_backend import with_cache_for
+from services.draft.model.layers.rope import Rope
+from services.draft.model.matrices.narrow import in_panels
+from services.draft.model.programs.runner import ModelRunner
+from services.draft.model.weights.arrays import layer_params, putter
+from services.draft.model.weights.tensors import Tensors
+from services.draft.sessions.batch import Layout, Shape, StepInputs
+from services.draft.sessions.frontier import TreeLimits
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
+from services.target.kernels.cpu.bandwidth import read_bandwidth
+
+PAGE = 16
+ROOM = 256  # tokens that a session grows by
+SPREAD = 8.0  # of logits
+EPSILON = 1e-5
+SHAPES = ("1x1", "1x8", "4x4", "16x4")
+QUICK = 20  # percentile: other processes disturb some rounds
+KINDS = ("plain/float32", "cpu/float32", "cpu/bfloat16")
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure and write docs/benchmarks/draft-steps.*."""
+    parser = argparse.ArgumentParser(prog="outrider bench draft", description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument(
+        "--kinds", nargs="+", type=_kind, default=KINDS, help="kernels/number format; plain ones are measured less"
+    )
+    parser.add_argument("--shapes", nargs="+", type=_shape, default=SHAPES, help="sessions x nodes of each")
+    parser.add_argument("--contexts", nargs="+", type=whole, default=[256, 2048], help="committed tokens a session")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
+    parser.add_argument("--steps", type=whole, default=30, help="timed rounds of each figure")
+    parser.add_argument("--name", default="draft-steps", help="of the page")
+    args = parser.parse_args(argv)
+    platform = jax.default_backend().upper()
+    report = Report(args.name, f"The draft on a {platform}: rounds of growth against their memory floor")
+    threads = len(os.sched_getaffinity(0))
+    for name in args.models:
+        for kind in args.kinds:
+            kernels, dtype = cast(tuple[DraftAttentionBackend, str], kind.split("/"))
+            sessions = max(int(shape.split("x")[0]) for shape in args.shapes)
+            subject = Subject(MODELS[name](), dtype, kernels, sessions, max(args.contexts) + ROOM)
+            for context, temperature, shape in _cases(args, kernels):
+                measure(report, name, subject, shape, context, temperature, args.steps, threads)
+            del subject
+    report.notes += [
+        "plain: XLA's own operations; cpu: the compiled kernels",
+        "step: a whole round of the engine; device: the compiled program; host: the rest. Of each the 20th "
+        "percentile, for other processes disturb some rounds",
+        "floor: weights, keys and values that a round reads, at the bandwidth of the device (on a CPU, of all threads "
+        "together), GB/s",
+        "GFLOP/s: of products with weights; wide rounds are limited by arithmetic, not by memory",
+        "heads: EAGLE-3 of the published shape, one layer, with vocabularies of 8,192 (SmolLM2) and "
+        "32,000. The embedding is left out of the floor, for a round reads a row of it a node",
+    ]
+    plot(report)
+    report.write()
+
+
+def _kind(text: str) -> str:
+    """The same, if there are such kernels and such numbers."""
+    kernels, _, dtype = text.partition("/")
+    if kernels not in get_args(DraftAttentionBackend) or dtype not in _DTYPES:
+        known = f"{', '.join(get_args(DraftAttentionBackend))}, a / and {' or '.join(_DTYPES)}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {known}")
+    return text
+
+
+def _shape(text: str) -> str:
+    """The same, if it is two numbers."""
+    wholes(text, "x", 2)
+    return text
+
+
+def _cases(args: argparse.Namespace, kernels: str) -> Iterator[tuple[int, float, Shape]]:
+    for context in args.contexts:
+        for temperature in args.temperatures:
+            if temperature and context != args.contexts[0]:
+                continue  # noise costs the same at any context
+            if kernels == "plain" and (temperature or context != args.contexts[0]):
+                continue  # what the others are compared with
+            for shape in args.shapes:
+                sessions, rows = map(int, shape.split("x"))
+                yield context, temperature, Shape(sessions, rows, rows)
+
+
+# --- models ---
+
+
+@dataclass(frozen=True)
+class Model:
+    """A description, and how many rows its embedding has; 0 if it is the head."""
+
+    config: ModelConfig
+    embedding: int = 0
+
+
+def _head(hidden: int, heads: int, kv_heads: int, head_dim: int, inner: int, vocab: int) -> Model:
+    attention = Attention(2 * hidden, heads, kv_heads, head_dim, Rope(10_000.0))
+    layer = Layer(attention, Mlp(inner), EPSILON, beside=True)
+    return Model(ModelConfig("EAGLE3", vocab, hidden, (layer,), 8192, Eagle3Head(EPSILON)), 32_000)
+
+
+def _decoder() -> Model:
+    layer = Layer(Attention(576, 9, 3, 64, Rope(100_000.0)), Mlp(1536), EPSILON)
+    return Model(ModelConfig("Llama", 49_152, 576, (layer,) * 30, 8192, TokenHead(EPSILON), tied_head=True))
+
+
+MODELS: dict[str, Callable[[], Model]] = {
+    "head of SmolLM2-135M": lambda: _head(576, 9, 3, 64, 1536, 8192),
+    "head of Llama-8B": lambda: _head(4096, 32, 8, 128, 14_336, 32_000),
+    "SmolLM2-135M": _decoder,
+}
+
+
+class _Random:
+    """Tensors by name, as a checkpoint would have them."""
+
+    def __init__(self) -> None:
+        self._numbers = np.random.default_rng(0).standard_normal(1_000_003).astype(np.float32)
+
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        del name
+        if len(shape) == 1:
+            return np.ones(shape, np.float32)
+        return np.resize(self._numbers, shape) * np.float32(shape[-1] ** -0.5)
+
+
+def params_of(model: Model, dtype: Any) -> Params:
+    """Random weights."""
+    config, random, put = model.config, _Random(), putter(dtype)
+    hidden = config.hidden_size
+    layers = [layer_params(cast(Tensors, random), "", layer, hidden, put) for layer in config.layers]
+    head = SPREAD * random.read("head", (config.vocab_size, hidden)).T
+    params: Params = {"norm": put(np.ones(hidden)), "layers": layers, "head": put(head)}
+    if model.embedding:
+        params["embed"] = put(random.read("embed", (model.embedding, hidden)))
+    return params
+
+
+# --- rounds ---
+
+
+class Subject:
+    """A model with engines around it, one for each case, which share weights and pools."""
+
+    def __init__(self, model: Model, dtype: str, kernels: DraftAttentionBackend, sessions: int, tokens: int) -> None:
+        config = model.config
+        self.dtype = dtype
+        self.backend = backend = choose(kernels, jax.devices()[0], config, _DTYPES[dtype], PAGE)
+        config = with_cache_for(config, backend)
+        params = params_of(model, _DTYPES[dtype])
+        if backend == "cpu":
+            params = in_panels(params)
+        leaves = {id(leaf): leaf for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part)}
+        self.weight_bytes = sum(leaf.nbytes for leaf in leaves.values())
+        self.token_bytes = (
+            sum(np.prod(layer.attention.kv_shape) for layer in config.layers) * jnp.dtype(_DTYPES[dtype]).itemsize
+        )
+        self.pages = sessions * -(-(tokens + SCRATCH_SLOTS) // PAGE)
+        self.runner = Spy(
+            config, params, dtype=_DTYPES[dtype], total_pages=self.pages, paging=Paging(PAGE, backend),
+            table_pages=-(-tokens // PAGE), children=4, vocab_limit=2**31 - 2,
+        )  # fmt: skip
+
+    def operations(self, shape: Shape) -> float:
+        """Additions and multiplications of a round's products with weights."""
+        return 2 * shape.sessions * shape.rows * self.weight_bytes / jnp.dtype(_DTYPES[self.dtype]).itemsize
+
+    def engine(self, shape: Shape) -> DraftEngine:
+        """An engine whose rounds have one shape."""
+        prefix = PrefixCache(PageAllocator(self.pages, PAGE), enabled=False)
+        drafter: ModelDrafter
+        if self.runner.config.head.fed:
+            drafter = FeatureDrafter("EAGLE3", self.runner, prefix, shape.sessions, 64, FeatureSpec())
+        else:
+            drafter = StandaloneDrafter(self.runner, prefix, shape.sessions, 64)
+        drafter._growth_shapes, drafter._most_rows = [shape], shape.rows
+        self.runner.warm_up([shape])
+        return DraftEngine(drafter, TreeLimits(floor=1e-30), shape.sessions)
+
+
+class Spy(ModelRunner):
+    """Remembers what it ran last, and for how long."""
+
+    def run(self, shape: Shape, inputs: StepInputs) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        start = time.perf_counter()
+        self.shape, self.inputs = shape, inputs
+        result = super().run(shape, inputs)
+        self.seconds = time.perf_counter() - start
+        return result
+
+    def nothing(self) -> float:
+        """Seconds that a program takes which has the same arguments and computes nothing."""
+        start = time.perf_counter()
+        words, features = self.inputs.tokens.base, self._no_features(self.shape)
+        layout = self.layout(self.shape)
+        result, self._pools = _nothing(self._constants, layout, self._params, self._pools, words, features)
+        np.asarray(result)
+        return time.perf_counter() - start
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3, keep_unused=True)
+def _nothing(constants: Any, layout: Layout, params: Any, pools: Any, words: Any, features: Any) -> Any:
+    del params, words, features
+    return jnp.zeros((2, layout.shape.sessions, layout.shape.heads, constants.children), jnp.int32), pools
+
+
+def measure(
+    report: Report, name: str, subject: Subject, shape: Shape, context: int, temperature: float, steps: int,
+    threads: int,
+) -> None:  # fmt: skip
+    """Rounds that expand as many nodes as the shape has rows."""
+    engine, runner = subject.engine(shape), subject.runner
+    drive = Drive(engine, shape.sessions, context, temperature)
+    times: list[tuple[float, float]] = []
+    before = bandwidth_of(threads)
+    while len(times) < steps:
+        start = time.perf_counter()
+        engine.step()
+        taken = time.perf_counter() - start
+        if engine.load().step_tokens == shape.sessions * shape.rows and not drive.fresh:
+            times.append((taken, runner.seconds))
+        drive.go_on()
+    nothing = [runner.nothing() for _ in range(steps)]
+    bandwidth = (before + bandwidth_of(threads)) / 2
+    dispatch = float(np.percentile(nothing, QUICK))
+    step, device, host = (
+        float(np.percentile(values, QUICK))
+        for values in zip(*((taken, ran - dispatch, taken - ran + dispatch) for taken, ran in times), strict=True)
+    )
+    floor = (subject.weight_bytes + shape.sessions * context * int(subject.token_bytes)) / bandwidth
+    report.add(
+        model=name, kernels=subject.backend, format=subject.dtype, temperature=temperature, context=context,
+        shape=f"{shape.sessions}x{shape.rows}", **{"step ms": 1e3 * step, "host ms": 1e3 * host},
+        **{"device ms": 1e3 * device, "floor ms": 1e3 * floor, "device / floor": device / floor},
+        **{"GB/s": bandwidth / 1e9, "GFLOP/s": subject.operations(shape) / device / 1e9},
+    )  # fmt: skip
+    drive.close()
+
+
+def bandwidth_of(threads: int) -> float:
+    """Bytes a second that the device reads; on a CPU all threads together."""
+    return read_bandwidth(threads) if jax.default_backend() == "cpu" else device_bandwidth(4 << 30)
+
+
+class Drive:
+    """Sessions whose trees are never right: as soon as all have grown, a token is committed that none of them knew."""
+
+    def __init__(self, engine: DraftEngine, sessions: int, context: int, temperature: float) -> None:
+        self.engine, self.drafter = engine, cast(ModelDrafter, engine.drafter)
+        self.fresh = True  # the next round expands roots
+        sampling = SamplingParams(temperature=temperature, seed=1)
+        for i in range(sessions):
+            tokens = np.random.default_rng(i).integers(300, 20_000, context).astype(np.uint32)
+            engine.open(OpenSession(i, tokens, context, sampling, StopConditions(10**6, ignore_eos=True)))
+            trunk = self.drafter.trunks[i]
+            trunk.feed(context - trunk.shift - 1)  # as if it had been computed
+        self._feed()
+
+    def go_on(self) -> None:
+        """Commit if nothing is left to grow."""
+        self.fresh = self.engine.idle
+        if not self.fresh:
+            return
+        sessions = list(self.engine.running.values())
+        if sessions[0].new_tokens >= ROOM - 8:
+            raise RuntimeError("a session has no room for more rounds; take fewer steps")
+        for session in sessions:
+            children = {session.tree.token[i] for i in session.tree.root_children}
+            token = next(token for token in range(300, 400) if token not in children)
+            path = extend_hash(session.tree.root_hash, token)
+            tokens = np.array([token], np.uint32)
+            self.engine.receive((), [Commit(session.id, session.length, tokens, path, wanted=ALL_WANTED)])
+        self._feed()
+
+    def _feed(self) -> None:
+        if self.drafter.features is None:
+            return
+        width = 2 * self.drafter.runner.feature_width
+        for session in list(self.engine.running.values()):
+            session.features.skip(self.drafter.trunks[session.id].settled)
+            first, count = session.features.end, session.length - 1 - session.features.end
+            row = np.random.default_rng(session.length).standard_normal((count, width // 2)).astype(jnp.bfloat16)
+            self.engine.receive_features([FeatureBlock(session.id, first, row.view(np.uint8).reshape(count, width))])
+
+    def close(self) -> None:
+        """End all sessions."""
+        for i in list(self.engine.running):
+            self.engine.close(i)
+
+
+def plot(report: Report) -> None:
+    """Device and host time over the floor, by shape, greedy at the shorter context."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    context = min(row["context"] for row in report.rows)
+    rows = [row for row in report.rows if row["context"] == context and not row["temperature"]]
+    rows = [row for row in rows if row["kernels"] != "plain"]
+    models = list(dict.fromkeys((row["model"], row["format"]) for row in rows))
+    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    for model in models:
+        own = [row for row in rows if (row["model"], row["format"]) == model]
+        axes.plot([row["shape"] for row in own], [row["step ms"] / row["floor ms"] for row in own], marker="o",
+                  label=", ".join(model))  # fmt: skip
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(xlabel="sessions x nodes", ylabel="step / floor", ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8)
+    report.save(figure)
+    plt.close(figure)

@@ -1,0 +1,1 @@
+"""Admission: API keys, concurrency limits, Retry-After."""

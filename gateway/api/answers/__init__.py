@@ -1,0 +1,1 @@
+"""Response bodies: completions, streaming chunks, log-probabilities, errors."""

@@ -1,0 +1,166 @@
+"""Tools as a chat offers them: what of it is wrong, what the template is told, and what the answer must look like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.parsers.base import CallReader
+from gateway.parsers.parser import Form, reader_of
+from gateway.parsers.tool_calls import NamedReader, ObjectsReader
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, GrammarKind
+
+MAX_TOOLS = 128
+# Spaces as json.dumps sets them: where any are allowed, weak models write nothing else.
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_VALUES = {"const", "enum", "default", "examples"}  # whose contents are no schemas
+
+_INTRODUCTION = (
+    "You can call these tools, each described as JSON on a line of its own:\n{tools}\n"
+    "To call one, answer with a line of this form, for each call one, and nothing else:\n"
+    '<tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>'
+)
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request. required: one must be called. named: this one."""
+
+    functions: Sequence[dict[str, Any]]
+    required: bool = False
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        """True if the answer is calls and nothing else."""
+        return self.required or self.named is not None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """As chat templates take them."""
+        return [{"type": "function", "function": function} for function in self.functions]
+
+    def grammar(self) -> Grammar | None:
+        """What a call that must come looks like."""
+        if self.named is not None:
+            schema = _arguments(next(f for f in self.functions if f["name"] == self.named))
+            return _grammar(schema)
+        if not self.required:
+            return None
+        calls: list[dict[str, Any]] = []
+        for place, function in enumerate(self.functions):
+            parameters = _moved(_arguments(function), f"#/items/anyOf/{place}/properties/parameters")
+            calls.append({
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            })  # fmt: skip
+        schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+        schema |= {} if self.parallel else {"maxItems": 1}
+        return _grammar(schema)
+
+    def reader(self, form: Form) -> CallReader:
+        """What takes the calls out of the text."""
+        if self.named is not None:
+            return NamedReader(self.named)
+        return ObjectsReader() if self.required else reader_of(form, {function["name"] for function in self.functions})
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a function's arguments, which are an object, whether it says so or not.
+
+    There are no others than it names, unless it says so; weak models would invent some.
+    """
+    parameters = function.get("parameters") or {}
+    closed = {"additionalProperties": False} if parameters.get("properties") else {}
+    return {"type": "object"} | closed | parameters
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that stands within another one: what it refers to in itself, it finds there."""
+    if isinstance(schema, list):
+        return [_moved(part, to) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: part if key in _VALUES else _moved(part, to) for key, part in schema.items()}
+    match schema.get("$ref"):
+        case "#":
+            moved["$ref"] = to
+        case str(place) if place.startswith("#/"):
+            moved["$ref"] = to + place[1:]
+    return moved
+
+
+def _grammar(schema: dict[str, Any]) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | {"x-guidance": _SPACES}))
+
+
+def tools_of(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:
+    """The tools of a request; None if there are none or none may be called. Raises InvalidRequest."""
+    functions = _functions(tools)
+    if not functions:
+        if choice in (None, "none", "auto"):
+            return None
+        raise InvalidRequest("`tool_choice` is allowed only where there are `tools`", param="tool_choice")
+    # A function may be named without saying that it is one, as vLLM takes it.
+    kind = (choice.get("type") or "function") if isinstance(choice, dict) else choice
+    several = parallel is not False
+    match kind:
+        case "none":
+            return None
+        case None | "auto":
+            return Tools(functions, parallel=several)
+        case "required":
+            return Tools(functions, required=True, parallel=several)
+        case "function":
+            described = choice.get("function", choice)
+            name = described.get("name") if isinstance(described, dict) else None
+            if name not in [function["name"] for function in functions]:
+                raise InvalidRequest(f"`tool_choice` names {name}, which is none of the `tools`", param="tool_choice")
+            return Tools(functions, named=name, parallel=several)
+    raise InvalidRequest("`tool_choice` must be none, auto, required, or name a function", param="tool_choice")
+
+
+def _functions(tools: Any) -> list[dict[str, Any]]:
+    if tools is None:
+        return []
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"`tools` must be a list of at most {MAX_TOOLS}", param="tools")
+    functions: list[dict[str, Any]] = []
+    for place, tool in enumerate(tools):
+        param = f"tools.{place}"
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise InvalidRequest(f"{param}.type must be function", param=param)
+        function = tool.get("function", {key: value for key, value in tool.items() if key != "type"})
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise InvalidRequest(f"{param}.function.name is missing", param=param)
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise InvalidRequest(f"{param}.function.parameters must be a JSON schema", param=param)
+        functions.append(function)
+    if len({function["name"] for function in functions}) < len(functions):
+        raise InvalidRequest("two `tools` have the same name", param="tools")
+    return functions
+
+
+def introduced(messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
+    """Messages for a template that knows no tools: these are described in the first message, and calls are text."""
+    plain = [_told(message) for message in messages]
+    if tools is None or tools.forced:
+        return plain
+    text = _INTRODUCTION.format(tools="\n".join(map(json.dumps, tools.functions)))
+    if plain[0]["role"] == "system":
+        return [plain[0] | {"content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _told(message: dict[str, Any]) -> dict[str, Any]:
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    texts = [
+        f"<tool_call>{json.dumps({'name': call['name'], 'arguments': call['arguments']})}</tool_call>" for call in calls
+    ]
+    return message | {"content": "\n".join(part for part in (message["content"], *texts) if part)} if texts else message

@@ -1,0 +1,178 @@
+"""REST routes that control the targets, under SGLang's names. With --admin-api-key they ask for it.
+
+Unlike there, tensors come as the body of the request itself, a safetensors file, and what qualifies them as the query:
+pickled tensors would run whatever they contain.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import orjson
+from fastapi import Depends, FastAPI, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from gateway.admission.admission import check_admin
+from gateway.api.requests.unicode import WHOLE
+from gateway.control.control import Control, PauseMode, Updated
+from gateway.control.server_info import Facts
+from gateway.control.worker_answers import abort_everywhere
+from gateway.orchestration.generator import Generator
+from outrider.errors import InvalidRequest
+from outrider.wire.v1 import common_pb2
+
+_PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")  # before the request's own name in the id of its answer
+_FORMATS = (None, "auto", "safetensors")
+
+
+class UpdateBody(BaseModel):
+    """What update_weights_* have in common."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    load_format: str | None = None
+
+    def update(self) -> common_pb2.WeightUpdate:
+        """How the weights are taken over. Raises InvalidRequest."""
+        if self.load_format not in _FORMATS:
+            raise InvalidRequest(
+                f"`load_format` {self.load_format} is not supported; leave it out", param="load_format"
+            )
+        update = common_pb2.WeightUpdate(keep_cache=not self.flush_cache, abort_all_requests=self.abort_all_requests)
+        if self.weight_version is not None:
+            update.weight_version = self.weight_version
+        return update
+
+
+class DiskBody(UpdateBody):
+    """POST /update_weights_from_disk."""
+
+    model_path: str = Field(min_length=1)
+
+
+class PauseBody(BaseModel):
+    """POST /pause_generation."""
+
+    mode: PauseMode = "abort"
+
+
+class AbortBody(BaseModel):
+    """POST /abort_request. rid: what the request was called, by the field `rid` or the header X-Request-Id.
+
+    prefix: all requests whose names begin so.
+    """
+
+    rid: str | None = None
+    prefix: bool = False
+    abort_all: bool = False
+
+    def names(self) -> list[str]:
+        """What it may be called: a request's own name may begin like the id of an answer. Raises InvalidRequest."""
+        names = [name for name in (self.rid, _PREFIX.sub("", self.rid or "")) if name]
+        if not names:
+            raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
+        return list(dict.fromkeys(names))
+
+
+def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) -> None:
+    """Give an app these routes."""
+    check_key = _key_check(facts.config.admin_api_key)
+    admin = [Depends(check_key)]
+
+    @app.post("/update_weights_from_disk", dependencies=[*admin, WHOLE], tags=["control"])
+    async def update_weights_from_disk(body: DiskBody) -> Response:
+        return _updated(await control.update_from_disk(body.model_path, body.update()))
+
+    @app.post("/update_weights_from_tensor", dependencies=admin, tags=["control"])
+    async def update_weights_from_tensor(request: Request, options: Annotated[UpdateBody, Query()]) -> Response:
+        if request.headers.get("content-type", "").startswith("application/json"):
+            raise InvalidRequest(
+                "send the tensors as a safetensors file, of content-type application/octet-stream, and the options as "
+                "the query"
+            )
+        return _updated(await control.update_from_tensors(request.stream(), options.update()))
+
+    @app.get("/flush_cache", dependencies=admin, tags=["control"])
+    @app.post("/flush_cache", dependencies=admin, tags=["control"])
+    async def flush_cache(timeout: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0.0) -> Response:  # noqa: ASYNC109
+        await control.flush_cache(timeout)
+        return _json({"success": True, "message": "Cache flushed."})
+
+    @app.post("/pause_generation", dependencies=admin, tags=["control"])
+    async def pause_generation(body: PauseBody | None = None) -> Response:
+        mode = body.mode if body is not None else "abort"
+        await control.pause(mode)
+        return _json({"status": "ok", "message": f"Generation is paused, mode {mode}."})
+
+    @app.post("/continue_generation", dependencies=admin, tags=["control"])
+    async def continue_generation() -> Response:
+        await control.proceed()
+        return _json({"status": "ok", "message": "Generation goes on."})
+
+    @app.post("/abort_request", tags=["control"], dependencies=[WHOLE])
+    async def abort_request(body: AbortBody, request: Request) -> Response:
+        """End one request. Several, by the beginning of their names, and all ask for the key of --admin-api-key.
+
+        Clients keep what they have got.
+        """
+        if body.abort_all or body.prefix:
+            await check_key(request)
+        if body.abort_all:
+            others = await facts.peers.ask("abort_all")
+            aborted = generator.abort_all() + sum(others.values())
+            return _json({"success": True, "aborted_requests": aborted})
+        for name in body.names():
+            if aborted := await abort_everywhere(generator, facts.peers, name, prefix=body.prefix):
+                break
+        return _json({"success": True, "aborted_requests": aborted})
+
+    @app.get("/get_weight_version")
+    @app.get("/weight_version")
+    async def weight_version() -> Response:
+        return _json({"weight_version": control.weight_version})
+
+    @app.get("/get_model_info")
+    @app.get("/model_info")
+    async def model_info() -> Response:
+        model = facts.target.model
+        return _json({
+            "model_path": model.model_path,
+            "tokenizer_path": model.model_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": control.weight_version,
+            "architecture": model.architecture,
+            "fingerprint": model.fingerprint,
+        })  # fmt: skip
+
+
+def _key_check(key: str | None) -> Any:
+    async def check(request: Request) -> None:
+        check_admin(dict(request.scope["headers"]).get(b"authorization", b""), key)
+
+    return check
+
+
+def _updated(updated: Updated) -> Response:
+    weights = updated.weights
+    message = f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}."
+    if updated.resting:
+        message += (
+            f" {updated.resting} of {updated.targets} targets lack weights of earlier updates, and rest until all come."
+        )
+    return _json({
+        "success": True,
+        "message": message,
+        "num_paused_requests": weights.retracted_sessions,
+        "num_aborted_requests": weights.aborted_sessions,
+        "weight_version": weights.weight_version,
+    })  # fmt: skip
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,0 +1,93 @@
+"""REST routes of the tokenizer, with the fields and answers of both vLLM and SGLang."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from gateway.api.requests.fields import BOUNDED, Count, Flag, Items
+from gateway.api.requests.messages import Message, conversation_options
+from gateway.api.requests.tools import tools_of
+from gateway.api.requests.unicode import WHOLE
+from gateway.api.routes.chats import Chats
+from gateway.orchestration.generator import Generator
+from gateway.text.encoding import worked
+from outrider.errors import InvalidRequest
+
+
+class TokenizeBody(BaseModel):
+    """POST /tokenize: a text, several texts, or a conversation."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | Items[str] | None = None
+    messages: Annotated[Items[Message] | None, BOUNDED] = Field(None, min_length=1)
+    add_special_tokens: Flag = True
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    return_token_strs: Flag | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """POST /detokenize: token ids, or several lists of them."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    tokens: Items[Count] | Items[Items[Count]]
+    skip_special_tokens: Flag = True
+
+
+def install(app: FastAPI, generator: Generator, chats: Chats) -> None:
+    """Give an app these routes."""
+
+    @app.post("/tokenize", tags=["tokens"], dependencies=[WHOLE])
+    @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False, dependencies=[WHOLE])
+    async def tokenize(body: TokenizeBody) -> Response:
+        """Token ids of a text, of several, or of a conversation, with its tools, as a chat has them."""
+        generator.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
+        limit = {"max_model_len": generator.max_session_tokens}
+        if isinstance(body.prompt, list):
+            lists = await generator.encode_all(body.prompt, special=body.add_special_tokens)
+            return _json({"tokens": lists, "count": [len(tokens) for tokens in lists], **limit})
+        if body.messages is not None:
+            options = conversation_options(
+                body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+            )
+            tokens = await chats.prompt(body.messages, tools_of(body.tools, None, None), options)
+        else:
+            tokens = await generator.encode(body.prompt or "", special=body.add_special_tokens)
+        strings: dict[str, Any] = {}
+        if body.return_token_strs:
+            pieces = generator.tokenizer.pieces
+            strings["token_strs"] = await worked([tokens], lambda: [pieces.text(token) for token in tokens])
+        return _json({"tokens": tokens, "count": len(tokens), **limit, **strings})
+
+    @app.post("/detokenize", tags=["tokens"])
+    @app.post("/v1/detokenize", tags=["tokens"], include_in_schema=False)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids: `prompt` with special tokens, `text` without them unless they are asked for."""
+        generator.check_model(body.model)
+        several = bool(body.tokens) and isinstance(body.tokens[0], list)
+        lists: list[Any] = list(body.tokens) if several else [body.tokens]
+        whole = await generator.decode_all(lists, "tokens", verbatim=True)
+        plain = await generator.decode_all(lists, "tokens") if body.skip_special_tokens else whole
+        return _json({"prompt": whole, "text": plain} if several else {"prompt": whole[0], "text": plain[0]})
+
+    @app.get("/tokenizer_info", tags=["tokens"])
+    async def tokenizer_info() -> Response:
+        """What the tokenizer's own settings say, its chat template included."""
+        return JSONResponse(generator.tokenizer.settings)  # many have integers of more than 64 bits: no orjson
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

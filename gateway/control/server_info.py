@@ -1,0 +1,61 @@
+"""What the gateway tells of itself and of the services behind it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+import outrider
+from gateway.orchestration.generator import Generator
+from gateway.workers.peers import Peers
+from outrider.config import GatewayConfig
+from outrider.wire.v1 import target_pb2
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts that stay the same while the gateway runs."""
+
+    config: GatewayConfig
+    target: target_pb2.GetTargetInfoResponse
+    peers: Peers = field(default_factory=Peers)
+
+    @property
+    def version(self) -> str:
+        """Version of the software."""
+        return outrider.__version__
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever texts may change: with the software, the checkpoint or the number formats."""
+        model = self.target.model
+        key = f"{self.version}:{model.fingerprint}:{model.dtype}:{self.target.kv_cache_dtype}"
+        return "outrider-" + hashlib.sha256(key.encode()).hexdigest()[:10]
+
+    def server_info(self, generator: Generator) -> dict[str, Any]:
+        """Flags, services and speculation so far; the keys that SGLang has keep SGLang's names."""
+        orchestrator, tally = generator.orchestrator, generator.metrics.tally
+        return {
+            **{name: value for name, value in asdict(self.config).items() if "api_key" not in name},
+            "version": self.version,
+            "served_model_name": generator.name,
+            "model_path": self.target.model.model_path,
+            "context_length": generator.max_session_tokens,
+            "targets": [_service(link) for link in orchestrator.targets],
+            "drafts": [_service(link) for link in orchestrator.drafts],
+            "internal_states": [
+                {
+                    "avg_spec_accept_length": tally.accept_length,
+                    "avg_spec_accept_rate": tally.acceptance_rate,
+                    "running_sessions": len(orchestrator.sessions),
+                }
+            ],
+        }
+
+
+def _service(link: Any) -> dict[str, Any]:
+    info = MessageToDict(link.info, preserving_proto_field_name=True) if link.info is not None else {}
+    return {"address": link.address, "up": link.up, **info}

@@ -1,0 +1,136 @@
+"""Answers as messages: what came of each choice, in the words that the services have in common.
+
+vLLM's and SGLang's messages have the same fields; they differ in what a chunk's completion_tokens counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.orchestration.generation import Generation, Part, merged
+from gateway.sessions.request import GenerationRequest
+from outrider.speculation.proposal import FinishReason, Logprobs
+
+
+@dataclass
+class _Choice:
+    """What one choice has told so far."""
+
+    request: GenerationRequest
+    tokens: list[int] = field(default_factory=list)
+    told: list[Logprobs] = field(default_factory=list)
+    prompt_told: Logprobs | None = None
+    begun: bool = False
+
+
+class Answers:
+    """The choices of one request. pb: the module of the service's messages."""
+
+    def __init__(
+        self,
+        pb: Any,
+        requests: Sequence[GenerationRequest],
+        *,
+        stream: bool,
+        counts_all: bool = False,
+        prompt_from: int = 0,
+        envelope: dict[str, Any] | None = None,
+    ) -> None:
+        """stream: chunks come before the ends of choices. counts_all: they count all tokens so far, not their own.
+
+        prompt_from: place in the prompt whose log-probabilities are told first. envelope: fields of every message
+        """
+        self._pb = pb
+        self._choices = [_Choice(request) for request in requests]
+        self._stream = stream
+        self._counts_all = counts_all
+        self._prompt_from = prompt_from
+        self._envelope = envelope or {}
+
+    async def messages(self, generations: Sequence[Generation]) -> AsyncIterator[Any]:
+        """What generations say, one for each request. Raises the error that ends them."""
+        ends: dict[int, Any] = {}
+        async for index, part in merged(generations):
+            choice = self._choices[index]
+            first, choice.begun = not choice.begun, True
+            choice.tokens += part.tokens
+            if part.logprobs is not None:
+                choice.told.append(part.logprobs)
+            if part.prompt_logprobs is not None:
+                choice.prompt_told = part.prompt_logprobs
+            if self._stream and (part.tokens or first):
+                yield self._message(chunk=self._chunk(index, choice, part, first))
+            if part.finish is not FinishReason.RUNNING:
+                ends[index] = self._message(complete=self._complete(index, choice, part))
+                if self._stream:
+                    yield ends[index]
+        if not self._stream:
+            for index in sorted(ends):
+                yield ends[index]
+
+    def _message(self, **response: Any) -> Any:
+        return self._pb.GenerateResponse(**self._envelope, **response)
+
+    def _chunk(self, index: int, choice: _Choice, part: Part, first: bool) -> Any:
+        return self._pb.GenerateStreamChunk(
+            token_ids=part.tokens,
+            prompt_tokens=part.prompt_tokens,
+            completion_tokens=part.completion_tokens if self._counts_all else len(part.tokens),
+            cached_tokens=part.cached_tokens,
+            output_logprobs=self._output(part.tokens, part.logprobs, choice.request),
+            input_logprobs=self._input(choice) if first else None,
+            index=index,
+        )
+
+    def _complete(self, index: int, choice: _Choice, part: Part) -> Any:
+        told = Logprobs.joined(choice.told) if choice.told else None
+        matched: dict[str, Any] = {}
+        if isinstance(part.matched, str):
+            matched["matched_stop_str"] = part.matched
+        elif part.matched is not None:
+            matched["matched_token_id"] = part.matched
+        return self._pb.GenerateComplete(
+            output_ids=choice.tokens,
+            finish_reason=part.finish.name.lower(),
+            prompt_tokens=part.prompt_tokens,
+            completion_tokens=part.completion_tokens,
+            cached_tokens=part.cached_tokens,
+            output_logprobs=self._output(choice.tokens, told, choice.request),
+            input_logprobs=self._input(choice),
+            index=index,
+            spec_accepted_tokens=part.accepted,
+            spec_draft_tokens=part.verified,
+            **matched,
+        )
+
+    def _output(self, tokens: Sequence[int], told: Logprobs | None, request: GenerationRequest) -> Any:
+        if told is None:
+            return None
+        return self._pb.OutputLogProbs(
+            token_logprobs=told.values.tolist(),
+            token_ids=tokens[: len(told)],
+            top_logprobs=self._tops(told) if request.logprobs else (),
+        )
+
+    def _input(self, choice: _Choice) -> Any:
+        """Those of the prompt; its first token has none."""
+        request, start = choice.request, self._prompt_from
+        if request.prompt_logprobs is None:
+            return None
+        pb, told = self._pb, choice.prompt_told
+        values = [pb.InputTokenLogProb()]
+        tops = [pb.TopLogProbs()]
+        if told is not None:  # of all but the first
+            values += [pb.InputTokenLogProb(value=value) for value in told.values[start:].tolist()]
+            tops += self._tops(told.behind(start))
+        return pb.InputLogProbs(
+            token_logprobs=values,
+            token_ids=request.prompt[start:],
+            top_logprobs=tops if request.prompt_logprobs else (),
+        )
+
+    def _tops(self, told: Logprobs) -> list[Any]:
+        rows = zip(told.top_values.tolist(), told.top_tokens.tolist(), strict=True)
+        return [self._pb.TopLogProbs(values=values, token_ids=tokens) for values, tokens in rows]

@@ -1,0 +1,193 @@
+"""The gRPC edge: GatewayService, on the same sessions as REST."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import outrider
+from gateway.admission.admission import Keys, check_size
+from gateway.admission.retry_after import as_long_again
+from gateway.control.server_info import Facts
+from gateway.orchestration.generation import Part
+from gateway.orchestration.generator import Generator
+from gateway.sessions.request import GenerationRequest
+from gateway.telemetry.spans import spanning_call
+from gateway.text.encoding import MAX_PIECES
+from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving.messages import Grammar, GrammarKind
+from outrider.speculation.proposal import FinishReason, Logprobs
+from outrider.telemetry import REQUEST_ID
+from outrider.tracing import Tracing
+from outrider.transport.rpc import statuses
+from outrider.wire.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
+_METHOD = f"{SERVICE_NAME}/Generate"
+
+_FINISH_REASONS = {reason: common_pb2.FinishReason.Name(int(reason)) for reason in FinishReason}
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
+    """Generate and GetGatewayInfo."""
+
+    def __init__(self) -> None:
+        self._generator: Generator | None = None
+        self._facts: Facts | None = None
+        self._keys: Keys | None = None
+        self._since = time.monotonic()
+        self._tracing: Tracing | None = None
+
+    def serve(
+        self, generator: Generator, facts: Facts, keys: Keys | None = None, tracing: Tracing | None = None
+    ) -> None:
+        """Answer from now on. Until then every call is Unavailable."""
+        self._generator, self._facts, self._keys, self._tracing = generator, facts, keys, tracing
+
+    def _request_of(self, context: Any) -> AbstractContextManager[None]:
+        """While a caller's request is under way. Raises Unauthenticated, TooManyRequests."""
+        if self._keys is None:
+            return nullcontext()
+        metadata = dict(context.invocation_metadata() or ())
+        return self._keys.request(self._keys.check(str(metadata.get("authorization", "")).encode()))
+
+    def _ready(self) -> Generator:
+        if self._generator is None:
+            seconds = as_long_again(self._since)
+            raise Unavailable("the gateway is starting; it waits for a target service", retry_after=seconds)
+        return self._generator
+
+    async def GetGatewayInfo(  # noqa: N802
+        self, request: gateway_pb2.GetGatewayInfoRequest, context: Any
+    ) -> gateway_pb2.GetGatewayInfoResponse:
+        """Facts about the model that is served."""
+        del request
+        async with statuses(context):
+            generator = self._ready()
+            with self._request_of(context):
+                assert self._facts is not None, "facts come with the generator"
+                drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
+                return gateway_pb2.GetGatewayInfoResponse(
+                    software_version=outrider.__version__,
+                    served_model_name=generator.name,
+                    model=self._facts.target.model,
+                    drafters=sorted({name for info in drafts for name in info.drafters}),
+                    max_session_tokens=generator.max_session_tokens,
+                )
+        raise AssertionError("an aborted call does not go on")
+
+    async def Generate(  # noqa: N802
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        """Stream the parts of one generation."""
+        request_id = f"gen-{secrets.token_hex(12)}"
+        REQUEST_ID.set(request_id)
+        async with statuses(context):
+            traced = spanning_call(self._tracing, context, _METHOD, request_id, chat=request.HasField("chat"))
+            with self._request_of(context), traced as span:
+                generation = self._ready().start(await self._request(request), request_id, span)
+                try:
+                    finish = FinishReason.RUNNING
+                    while finish is FinishReason.RUNNING:
+                        part = await generation.next()
+                        finish = part.finish
+                        yield _response(request_id, part)
+                finally:
+                    generation.close()
+
+    async def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
+        """Raises InvalidRequest, ModelNotFound."""
+        assert self._facts is not None, "facts come with the generator"
+        check_size(request.ByteSize(), self._facts.config.max_body_bytes)
+
+        def given(name: str, default: Any = None) -> Any:
+            return getattr(request, name) if request.HasField(name) else default
+
+        self._ready().check_model(request.model)
+        max_tokens = given("max_tokens")
+        if max_tokens == 0:
+            raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
+        sampling = self._ready().defaults.sampling(
+            given("temperature"),
+            given("top_k"),
+            given("top_p"),
+            given("min_p"),
+            given("repetition_penalty"),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logit_bias=tuple(request.logit_bias.items()),
+        )
+        return GenerationRequest(
+            await self._prompt(request),
+            sampling,
+            max_tokens,
+            min_tokens=given("min_tokens", 0),
+            seed=given("seed"),
+            stops=tuple(request.stop),
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            cache_salt=request.cache_salt,
+            grammar=_grammar(request),
+            logprobs=given("logprobs"),
+            prompt_logprobs=given("prompt_logprobs"),
+            priority=request.priority,
+            max_draft_tokens=given("max_draft_tokens"),
+            begins=request.HasField("chat"),
+        )
+
+    async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
+        generator = self._ready()
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await generator.encode(request.text)
+            case "token_ids":
+                return list(request.token_ids.ids)
+            case "chat":
+                if len(request.chat.messages) > MAX_PIECES:
+                    raise InvalidRequest(f"at most {MAX_PIECES} messages are allowed", param="chat.messages")
+                messages = [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in request.chat.messages]
+                if not messages:
+                    raise InvalidRequest("the conversation is empty; send at least one message", param="chat.messages")
+                return await generator.encode_chat(messages)
+        raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
+
+
+_ROLES = {"developer": "system"}  # as over REST
+
+
+def _grammar(request: gateway_pb2.GenerateRequest) -> Grammar | None:
+    name = request.WhichOneof("grammar")
+    return None if name is None else Grammar(GrammarKind[name.upper()], getattr(request, name))
+
+
+def _logprobs(told: Logprobs | None) -> gateway_pb2.TokenLogprobs | None:
+    if told is None:
+        return None
+    return gateway_pb2.TokenLogprobs(
+        logprobs=told.values.tolist(),
+        top_count=told.top_tokens.shape[1],
+        top_tokens=told.top_tokens.reshape(-1).tolist(),
+        top_logprobs=told.top_values.reshape(-1).tolist(),
+    )
+
+
+def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
+    return gateway_pb2.GenerateResponse(
+        request_id=request_id,
+        text=part.text,
+        token_ids=part.tokens,
+        finish_reason=_FINISH_REASONS[part.finish],
+        prompt_tokens=part.prompt_tokens,
+        completion_tokens=part.completion_tokens,
+        speculation=gateway_pb2.SpeculationReport(
+            steps=part.steps, proposed_tokens=part.verified, accepted_tokens=part.accepted
+        ),
+        seed=part.seed,
+        weight_version=part.weight_version,
+        cached_tokens=part.cached_tokens,
+        logprobs=_logprobs(part.logprobs),
+        prompt_logprobs=_logprobs(part.prompt_logprobs),
+    )

@@ -1,0 +1,1 @@
+"""Sessions over the services: opening, relaying, resuming, and turning commits into generations."""

@@ -1,0 +1,1 @@
+"""Output parsers: tool calls and reasoning, taken out of the generated text."""

@@ -1,0 +1,1 @@
+"""The gateway as a process: start-up, listeners, worker processes."""

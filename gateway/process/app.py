@@ -1,0 +1,262 @@
+"""The process: ports first, then the services, then clients.
+
+1. bind the REST and gRPC ports, so that a port in use is said at once; answer 503 meanwhile
+2. wait for a target, and learn its facts and tokenizer
+3. serve until a signal, and meet the other services: one that does not fit ends the process
+4. let nobody in any more, and let who is in finish, for a while
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+import tyro
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from gateway.admission.admission import Admission, Keys
+from gateway.api import app as rest
+from gateway.api.middleware import Edge, Gate
+from gateway.api.tracing import Traced
+from gateway.control.control import Control
+from gateway.control.server_info import Facts
+from gateway.control.worker_answers import answers_for
+from gateway.facade import Backend, facades
+from gateway.grpc.service import SERVICE_NAME, GatewayServicer
+from gateway.orchestration import self_test
+from gateway.orchestration.generator import Generator
+from gateway.orchestration.orchestrator import Orchestrator
+from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
+from gateway.pools.pool import Routing
+from gateway.process.listeners import Doors
+from gateway.streams.draft import DraftLink
+from gateway.streams.target import OtherWeights, TargetLink
+from gateway.telemetry import request_log
+from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.peer_metrics import Sglang, Vllm
+from gateway.text.tokenizer import ModelTokenizer
+from gateway.workers.parent import oversee
+from gateway.workers.peers import Peers
+from outrider.config import GatewayConfig
+from outrider.errors import ConfigError, Unavailable
+from outrider.placement.shares import share_of_gateway
+from outrider.process import process
+from outrider.process.cpu_affinity import speak_from
+from outrider.process.ports import host_and_port
+from outrider.tracing import Tracing, tracing_to
+from outrider.transport.rpc import stop_on_signals
+from outrider.wire.v1 import gateway_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+_PATIENCE = 2.0  # seconds after which a service that is away is warned of
+_START_UP = 60.0  # seconds in which a service that does not fit ends the process; later ones are only not used
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
+    config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
+    if config.gateway_workers != 1:
+        return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
+    return process.run("gateway", config, serve, share_of_gateway)
+
+
+async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
+    """Serve until a signal. peers: other processes on the same ports. Returns the exit code.
+
+    Raises ConfigError, Unavailable.
+    """
+    config.check()
+    speak_from()
+    request_log.enable(config.enable_log_requests)
+    with tracing_to(config.otlp_traces_endpoint, "gateway") as tracing:
+        return await _serve(config, tracing, peers or Peers())
+
+
+async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
+    stop = asyncio.create_task(_stop_or_leave().wait())
+    edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
+    doors = Doors(config, _across_origins(edge, config.allowed_origins), shared=peers.several)
+    doubles, metrics = facades(config.grpc_facades), Metrics()
+    admission, keys = Admission(config.max_pending_requests), Keys(config)
+    tests: list[asyncio.Task[Any]] = []
+    tls, service_tls = config.server_tls(), config.service_tls()
+    rules = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
+    targets = [TargetLink(address, service_tls) for address in config.target]
+    orchestrator = Orchestrator(targets, [], metrics, routing=rules)
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, doors.grpc.server)
+    for facade in doubles:
+        facade.add_to(doors.grpc.server)
+    names = (SERVICE_NAME, *(facade.name for facade in doubles))
+    late = peers.opened  # others serve: clients are better off with them until this one can, too
+    try:
+        await doors.start_health()
+        if not late:
+            await doors.open(names, tls)
+        target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
+        if target is None:
+            return 0
+        assert target.info is not None, "a link that is up knows its service"
+        facts = Facts(config, target.info, peers)
+        generator = Generator(
+            orchestrator,
+            ModelTokenizer(target.tokenizer_files),
+            metrics,
+            name=config.served_model_name or target.info.model.model_path,
+            vocab_size=target.info.model.vocab_size,
+            max_session_tokens=target.info.max_session_tokens,
+            admission=admission,
+            timeout=config.request_timeout,
+            defaults=_defaults(config, target),
+        )
+        if not config.disable_vllm_metrics:
+            metrics.registry.register(Vllm(metrics, generator.name))
+        if not config.disable_sglang_metrics:
+            metrics.registry.register(Sglang(metrics, generator.name))
+        for address in config.draft:
+            orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
+        if not config.disable_draft_self_test:
+            tests += self_test.start(generator, orchestrator)
+        control = Control(orchestrator, facts)
+        await peers.serve(answers_for(generator, control))
+        edge.app = Gate(rest.build(generator, facts, control), keys)
+        if tracing is not None:
+            edge.app = Traced(edge.app, tracing)
+        servicer.serve(generator, facts, keys, tracing)
+        backend = Backend(generator, facts, control, keys, tracing)
+        for facade in doubles:
+            facade.serve(backend)
+        if late:
+            await doors.open(names, tls)
+        await doors.set_serving(True)
+        scheme = "https" if tls is not None else "http"
+        at, beside = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
+        log.info("REST on %s://%s, gRPC on %s", scheme, at, beside)
+        await unless(stop, meet(orchestrator, target))
+        if admission.running:
+            log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
+        await doors.set_serving(False)
+        await admission.drain(config.drain_timeout)
+        return 0
+    finally:
+        for task in (stop, *tests):
+            task.cancel()
+        await orchestrator.stop()
+        await peers.stop()
+        await doors.close()
+
+
+def _defaults(config: GatewayConfig, target: TargetLink) -> SamplingDefaults:
+    """How tokens are drawn for who does not say. Raises ConfigError."""
+    if config.sampling_defaults == "openai":
+        return OPENAI
+    defaults = of_model(target.tokenizer_files)
+    if defaults != OPENAI:
+        log.info("requests that do not say otherwise have %s, as the model's %s says", defaults, FILE)
+    return defaults
+
+
+def _stop_or_leave() -> asyncio.Event:
+    """An event that a signal sets. A Ctrl-C behind it ends the process where it stands, and what is under way with it.
+
+    A second SIGTERM does not: whoever ends a group of processes may send one beside that of their supervisor.
+    """
+    stop = stop_on_signals()
+
+    def interrupted() -> None:
+        if stop.is_set():
+            log.warning("interrupted again; what is under way is cut")
+            process.leave()
+        stop.set()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted)
+    return stop
+
+
+def _across_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The app for pages of these origins, too. Outermost, for browsers hide every answer that does not name them."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "PUT", "OPTIONS"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id", "retry-after"],
+    )
+
+
+async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The work's result; None if the process is told to stop first."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({stop, task}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)  # what it still raises is nobody's concern
+
+
+async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetLink:
+    """Connect to all targets and wait for the first. Raises ConfigError if one does not fit, Unavailable if none came.
+
+    From then on every target must serve the same model. Where some have had an update that others have missed, as those
+    do that have started anew, it is one of the former, if it is there by then.
+    """
+    for link in targets:
+        link.start()
+    waits = [asyncio.create_task(link.wait_up(seconds)) for link in targets]
+    pending = set(waits)
+    while pending:
+        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if isinstance(task.exception(), ConfigError) or not pending:
+                task.result()
+        if first := _most_recent(targets):
+            if pending and not _updated(first):
+                await asyncio.wait(pending, timeout=_PATIENCE)
+                first = _most_recent(targets) or first
+            for task in pending:
+                task.cancel()
+            assert first.info is not None, "a link that is up knows its service"
+            for link in targets:
+                link.expect(first.info)
+            return first
+    raise Unavailable("no target service answered")
+
+
+def _most_recent(targets: Sequence[TargetLink]) -> TargetLink | None:
+    """Of the targets that are up, the first one whose weights were updated; if none were, the first one."""
+    up = [link for link in targets if link.up and link.info is not None]
+    return next((link for link in up if _updated(link)), next(iter(up), None))
+
+
+def _updated(link: TargetLink) -> bool:
+    """True if a target has other weights than those that it was started with."""
+    info = link.info
+    return info is not None and info.first_fingerprint not in ("", info.model.fingerprint)
+
+
+async def meet(orchestrator: Orchestrator, first: TargetLink) -> None:
+    """Meet the other services, then rest. Raises ConfigError for one that does not fit; one that is away may come."""
+    for draft in orchestrator.drafts:
+        draft.start()
+    await asyncio.gather(*(_meet(link) for link in orchestrator.links if link is not first))
+    await asyncio.Event().wait()
+
+
+async def _meet(link: TargetLink | DraftLink) -> None:
+    with contextlib.suppress(OtherWeights):  # of which the link tells, and which the next update mends
+        try:
+            await link.wait_up(_PATIENCE)
+        except Unavailable as error:
+            log.warning("%s; going on without it until it comes", error.message)
+            with contextlib.suppress(Unavailable):
+                await link.wait_up(_START_UP)

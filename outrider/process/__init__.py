@@ -1,0 +1,1 @@
+"""What every process does: lifecycle, CPU affinity, ports, child processes."""

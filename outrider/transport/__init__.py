@@ -1,0 +1,1 @@
+"""Bidirectional streams: the gRPC server, streams over a Unix socket, outgoing queues."""

@@ -1,0 +1,261 @@
+"""The gRPC server around an engine: health, reflection, errors as statuses, signals.
+
+Start-up order: bind the port (health says NOT_SERVING), build the engine, then say SERVING. An engine that dies
+ends the process, so that whoever supervises it starts it anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+from grpc_health.v1._async import HealthServicer
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from outrider.errors import ConfigError, OutriderError
+from outrider.process.cpu_affinity import compute_on, speak_from
+from outrider.process.ports import check_socket_path, refuse_used_socket, socket_path
+from outrider.process.process import Abandoned
+from outrider.serving.loop import Engine, EngineLoop
+from outrider.tls import ServerTls
+from outrider.transport.stream import StreamHub
+from outrider.transport.unix_frames import MAX_MESSAGE_BYTES
+from outrider.transport.unix_streams import Decode, Encode
+
+log = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # by itself a minute, and the longer of the two counts
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+_SHARES = "grpc.so_reuseport"
+
+
+PROGRESS = "outrider-progress"
+"""Trailing metadata of a health check: how far the start-up is, in words."""
+
+
+class _Health(HealthServicer):  # type: ignore[misc]
+    """Says beside the status how far the start-up is."""
+
+    progress = ""
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        """As of HealthServicer."""
+        if self.progress:
+            context.set_trailing_metadata(((PROGRESS, self.progress),))
+        answer: health_pb2.HealthCheckResponse = await super().Check(request, context)
+        return answer
+
+
+class GrpcServer:
+    """A grpc.aio server with health and reflection. Use: add services to `server`, `start`, `set_serving`, `stop`."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        """shared: other processes may listen on the same port."""
+        self.server = grpc.aio.server(options=[*SERVER_OPTIONS, (_SHARES, int(shared))])
+        self.health = _Health()
+        add_HealthServicer_to_server(self.health, self.server)
+        self._names: tuple[str, ...] = ("",)
+
+    async def start(self, address: str, service_names: Sequence[str], tls: ServerTls | None = None) -> None:
+        """Bind and listen. address: "host:port" or "unix:/path". Raises ConfigError if it cannot be bound."""
+        if tls is not None and address.startswith("unix:"):
+            raise ConfigError(f"{address} is a Unix domain socket, which is never encrypted; leave --ssl-certfile out, "
+                              "or listen on host:port")  # fmt: skip
+        if (path := socket_path(address)) is not None:
+            check_socket_path(path)
+            refuse_used_socket(path)
+        # gRPC would take any port for 0, and a lower one for those above.
+        elif (port := address.rpartition(":")[2]).isdecimal() and not 0 < int(port) < 65536:
+            raise ConfigError(f"cannot listen on {address}: {port} is no port; choose one from 1 to 65535")
+        self._names = ("", *service_names)
+        reflection.enable_server_reflection(
+            (*service_names, "grpc.health.v1.Health", reflection.SERVICE_NAME), self.server
+        )
+        await self.set_serving(False)
+        try:
+            if tls is None:
+                bound = self.server.add_insecure_port(address)
+            else:
+                bound = self.server.add_secure_port(address, tls.credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: is it in use? Choose another address ({error})") from None
+        if bound == 0 and not address.startswith("unix:"):
+            raise ConfigError(f"cannot listen on {address}: is it in use? Choose another address")
+        await self.server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service answers."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._names:
+            await self.health.set(name, status)
+
+    def tell(self, progress: str) -> None:
+        """How far the start-up is, in a few words, for whoever asks for its health. Any thread may call."""
+        self.health.progress = progress
+
+    async def stop(self, grace: float = 2.0) -> None:
+        """Stop; calls under way get `grace` seconds."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace)
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Spare Python's collector the objects that exist now: the libraries' 400,000 hold up everything for 0.2 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def statuses(context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[None]:
+    """Turn OutriderErrors raised inside into the call's gRPC status."""
+    try:
+        yield
+    except OutriderError as error:
+        await context.abort(error.status.grpc, details(error.message), _come_back(error.retry_after))
+
+
+_DETAILS_BYTES = 4000  # a peer takes 8 KiB of a call's metadata; beyond, it tells that instead of the status
+
+
+def details(message: str) -> str:
+    """A message as a status can have it: cut where it would be too long, as with a name of the caller's in it."""
+    size = 0
+    for place, letter in enumerate(message):
+        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode(errors="replace"))
+        if size > _DETAILS_BYTES:
+            return message[:place] + " ..."
+    return message
+
+
+RETRY_AFTER = "retry-after"
+"""Trailing metadata of a refusal: seconds after which it is worth asking again."""
+
+
+def _come_back(seconds: int | None) -> tuple[tuple[str, str], ...]:
+    # gRPC's own retries, where a client has them switched on, heed the second.
+    return () if seconds is None else ((RETRY_AFTER, str(seconds)), ("grpc-retry-pushback-ms", str(1000 * seconds)))
+
+
+def stop_on_signals() -> asyncio.Event:
+    """An event that SIGINT and SIGTERM set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _built(build: Callable[[], Engine], stop: asyncio.Event) -> Engine:
+    """The engine, built in a thread of its own. Raises Abandoned if the process is told to stop before it is there."""
+    future: Future[Engine] = Future()
+    future.set_running_or_notify_cancel()  # from here on nothing can be cancelled but the wait
+
+    def run() -> None:
+        try:
+            future.set_result(build())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="builder", daemon=True).start()
+    engine, stopping = asyncio.wrap_future(future), asyncio.create_task(stop.wait())
+    try:
+        waits: set[asyncio.Future[Any]] = {engine, stopping}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not engine.done():
+            log.info("stopping; what was being loaded is left")
+            raise Abandoned
+        return engine.result()
+    finally:
+        stopping.cancel()
+        engine.cancel()
+
+
+async def serve_engine(
+    build: Callable[[], Engine],
+    address: str,
+    decode: Decode[Any],
+    encode: Encode[Any],
+    register: Callable[[GrpcServer, StreamHub[Any, Any], EngineLoop], Sequence[str]],
+    network_cores: Sequence[int] | None = None,
+    *,
+    tls: ServerTls | None = None,
+) -> int:
+    """Serve an engine until a signal or a fault. Returns the process's exit code.
+
+    Raises Abandoned if the signal comes before the engine is there: nothing can interrupt the thread that builds it.
+
+    build: makes the engine, warmed up; called in a thread of its own once the port is bound. register: adds the service
+    to the server and returns the full names of what it added. network_cores: of the threads that speak with others; the
+    engine stays on those that the process has now
+    """
+    own = sorted(os.sched_getaffinity(0))
+    speak_from(network_cores)
+    stop = stop_on_signals()
+    network = asyncio.get_running_loop()
+
+    def end(_: BaseException) -> None:
+        network.call_soon_threadsafe(stop.set)
+
+    def build_there() -> Engine:
+        compute_on(own)
+        return build()
+
+    loop = EngineLoop(on_fault=end, cores=own)
+    hub: StreamHub[Any, Any] = StreamHub(loop, decode, encode)
+    server = GrpcServer()
+    await server.start(address, register(server, hub, loop), tls)
+    try:
+        await hub.pipes.open(address)
+        engine = await _built(build_there, stop)
+    except BaseException:
+        await hub.pipes.close()
+        await server.stop(grace=0.0)
+        raise
+    with uncollected():
+        loop.start(engine, hub.publish)
+        server.tell("")
+        await server.set_serving(True)
+        log.info("ready on %s%s", address, " (TLS)" if tls is not None else "")
+        await stop.wait()
+        log.info("stopping")
+        await server.set_serving(False)
+        hub.close()
+        await hub.pipes.close()
+        await server.stop()
+        await asyncio.to_thread(loop.stop)
+    return 1 if loop.fault else 0

@@ -1,0 +1,1 @@
+"""The draft engine: grows the draft trees of all sessions and sends proposals."""

@@ -1,0 +1,235 @@
+"""EAGLE-3 heads, as SpecForge and lmsys, AngelSlim and speculators publish them.
+
+`fc` and its norms fuse the target's states; they are handed to the target, which applies them. The first layer's
+attention takes [norm(embedding); norm(feature)]; the head has a small vocabulary of its own, and `d2t` holds for each
+of its entries what must be added to get the target's id.
+
+What its config.json may say, and how its tensors may be named: outrider/checkpoints/eagle3.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.eagle3 import DEFAULT_STATES, flat, is_speculators, layer_ids, plain_name, target_ids
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureSpec
+from services.draft.formats.base import Draft
+from services.draft.formats.target import Target, check_fit
+from services.draft.model.layers.config import Layer, Mlp, ModelConfig, attention_of, check_activation
+from services.draft.model.layers.heads import Eagle3Head, Params
+from services.draft.model.weights.arrays import layer_params, layer_shapes, putter
+from services.draft.model.weights.tensors import Tensors
+
+_WHAT = "an EAGLE-3 head"
+_EMBED, _NORM, _HEAD, _OFFSETS, _MEMBERS = "embed_tokens.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"
+_NOT_READ = (_EMBED, _MEMBERS, _OFFSETS, "verifier_norm.weight", "verifier_lm_head.weight")
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def read_eagle3(folder: Path, target: Target) -> Draft:
+    """An EAGLE-3 head. Raises ConfigError naming what does not fit."""
+    raw = load_json(folder / "config.json")
+    with Tensors(folder, plain_name) as tensors:
+        try:
+            reader = _Reader(folder, flat(raw), tensors, target, speculators=is_speculators(raw))
+            return reader.draft()
+        except KeyError as error:
+            raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
+
+
+@dataclass
+class _Reader:
+    """Reads one head. raw: its configuration, flat. speculators: in that library's format."""
+
+    folder: Path
+    raw: dict[str, Any]
+    tensors: Tensors
+    target: Target
+    speculators: bool
+
+    def draft(self) -> Draft:
+        """Raises ConfigError for what does not fit, KeyError for a key that config.json lacks."""
+        check_activation(self.raw)
+        hidden = self.raw["hidden_size"]
+        width = self.raw.get("target_hidden_size") or hidden
+        check_fit(self.folder, self.target, vocab_size=self.raw["vocab_size"], hidden_size=width)
+        config = self._config(hidden)
+        shapes = self._shapes(config) | self._fusion_shapes(hidden)
+        self.tensors.check(_WHAT, shapes, [*_NOT_READ, *self._spare_norms(config)])
+        ids = self._target_ids(config.vocab_size)
+
+        def load(dtype: Any) -> Params:
+            with Tensors(self.folder, plain_name) as tensors:
+                return self._load(tensors, config, shapes, ids, dtype)
+
+        shares = _EMBED not in shapes or _HEAD not in shapes
+        return Draft(config, load, self._features(), self._fusion(hidden), shares)
+
+    # --- configuration ---
+
+    def _config(self, hidden: int) -> ModelConfig:
+        raw, epsilon = self.raw, self.raw.get("rms_norm_eps", 1e-6)
+        bias = bool(raw.get("attention_bias", False))
+        qk_norm = "layers.0.self_attn.q_norm.weight" in self.tensors
+        layers = tuple(
+            Layer(
+                attention_of(raw, width=hidden if i else 2 * hidden, qkv_bias=bias, output_bias=bias, qk_norm=qk_norm),
+                Mlp(raw["intermediate_size"], bool(raw.get("mlp_bias", False))),
+                epsilon,
+                beside=i == 0,
+                residual_after_norm=i == 0 and bool(raw.get("norm_before_residual", self.speculators)),
+            )
+            for i in range(raw["num_hidden_layers"])
+        )
+        return ModelConfig(
+            architecture=(raw.get("architectures") or ["EAGLE3"])[0],
+            vocab_size=raw.get("draft_vocab_size") or self.target.vocab_size,
+            hidden_size=hidden,
+            layers=layers,
+            context=int(raw.get("max_position_embeddings", 2048)),
+            head=Eagle3Head(epsilon, norm_output=bool(raw.get("norm_output", False))),
+            eos_token_ids=self.target.eos_token_ids,
+        )
+
+    @property
+    def _aux(self) -> bool:
+        return bool(self.raw.get("use_aux_hidden_state", True))
+
+    def _layer_ids(self) -> tuple[int, ...]:
+        return layer_ids(self.raw, speculators=self.speculators)
+
+    def _states(self) -> int:
+        """How many states of the target stand side by side."""
+        if not self._aux:
+            return 1
+        ids = self._layer_ids()
+        said = self.raw.get("num_aux_hidden_states")
+        if ids and said and said != len(ids):
+            raise ConfigError(
+                f"{self.folder / 'config.json'} names {len(ids)} layers, but num_aux_hidden_states {said}"
+            )
+        return len(ids) or said or DEFAULT_STATES
+
+    def _features(self) -> FeatureSpec:
+        epsilon = self.raw.get("rms_norm_eps", 1e-6)
+        if not self._aux:
+            return FeatureSpec(final=True, norm_epsilon=epsilon)
+        if not self._layer_ids() and self._states() != DEFAULT_STATES:
+            raise ConfigError(
+                f"{self.folder / 'config.json'} wants {self._states()} states of the target without naming their "
+                "layers in eagle_aux_hidden_state_layer_ids"
+            )
+        return FeatureSpec(self._layer_ids(), norm_epsilon=epsilon)
+
+    # --- tensors ---
+
+    def _shapes(self, config: ModelConfig) -> _Shapes:
+        hidden = config.hidden_size
+        shapes: _Shapes = {_NORM: (hidden,)}
+        if self._own_head:
+            shapes[_HEAD] = (config.vocab_size, hidden)
+        if hidden != self.target.hidden_size:
+            shapes[_EMBED] = (self.target.vocab_size, hidden)
+        for i, layer in enumerate(config.layers):
+            own = layer_shapes(layer, hidden, self._input_norm(i))
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in own.items()}
+        return shapes
+
+    @property
+    def _own_head(self) -> bool:
+        """Without draft_vocab_size the head is the target's, unless the file has one all the same."""
+        own = self.raw.get("draft_vocab_size") is not None or _HEAD in self.tensors
+        if not own and self.raw["hidden_size"] != self.target.hidden_size:
+            raise ConfigError(
+                f"{self.folder} has no {_HEAD}, and the target's does not fit: it takes {self.target.hidden_size} "
+                f"numbers, the head has {self.raw['hidden_size']}"
+            )
+        return own
+
+    def _input_norm(self, layer: int) -> str:
+        """The norm before a layer's attention; further layers go by either name."""
+        both = layer == 0 or f"layers.{layer}.hidden_norm.weight" in self.tensors
+        return "hidden_norm" if both else "input_layernorm"
+
+    def _spare_norms(self, config: ModelConfig) -> list[str]:
+        """Norms that further layers publish without using them."""
+        layers = range(1, len(config.layers))
+        return [f"layers.{i}.input_layernorm.weight" for i in layers if self._input_norm(i) == "hidden_norm"]
+
+    def _fusion_shapes(self, hidden: int) -> _Shapes:
+        states, width = self._states(), self.target.hidden_size
+        shapes: _Shapes = {}
+        if self._aux or "fc.weight" in self.tensors or hidden != width:
+            shapes["fc.weight"] = (hidden, states * width)
+            if self.raw.get("bias", "fc.bias" in self.tensors):
+                shapes["fc.bias"] = (hidden,)
+        each = bool(self.raw.get("fc_norm", False) or self.raw.get("use_aux_norm", False))
+        whole = bool(self.raw.get("norm_before_fc", False))
+        if each or "fc_norm.0.weight" in self.tensors:
+            shapes |= {f"fc_norm.{i}.weight": (width,) for i in range(states)}
+        if whole or "norm_before_fc.weight" in self.tensors:
+            shapes["norm_before_fc.weight"] = (states * width,)
+        if each and whole:
+            raise ConfigError(
+                f"{self.folder / 'config.json'} has both fc_norm and norm_before_fc; one of them is meant"
+            )
+        return shapes
+
+    def _fusion(self, hidden: int) -> bytes:
+        shapes = self._fusion_shapes(hidden)
+        tensors = {name: self.tensors.read(name, shapes[name]) for name in sorted(shapes)}
+        # safetensors writes memory as it lies, whatever the strides are.
+        return save({name: np.array(tensor, order="C") for name, tensor in tensors.items()}) if shapes else b""
+
+    def _target_ids(self, entries: int) -> NDArray[np.int32] | None:
+        """The target's id of each entry of the head; None if they are the same. Raises ConfigError."""
+        vocab = self.target.vocab_size
+        if _OFFSETS not in self.tensors:
+            if entries != vocab:
+                raise ConfigError(
+                    f"{self.folder} lacks {_OFFSETS}, which says what the {entries} entries of its head mean among the "
+                    f"{vocab} tokens of the target"
+                )
+            return None
+        ids = target_ids(self.tensors.read(_OFFSETS, (entries,), integers=True), vocab)
+        if ids is None:
+            raise ConfigError(
+                f"tensor {_OFFSETS} of {self.folder} must hold offsets, so that {_OFFSETS}[i] + i ascends and stays "
+                f"below the target's {vocab} tokens; it looks as if it held ids, or were another vocabulary's"
+            )
+        self._check_members(ids)
+        return None if entries == vocab else ids.astype(np.int32)
+
+    def _check_members(self, ids: NDArray[np.int64]) -> None:
+        if _MEMBERS not in self.tensors:
+            return
+        members = self.tensors.read(_MEMBERS, (self.target.vocab_size,), integers=True)
+        if not np.array_equal(np.flatnonzero(members), ids):
+            raise ConfigError(f"tensors {_OFFSETS} and {_MEMBERS} of {self.folder} name different tokens")
+
+    def _load(
+        self, tensors: Tensors, config: ModelConfig, shapes: _Shapes, ids: NDArray[np.int32] | None, dtype: Any
+    ) -> Params:
+        put, hidden = putter(dtype), config.hidden_size
+        params: Params = {"norm": put(tensors.read(_NORM, shapes[_NORM]))}
+        params["layers"] = [
+            layer_params(tensors, f"layers.{i}.", layer, hidden, put, self._input_norm(i))
+            for i, layer in enumerate(config.layers)
+        ]
+        if _EMBED in shapes:
+            params["embed"] = put(tensors.read(_EMBED, shapes[_EMBED]))
+        params |= self.target.embedding_and_head(put, embedding=_EMBED not in shapes, head=_HEAD not in shapes)
+        if _HEAD in shapes:
+            params["head"] = put(tensors.read(_HEAD, shapes[_HEAD]).T)
+        if ids is not None:
+            params["ids"] = jnp.asarray(ids)
+        return params

@@ -1,0 +1,260 @@
+"""MTP layers (NEXTN), which come with the target's own checkpoint: each is a decoder layer of the model behind a join.
+
+    layout        names                           join                     layer
+    DeepSeek-V3   model.layers.L.*                [embedding; feature]     latent attention, experts
+    GLM-4.5       model.layers.L.*                [embedding; feature]     experts; latent attention in the small ones
+    MiMo-7B       model.mtp_layers.0.*            [feature; embedding]     dense, as Qwen2
+    MiMo-V2       model.mtp.layers.{0, 1, 2}.*    [embedding; feature]     dense, a window with sinks
+    Qwen3-Next,
+    Qwen3.5       mtp.*                           [embedding; feature]     gated attention, dense or experts
+
+L is the number of the model's layers, or 0 in exports of the MTP layer alone; the layer that owns eh_proj is meant.
+Names are read as mtp.<i>.*, under those of DeepSeek. Embedding and head are the target's; copies are not read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from outrider.checkpoints.checkpoint import load_json
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureSpec
+from services.draft.formats.base import Draft
+from services.draft.formats.blocks import attention_part, feed_forward_part
+from services.draft.formats.target import Target, check_fit
+from services.draft.model.layers.config import Attention, Layer, ModelConfig, check_activation
+from services.draft.model.layers.heads import MtpHead, Params
+from services.draft.model.weights.arrays import Put, layer_params, layer_shapes, putter
+from services.draft.model.weights.tensors import Tensors
+
+State = Literal["auto", "normed", "raw"]
+
+_COPIES = ("shared_head.head.weight", "embed_tokens.weight", "lm_head.weight")
+_JOIN = "eh_proj.weight"
+_NORMS = ("enorm.weight", "hnorm.weight", "norm.weight")
+_RENAMED = (
+    # MiMo-7B
+    ("token_layernorm.", "enorm."), ("hidden_layernorm.", "hnorm."), ("input_proj.", "eh_proj."),
+    ("final_layernorm.", "norm."),
+    # DeepSeek, MiMo-V2, Qwen
+    ("shared_head.norm.", "norm."), ("pre_mlp_layernorm.", "post_attention_layernorm."),
+    ("self_attn.attention_sink_bias", "self_attn.sinks"), ("mlp.shared_expert.", "mlp.shared_experts."),
+)  # fmt: skip
+_QWEN = (
+    ("mtp.fc.", "mtp.0.eh_proj."), ("mtp.norm.", "mtp.0.norm."),
+    ("mtp.pre_fc_norm_embedding.", "mtp.0.enorm."), ("mtp.pre_fc_norm_hidden.", "mtp.0.hnorm."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family publishes its MTP layers.
+
+    layer:         a layer's names begin so, its number is the group; what follows is its own
+    join:          what follows of the join's weight
+    outside:       names of the only layer that begin otherwise, the join's first, and what stands for that
+    feature_first: the join takes [feature; embedding]
+    norm_offset:   what must be added to published weights of norms
+    blind_start:   the embedding at position 0 counts as zeros
+    raw_feature:   the target hands over its last state before the final norm, and not behind it
+    stacked:       each layer predicts one token further from the target's states alone, and never from another's
+    """
+
+    name: str
+    layer: str
+    join: str = "eh_proj.weight"
+    outside: tuple[tuple[str, str], ...] = ()
+    feature_first: bool = False
+    norm_offset: float = 0.0
+    blind_start: bool = False
+    raw_feature: bool = False
+    stacked: bool = False
+
+
+_PREFIX = r"^(?:language_model\.)?(?:model\.)?(?:language_model\.)?"
+LAYOUTS = (
+    Layout("MiMo-7B", _PREFIX + r"mtp_layers\.(\d+)\.", "input_proj.weight", feature_first=True, blind_start=True),
+    Layout("MiMo-V2", _PREFIX + r"mtp\.layers\.(\d+)\.", raw_feature=True, stacked=True),
+    Layout("Qwen3-Next", r"^mtp\.layers\.(\d+)\.", outside=_QWEN, norm_offset=1.0),
+    Layout("DeepSeek-V3", _PREFIX + r"layers\.(\d+)\."),
+)
+
+
+def find_layout(names: Iterable[str]) -> Layout | None:
+    """The layout that a checkpoint's tensors are in, by the tensor of the join; None if it has no MTP layer."""
+    found = set(names)
+    return next((layout for layout in LAYOUTS if _joined_layers(layout, found)), None)
+
+
+def _joined_layers(layout: Layout, names: Iterable[str]) -> set[str]:
+    """The numbers of the layers that have a join."""
+    if layout.outside:
+        return {"0"} if f"{layout.outside[0][0]}weight" in names else set()
+    pattern = re.compile(layout.layer)
+    return {found[1] for name in names if (found := pattern.match(name)) and name[found.end() :] == layout.join}
+
+
+def holds_mtp(folder: Path) -> bool:
+    """True if a checkpoint has an MTP layer."""
+    with Tensors(folder) as tensors:
+        return find_layout(tensors.names) is not None
+
+
+def read_mtp(
+    folder: Path, target: Target, *, feature: State = "auto", own: State = "auto", several: bool = False
+) -> Draft:
+    """The MTP layers of a checkpoint. Raises ConfigError naming what does not fit.
+
+    feature: the target's state that is handed over; own: the one that the layer hands on to itself. Raw ones have not
+    been through the final norm. several: use all layers, each for a token further, and not the first alone.
+    """
+    raw = load_json(folder / "config.json")
+    raw = raw.get("text_config") or raw
+    with Tensors(folder) as tensors:
+        layout = find_layout(tensors.names)
+        if layout is None:
+            raise ConfigError(
+                f"{folder} has no MTP layer: no tensor named like model.layers.N.eh_proj.weight, "
+                "model.mtp_layers.0.input_proj.weight, model.mtp.layers.0.eh_proj.weight or mtp.fc.weight. Choose "
+                "another --speculative-algorithm, or a checkpoint that was published with one"
+            )
+        known_as = _renaming(layout, tensors.names)
+    with Tensors(folder, known_as) as tensors:
+        try:
+            return _Reader(folder, raw, tensors, target, layout, known_as, several).draft(feature, own)
+        except KeyError as error:
+            raise ConfigError(f"{folder / 'config.json'} lacks {error}") from None
+
+
+def _renaming(layout: Layout, names: Iterable[str]) -> Callable[[str], str]:
+    """From a name in the files to mtp.<i>.<name as of DeepSeek>; other names stay."""
+    pattern = re.compile(layout.layer)
+    index = {number: i for i, number in enumerate(sorted(_joined_layers(layout, names), key=int))}
+
+    def known_as(name: str) -> str:
+        for old, new in layout.outside:
+            if name.startswith(old):
+                return name.replace(old, new)
+        found = pattern.match(name)
+        if found is None or found[1] not in index:
+            return name
+        rest = name[found.end() :]
+        for old, new in _RENAMED:
+            rest = new + rest.removeprefix(old) if rest.startswith(old) else rest
+        return f"mtp.{index[found[1]]}.{rest}"
+
+    return known_as
+
+
+@dataclass
+class _Reader:
+    """Reads one checkpoint. raw: its configuration."""
+
+    folder: Path
+    raw: dict[str, Any]
+    tensors: Tensors
+    target: Target
+    layout: Layout
+    known_as: Callable[[str], str]
+    several: bool
+
+    def draft(self, feature: State, own: State) -> Draft:
+        """Raises ConfigError for what does not fit, KeyError for a key that config.json lacks."""
+        check_activation(self.raw)
+        hidden = self.raw["hidden_size"]
+        check_fit(self.folder, self.target, vocab_size=self.raw["vocab_size"], hidden_size=hidden)
+        config = self._config(hidden, own)
+        shapes = self._shapes(config)
+        what = f"a {self.layout.name} MTP layer, where mtp.0. stands for {self._published()}"
+        self.tensors.check(what, shapes, _COPIES, within="mtp." if config.stacked else "mtp.0.")
+        for name, shape in shapes.items():
+            self.tensors.check_shape(name, shape)
+
+        def load(dtype: Any) -> Params:
+            with Tensors(self.folder, self.known_as) as tensors:
+                return self._load(tensors, config, shapes, dtype)
+
+        raw_feature = self.layout.raw_feature if feature == "auto" else feature == "raw"
+        spec = FeatureSpec(layers=(self.target.layers,)) if raw_feature else FeatureSpec(final=True)
+        return Draft(config, load, spec, shares=True)
+
+    def _published(self) -> str:
+        """What the first layer's names begin with in the files."""
+        pattern = re.compile(self.layout.layer)
+        with Tensors(self.folder) as tensors:
+            found = [pattern.match(name) for name in tensors.names if self.known_as(name).startswith("mtp.0.")]
+        return next((match[0] for match in found if match is not None), "mtp.")
+
+    def _config(self, hidden: int, own: State) -> ModelConfig:
+        raw = self.raw
+        epsilon = raw.get("rms_norm_eps") or raw.get("layernorm_epsilon") or 1e-6
+        names = {name.removeprefix("mtp.0.") for name in self.tensors.names if name.startswith("mtp.0.")}
+        layer = Layer(attention_part(raw, names), feed_forward_part(raw, names), epsilon)
+        layers = self._stack(layer)
+        return ModelConfig(
+            architecture=f"{(raw.get('architectures') or [self.layout.name])[0]} MTP",
+            vocab_size=self.target.vocab_size,
+            hidden_size=hidden,
+            layers=layers,
+            context=int(raw.get("max_position_embeddings", 2048)),
+            head=MtpHead(epsilon, hands_normed=own != "raw", blind_start=self.layout.blind_start),
+            stacked=len(layers) > 1,
+            eos_token_ids=self.target.eos_token_ids,
+        )
+
+    def _stack(self, layer: Layer) -> tuple[Layer, ...]:
+        """The layers that are used."""
+        count = len({name.split(".")[1] for name in self.tensors.names if name.startswith("mtp.")})
+        if self.several and count == 1:
+            raise ConfigError(f"{self.folder} has one MTP layer; --enable-multi-layer-eagle is for several")
+        if not self.several and not self.layout.stacked:
+            return (layer,)
+        if not isinstance(layer.attention, Attention):
+            raise ConfigError(
+                f"{self.folder} has {count} MTP layers with latent attention; leave out --enable-multi-layer-eagle, so "
+                "that the first one drafts alone"
+            )
+        return tuple(replace(layer, attention=replace(layer.attention, first=i)) for i in range(count))
+
+    def _shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        hidden = config.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {}
+        for i, layer in enumerate(config.layers):
+            own: dict[str, tuple[int, ...]] = dict.fromkeys(_NORMS, (hidden,))
+            own |= {_JOIN: (hidden, 2 * hidden)} | layer_shapes(layer, hidden)
+            shapes |= {f"mtp.{i}.{name}": shape for name, shape in own.items()}
+        return shapes
+
+    def _load(self, tensors: Tensors, config: ModelConfig, shapes: dict[str, tuple[int, ...]], dtype: Any) -> Params:
+        put, offset = putter(dtype), self.layout.norm_offset
+        joins = [self._join(tensors, f"mtp.{i}.", shapes, put) for i in range(len(config.layers))]
+        params: Params = {"joins": joins} if config.stacked else joins[0]
+        params["layers"] = [
+            layer_params(tensors, f"mtp.{i}.", layer, config.hidden_size, put, norm_offset=offset)
+            for i, layer in enumerate(config.layers)
+        ]
+        return params | self.target.embedding_and_head(put)
+
+    def _join(self, tensors: Tensors, prefix: str, shapes: dict[str, tuple[int, ...]], put: Put) -> Params:
+        """What stands before and behind a layer, as MtpHead has it."""
+
+        def norm(name: str) -> jax.Array:
+            weight = tensors.read(prefix + name, shapes[prefix + name])
+            return put(weight.astype(np.float32) + np.float32(self.layout.norm_offset))
+
+        fuse = tensors.read(prefix + _JOIN, shapes[prefix + _JOIN])
+        if self.layout.feature_first:
+            fuse = np.concatenate(np.split(fuse, 2, axis=1)[::-1], axis=1)
+        return {
+            "fuse": put(fuse.T),
+            "embedding_norm": norm("enorm.weight"),
+            "feature_norm": norm("hnorm.weight"),
+            "norm": norm("norm.weight"),
+        }

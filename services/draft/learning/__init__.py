@@ -1,0 +1,1 @@
+"""Learning a draft head, offline or online: packed batches, objective, optimizer, training algorithms."""

@@ -1,0 +1,242 @@
+"""Published heads that learn on: what is learnt of them, and how they are published again.
+
+A head may have all that the service reads: biases, norms of queries and keys, norms before its fusion. It learns all of
+its own weights, the fusion included, but no embedding, and no head that is the target's. Published again, a folder has
+the tensors that it had, under the same names.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from outrider.checkpoints.checkpoint import load_json
+from outrider.checkpoints.eagle3 import plain_name
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureFormat
+from services.draft.formats import eagle, eagle3
+from services.draft.formats.base import Draft
+from services.draft.formats.target import Target
+from services.draft.learning.algorithms.base import Algorithm
+from services.draft.learning.disk import write_whole
+from services.draft.model.fusion import Fusion, read_fusion
+from services.draft.model.layers.config import Attention, Mlp
+from services.draft.model.layers.heads import Eagle3Head, EagleHead, Params
+from services.draft.model.weights.tensors import Tensors
+
+# Of the parameters that the service runs these are the target's, or stand for the target's tokens.
+_TARGETS = ("embed", "head", "ids")
+_WHOLE = ("d2t", "t2d")  # tensors of integers and truth values
+
+
+class ServedHead(Algorithm):
+    """A head that is served already. fusion: what makes a feature of the target's states, where the target does not.
+
+    whole: False if it cannot be published
+    """
+
+    fusion: Fusion | None = None
+    whole: ClassVar[bool] = True
+
+    def __init__(self, folder: Path, target: Target, draft: Draft) -> None:
+        """draft: what was read from the folder. Raises ConfigError for a head that cannot learn on."""
+        assert draft.features is not None
+        self._folder, self._draft, self._width = folder, draft, target.hidden_size
+        self.model, self.config = draft.config, load_json(folder / "config.json")
+        self.states = replace(draft.features, final=True, format=FeatureFormat.BFLOAT16)
+        for layer in self.model.layers:
+            a = layer.attention
+            plain = isinstance(a, Attention) and a.window is None and not (a.first or a.sinks or a.gated or a.softcap)
+            if not plain or not isinstance(layer.mlp, Mlp) or self.model.stacked:
+                raise ConfigError(
+                    f"--online teaches heads of dense layers with plain attention; {folder} has others. Leave it out"
+                )
+
+    # --- parameters ---
+
+    def params(self) -> Params:
+        """What is learnt, float32, as it was published."""
+        served = self._draft.load(jnp.float32)
+        return {name: value for name, value in served.items() if name not in _TARGETS}
+
+    def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
+        """Those that were published."""
+        del target, ids, scales, seed
+        return self.params()
+
+    def embedding(self) -> Any:
+        """Its own, where its width is another one than the target's."""
+        return self._draft.load(jnp.float32)["embed"] if self.model.hidden_size != self._width else None
+
+    def feature(self, params: Params, states: jax.Array) -> jax.Array:
+        """The first state as it is."""
+        del params
+        return states[..., : self._width]
+
+    def target_ids(self, served: Params) -> NDArray[np.int64]:
+        """The target's id of each entry of the head. served: all parameters, as the service has them."""
+        return np.asarray(served.get("ids", np.arange(self.model.vocab_size))).astype(np.int64)
+
+    # --- the published folder ---
+
+    def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
+        """Write config.json and model.safetensors, each in one piece or not at all."""
+        del ids
+        arrays: dict[str, NDArray[Any]] = {}
+        with Tensors(self._folder) as tensors:
+            known = {self.known_as(name) for name in tensors.names}
+            learnt = self.tensors(params, known)
+            for name in tensors.names:
+                if (found := learnt.get(self.known_as(name))) is not None:
+                    array = np.asarray(found).astype(ml_dtypes.bfloat16)
+                else:
+                    array = tensors.read(name, integers=name.endswith(_WHOLE))
+                arrays[name] = np.ascontiguousarray(array)
+        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / "model.safetensors.part"
+        safetensors.numpy.save_file(arrays, part, {"format": "pt"})
+        write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        part.replace(folder / "model.safetensors")
+
+    def known_as(self, name: str) -> str:
+        """A published tensor's name as `tensors` has it."""
+        return name
+
+    @abstractmethod
+    def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
+        """Learnt tensors by name, [out, in]. stored: names of those that the folder has."""
+
+    def layer_tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
+        """Those of the layers. Arguments as of `tensors`."""
+        tensors: dict[str, Any] = {}
+        for i, (layer, own) in enumerate(zip(self.model.layers, params["layers"], strict=True)):
+            a = layer.attention
+            assert isinstance(a, Attention)
+            ends = np.cumsum([a.heads * a.head_dim, a.kv_heads * a.head_dim])
+            for name, parts in _JOINED.items():
+                for kind, ending in (("weight", ""), ("bias", "_bias")):
+                    if name + ending in own:
+                        pieces = np.split(np.asarray(own[name + ending]).T, ends if name == "qkv" else len(parts))
+                        named = zip(parts, pieces, strict=True)
+                        tensors |= {f"layers.{i}.{part}.{kind}": piece for part, piece in named}
+            # Further layers call the norm before attention by either name, and may have the other one without using it.
+            both = layer.beside or f"layers.{i}.hidden_norm.weight" in stored
+            norms = {
+                "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "mlp_norm": "post_attention_layernorm",
+                "beside_norm": "input_layernorm", "attention_norm": "hidden_norm" if both else "input_layernorm",
+            }  # fmt: skip
+            tensors |= {f"layers.{i}.{name}.weight": own[norm] for norm, name in norms.items() if norm in own}
+        return tensors
+
+
+_JOINED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",),
+}  # fmt: skip
+
+
+class ServedEagle(ServedHead):
+    """EAGLE-1 and -2: the target's own head reads its states, which imitate the target's last ones."""
+
+    imitation = 1.0
+
+    def known_as(self, name: str) -> str:
+        """As the reader."""
+        return eagle.plain_name(name)
+
+    def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
+        """As of ServedHead."""
+        own = {"fc.weight": params["fuse"].T} | self.layer_tensors(params, stored)
+        return own | ({"fc.bias": params["fuse_bias"]} if "fuse_bias" in params else {})
+
+
+class ServedEagle3(ServedHead):
+    """EAGLE-3: it fuses the target's states, and has a head of its own."""
+
+    fusion: Fusion
+
+    def __init__(self, folder: Path, target: Target, draft: Draft) -> None:
+        """As of ServedHead."""
+        super().__init__(folder, target, draft)
+        assert draft.features is not None
+        with Tensors(folder, self.known_as) as tensors:
+            fused, own_head = "fc.weight" in tensors, "lm_head.weight" in tensors
+        if draft.features.final or not fused:
+            raise ConfigError(f"--online teaches EAGLE-3 heads that fuse states; {folder} has no fc.weight")
+        if not own_head:
+            raise ConfigError(
+                f"--online teaches EAGLE-3 heads with a head of their own; {folder} has no lm_head.weight"
+            )
+        layers = draft.features.layers or (2, target.layers // 2, target.layers - 3)
+        self.states = replace(self.states, layers=layers)
+        self.fusion = Fusion(len(layers), len(layers) * target.hidden_size, draft.features.norm_epsilon)
+
+    def vocabulary(self) -> NDArray[np.int64]:
+        """Its own."""
+        return self.target_ids(self._draft.load(jnp.float32))
+
+    def params(self) -> Params:
+        """With the head, and the fusion beside the rest."""
+        with Tensors(self._folder, self.known_as) as tensors:
+            fusion = read_fusion(tensors, self.fusion.states)
+        served = self._draft.load(jnp.float32)
+        own = {name: value for name, value in served.items() if name not in _TARGETS or name == "head"}
+        return own | {"fusion": {name: jnp.asarray(array.astype(np.float32)) for name, array in fusion.items()}}
+
+    def feature(self, params: Params, states: jax.Array) -> jax.Array:
+        """The fusion of all states but the last."""
+        return self.fusion(params["fusion"], states[..., : self.fusion.width])
+
+    def head(self, params: Params) -> Any:
+        """Its own."""
+        return params["head"]
+
+    def known_as(self, name: str) -> str:
+        """As the reader."""
+        return plain_name(name)
+
+    def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
+        """As of ServedHead."""
+        fusion = params["fusion"]
+        names = {"fuse_bias": "fc.bias", "whole_norm": "norm_before_fc.weight"}
+        names |= {f"state_norm_{i}": f"fc_norm.{i}.weight" for i in range(self.fusion.states)}
+        own = {"fc.weight": fusion["fuse"].T, "norm.weight": params["norm"], "lm_head.weight": params["head"].T}
+        own |= {name: fusion[param] for param, name in names.items() if param in fusion}
+        return own | self.layer_tensors(params, stored)
+
+
+class ServedMtp(ServedHead):
+    """An MTP layer, in whichever of its layouts it was published; the target's own head reads its states."""
+
+    whole = False
+
+    def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
+        """There are too many layouts."""
+        del params, stored
+        raise AssertionError("it is not published")
+
+
+def served_head(folder: Path, target: Target, draft: Draft) -> ServedHead:
+    """The head of a folder, to learn on. draft: what was read from there. Raises ConfigError if it cannot."""
+    kinds: dict[type, type[ServedHead]] = {EagleHead: ServedEagle, Eagle3Head: ServedEagle3}
+    return kinds.get(type(draft.config.head), ServedMtp)(folder, target, draft)
+
+
+def initial_head(algorithm: str, folder: Path, target: Target) -> ServedHead:
+    """A published head from which a training goes on. Raises ConfigError if it cannot."""
+    readers = {"EAGLE": eagle.read_eagle, "EAGLE3": eagle3.read_eagle3}
+    if algorithm not in readers:
+        raise ConfigError(f"--initial is for {' and '.join(readers)}; leave it out to train {algorithm} from nothing")
+    return served_head(folder, target, readers[algorithm](folder, target))

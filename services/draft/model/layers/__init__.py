@@ -1,0 +1,1 @@
+"""Layers of draft models as pure functions over a paged KV cache."""

@@ -1,0 +1,156 @@
+"""The decoder as pure functions: rows of tokens in, states out, keys and values written into the pools.
+
+Legend of shapes: S sessions, Q rows a session, H hidden size, V vocabulary, W width of a feature.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.kernels.base import Context, Paging
+from services.draft.model.layers.attention import Step, attend
+from services.draft.model.layers.config import Layer, ModelConfig
+from services.draft.model.layers.feed_forward import feed_forward
+from services.draft.model.layers.heads import Inputs, Params, rms_norm
+from services.draft.model.layers.kv_cache import Pools, keep_features
+from services.draft.model.matrices.narrow import columns, lookup, product
+
+
+class Features(NamedTuple):
+    """The features of a step's rows. Where `given`, it is the row's own in `rows`; else it is read from the pool.
+
+    rows: [S, Q, W]; given: [S, Q] bool; sources: [S, Q] int32, slots of the parents' rows. For n stacked layers sources
+    are [S, Q, n], slots of the target's features for each of them, as they are behind the step's writes; and layers
+    [S, Q] int32, the one that predicts from each row
+    """
+
+    rows: jax.Array
+    given: jax.Array
+    sources: jax.Array
+    layers: jax.Array | None = None
+
+
+class Rows(NamedTuple):
+    """The rows of a step, [S, Q] int32 each. slots: where a row's keys and values go; padding goes to slot 0."""
+
+    tokens: jax.Array
+    positions: jax.Array
+    slots: jax.Array
+    features: Features | None = None
+
+
+def hidden_states(
+    params: Params,
+    config: ModelConfig,
+    pools: Pools,
+    rows: Rows,
+    context: Context,
+    moves: jax.Array,
+    paging: Paging,
+) -> tuple[jax.Array, Pools]:
+    """The states that the rows' logits come from, [S, Q, H], and the pools with what the rows leave there.
+
+    moves: slots to copy before anything else, [2, M] int32, sources and targets. Features are read from the slots as
+    they were before the moves.
+    """
+    embedding = embed(params, rows.tokens)
+    x, beside = config.head.join(params, _inputs(embedding, rows, pools))
+    written: list[jax.Array] = []
+    step = Step(rows.positions, rows.slots, context, moves)
+    for description, layer, pool in zip(config.layers, params["layers"], pools.layers, strict=True):
+        next_to = beside if description.beside else None
+        x, filled = decoder_layer(description, paging, layer, x, next_to, pool, step)
+        written.append(filled)
+    state, handed = config.head.finish(params, x)
+    kept = pools.features
+    if kept is not None:
+        assert handed is not None, "a fed head hands a state on"
+        handed = handed.reshape(-1, handed.shape[-1])
+        kept = keep_features(kept, moves, rows.slots.reshape(-1), handed, paging.backend)
+    return state, Pools(written, kept)
+
+
+def embed(params: Params, tokens: jax.Array) -> jax.Array:
+    """Embeddings of tokens, [..., H]."""
+    if "embed" in params:
+        return lookup(params["embed"], tokens)
+    return columns(params["head"], tokens, params["layers"][0]["mlp_norm"].dtype)
+
+
+def _inputs(embedding: jax.Array, rows: Rows, pools: Pools) -> Inputs:
+    if rows.features is None:
+        return Inputs(embedding, rows.positions)
+    assert pools.features is not None, "a fed head has a pool of features"
+    own = lookup(pools.features, rows.features.sources)
+    feature = jnp.where(rows.features.given[..., None], rows.features.rows.astype(own.dtype), own)
+    return Inputs(embedding, rows.positions, feature)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def decoder_layer(
+    description: Layer,
+    paging: Paging,
+    layer: dict[str, jax.Array],
+    x: jax.Array,
+    beside: jax.Array | None,
+    pool: jax.Array,
+    step: Step,
+) -> tuple[jax.Array, jax.Array]:
+    """One layer on states x [S, Q, H]. Jitted by itself so that equal ones are traced once; XLA inlines it.
+
+    A scan over stacked weights would compile faster, but XLA's CPU backend copies every layer's weights out of the
+    stack first, which costs a third at one row.
+    """
+    inner, residual = layer_input(description, layer, x, beside)
+    seen, filled = attend(description.attention, paging, layer, inner, pool, step, description.epsilon)
+    return layer_output(description, layer, residual, seen), filled
+
+
+def layer_input(
+    description: Layer, layer: dict[str, Any], x: jax.Array, beside: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """What attention gets, and what its output is added to. x, beside: [..., H]."""
+    inner = rms_norm(x, layer["attention_norm"], description.epsilon) if description.input_norm else x
+    residual = inner if description.residual_after_norm else x
+    if beside is not None:
+        inner = jnp.concatenate([rms_norm(beside, layer["beside_norm"], description.epsilon), inner], axis=-1)
+    return inner, residual
+
+
+def layer_output(description: Layer, layer: dict[str, Any], residual: jax.Array, seen: jax.Array) -> jax.Array:
+    """States behind the layer, from what attention said."""
+    epsilon = description.epsilon
+    if description.output_norms:
+        seen = rms_norm(seen, layer["attention_output_norm"], epsilon)
+    x = residual + seen
+    said = feed_forward(description.mlp, layer, rms_norm(x, layer["mlp_norm"], epsilon))
+    if description.output_norms:
+        said = rms_norm(said, layer["mlp_output_norm"], epsilon)
+    return x + said
+
+
+def all_logits(params: Params, x: jax.Array, softcap: float | None = None, factor: float = 1.0) -> jax.Array:
+    """As `head`, but that padding may look likely."""
+    logits = product(x, params["head"], jnp.float32)
+    logits = logits if factor == 1 else factor * logits
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def head(
+    params: Params, x: jax.Array, vocab_limit: int, softcap: float | None = None, factor: float = 1.0
+) -> jax.Array:
+    """Logits of states, [..., H] to [..., V] float32; ids from `vocab_limit` on are padding and never likely.
+
+    softcap, factor: as of ModelConfig
+    """
+    logits = all_logits(params, x, softcap, factor)
+    ids = params.get("ids")
+    if ids is None:
+        if vocab_limit >= logits.shape[-1]:
+            return logits
+        ids = jnp.arange(logits.shape[-1])
+    return jnp.where(ids < vocab_limit, logits, -1e30)

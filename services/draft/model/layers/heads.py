@@ -1,0 +1,144 @@
+"""Heads: how a model's first layer gets its input, and what is made of the last layer's output.
+
+A head is a frozen description; its parameters stand beside the layers' in `Params`. `fed` heads work on the target's
+hidden states: row j pairs token j + 1 with the feature of token j, and hands a state on that stands for the feature of
+token j + 1 until the target's own is known.
+
+Legend of shapes: S sessions, Q rows a session, H hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from services.draft.model.matrices.narrow import Params, product
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """x / rms(x) * weight, the quotient computed in float32. x: [..., H]."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+class Inputs(NamedTuple):
+    """What a head joins. embedding: [S, Q, H], of the rows' tokens; positions: [S, Q].
+
+    feature: [S, Q, H], the target's or the draft's own; None for heads that are not fed
+    """
+
+    embedding: jax.Array
+    positions: jax.Array
+    feature: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Head(ABC):
+    """A head. epsilon: of its RMS norms."""
+
+    epsilon: float
+
+    fed: ClassVar[bool] = False
+
+    @abstractmethod
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """The first layer's input [S, Q, H], and what a layer with `beside` gets beside it."""
+
+    @abstractmethod
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """From the last layer's output: the state that logits come from, and the one that is handed on."""
+
+
+@dataclass(frozen=True)
+class TokenHead(Head):
+    """A language model's own: embeddings go in, the final norm stands before the logits.
+
+    scale: of embeddings
+    """
+
+    scale: float = 1.0
+
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """The embedding itself, scaled."""
+        del params
+        embedding = inputs.embedding
+        return embedding if self.scale == 1 else embedding * jnp.asarray(self.scale, embedding.dtype), None
+
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The final norm."""
+        return rms_norm(x, params["norm"], self.epsilon), None
+
+
+@dataclass(frozen=True)
+class EagleHead(Head):
+    """EAGLE-1 and -2: a linear layer joins [embedding; feature]; the output imitates the target's normed state."""
+
+    fed = True
+
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """params: fuse [2H, H] and perhaps fuse_bias [H]."""
+        assert inputs.feature is not None
+        x = product(jnp.concatenate([inputs.embedding, inputs.feature], axis=-1), params["fuse"])
+        return (x + params["fuse_bias"] if "fuse_bias" in params else x), None
+
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Logits and the next row take the very same state."""
+        del params
+        return x, x
+
+
+@dataclass(frozen=True)
+class Eagle3Head(Head):
+    """EAGLE-3: the feature, which the target has fused already, is the stream; the embedding stands beside it.
+
+    norm_output: the state that is handed on has been through the final norm (EAGLE-3.1)
+    """
+
+    norm_output: bool = False
+
+    fed = True
+
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """The feature, and the embedding beside it."""
+        del params
+        assert inputs.feature is not None
+        return inputs.feature, inputs.embedding
+
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The head's own final norm."""
+        normed = rms_norm(x, params["norm"], self.epsilon)
+        return normed, normed if self.norm_output else x
+
+
+@dataclass(frozen=True)
+class MtpHead(Head):
+    """Multi-token prediction: a linear layer joins [norm(embedding); norm(feature)] for a decoder layer of the model.
+
+    hands_normed: the state that is handed on has been through the final norm
+    blind_start:  the embedding at position 0 counts as zeros (MiMo)
+    """
+
+    hands_normed: bool = True
+    blind_start: bool = False
+
+    fed = True
+
+    def join(self, params: Params, inputs: Inputs) -> tuple[jax.Array, jax.Array | None]:
+        """params: embedding_norm, feature_norm [H], and fuse [2H, H]."""
+        assert inputs.feature is not None
+        embedding = inputs.embedding
+        if self.blind_start:
+            embedding = jnp.where(inputs.positions[..., None] == 0, 0, embedding)
+        token = rms_norm(embedding, params["embedding_norm"], self.epsilon)
+        feature = rms_norm(inputs.feature, params["feature_norm"], self.epsilon)
+        return product(jnp.concatenate([token, feature], axis=-1), params["fuse"]), None
+
+    def finish(self, params: Params, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """The layer's own final norm; the target's head reads what comes of it."""
+        normed = rms_norm(x, params["norm"], self.epsilon)
+        return normed, normed if self.hands_normed else x

@@ -1,0 +1,112 @@
+"""Where the draft computes, and how many tokens its cache has room for."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from outrider.config import DraftConfig
+from outrider.errors import ConfigError
+from services.draft.kernels.cpu import library
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+# Unless it is said, the KV cache takes this part of the memory, and no more tokens than this.
+_MEMORY_PART = 0.1
+_DEFAULT_TOKENS = 65_536
+
+
+def choose_devices(device: str, count: int, flag: str = "--draft-device") -> list[jax.Device]:
+    """Devices side by side, of which the first becomes JAX's default. Raises ConfigError.
+
+    device: auto, or a platform of JAX and perhaps the index of the first one, such as cuda:1; flag: that named it
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else three quarters of a GPU that others use, too
+    platform, _, index = device.partition(":")
+    if platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")  # so that JAX takes no memory of others
+    try:
+        first = int(index or 0)
+        found = jax.devices(None if platform == "auto" else platform)
+    except ValueError:
+        raise ConfigError(f"{flag} {device} has no index behind the colon; write for example cuda:1") from None
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{flag} {device}: JAX has no such device here: {reason}") from None
+    if count < 1:
+        raise ConfigError(f"--draft-tp-size must be 1 or more, not {count}")
+    if not 0 <= first <= len(found) - count:
+        together = f" and --draft-tp-size {count} need" if count > 1 else " needs"
+        raise ConfigError(
+            f"{flag} {device}{together} {first + count} devices; there "
+            f"{'is' if len(found) == 1 else 'are'} {len(found)} of kind {found[0].platform}"
+        )
+    chosen = found[first : first + count]
+    jax.config.update("jax_default_device", chosen[0])
+    return list(chosen)
+
+
+def dtype_of(config: DraftConfig, device: jax.Device) -> tuple[Any, str]:
+    """Number format of the computation, and its name; "auto" is what the device is fastest in."""
+    name = config.draft_dtype
+    if name == "auto":
+        slow = device.platform == "cpu" and not (_may_be_compiled(config) and library.available())
+        name = "float32" if slow else "bfloat16"
+    return _DTYPES[name], name
+
+
+def _may_be_compiled(config: DraftConfig) -> bool:
+    """On CPUs only the compiled kernels compute in bfloat16; XLA's own operations widen each number first."""
+    return config.draft_attention_backend in ("auto", "cpu") and config.draft_tp_size == 1
+
+
+def bytes_a_device(tree: Any) -> int:
+    """Memory that arrays take on their first device."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def host_device() -> jax.Device:
+    """Where arrays are prepared that the draft's devices get otherwise; the default device if JAX has no CPU."""
+    try:
+        return jax.devices("cpu")[0]
+    except RuntimeError:
+        return jax.devices()[0]
+
+
+def pages_that_fit(config: DraftConfig, context: int, token_bytes: int, weights: int, device: jax.Device) -> int:
+    """Pages of the KV cache. Raises ConfigError if there is no room.
+
+    context: tokens of a session; token_bytes, weights: what a token in the cache and the weights take of the device
+    """
+    scratch = SCRATCH_SLOTS * config.max_running_requests
+    tokens, part = config.draft_max_total_tokens, config.draft_mem_fraction_static
+    if tokens is None:
+        wanted = context * config.max_running_requests + scratch
+        if part is None:
+            wanted = min(wanted, _DEFAULT_TOKENS + scratch)
+            room = int(_memory_bytes(device) * _MEMORY_PART)
+        else:
+            room = int(_memory_bytes(device) * part) - weights
+        tokens = min(wanted, room // token_bytes)
+    pages = tokens // config.draft_page_size
+    least = -(-SCRATCH_SLOTS // config.draft_page_size) + 1
+    if pages >= least:
+        return pages
+    if part is not None and config.draft_max_total_tokens is None:
+        raise ConfigError(
+            f"--draft-mem-fraction-static {part} of {_memory_bytes(device) >> 20} MiB holds weights of {weights >> 20} "
+            f"MiB and no session beside them; {least * config.draft_page_size} tokens of {token_bytes} bytes are needed"
+        )
+    raise ConfigError(
+        f"the draft's KV cache of {tokens} tokens cannot hold one session; "
+        f"--draft-max-total-tokens must be {least * config.draft_page_size} or more"
+    )
+
+
+def _memory_bytes(device: jax.Device) -> int:
+    """Memory of a device: what the runtime says, or the machine's."""
+    stats: dict[str, Any] = device.memory_stats() or {}
+    return int(stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,1 @@
+"""Compiled programs: one expansion of a draft tree, whole trees, candidate sampling."""

@@ -1,0 +1,122 @@
+"""A whole explicit tree in one program: the root's children, and level by level a beam's, as beam.py grows them.
+
+    level 0    the last row that is fed gives the root's K children; all of them are the beam
+    level i    K rows, one a node of the beam, in the scratch; the best K of their K * K candidates are the next beam
+    choice     the N - 1 best candidates of all levels
+
+Flat numbers count candidates level by level, in the order of the beam and of each node's children. Equal scores go to
+the lower one, as `lax.top_k` has it, so that no child stands before its parent.
+
+Legend of shapes: S sessions, K children, C candidates of all levels, N rows of the tree with the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from outrider.speculation.shape import TreeShape
+from services.draft.model.layers.kv_cache import Pools
+from services.draft.sessions.batch import MASK_WORDS, StepInputs
+
+# One step: candidates [S, R, K] and their log-scores, and the pools.
+Compute = Callable[[Pools, StepInputs], tuple[tuple[jax.Array, jax.Array], Pools]]
+
+
+class Nodes(NamedTuple):
+    """Nodes of trees, [S, n] each. parents: index among them, or flat number; -1 is the root. edges: log-scores."""
+
+    tokens: jax.Array
+    parents: jax.Array
+    edges: jax.Array
+
+
+class _Beam(NamedTuple):
+    """The nodes that are expanded next, best first, [S, K] each, but for bits [S, K, words].
+
+    flat: numbers of the nodes; above: slots of their parents' rows; bits: their ancestors in the scratch
+    """
+
+    tokens: jax.Array
+    flat: jax.Array
+    scores: jax.Array
+    above: jax.Array
+    bits: jax.Array
+
+
+def grow(tree: TreeShape, compute: Compute, pools: Pools, inputs: StepInputs) -> tuple[Nodes, Pools]:
+    """Feed rows, and grow a tree from the last of them. inputs: with one head row a session, and an empty scratch.
+
+    Returns the N - 1 chosen nodes by flat number, and the pools.
+    """
+    (ids, edges), pools = compute(pools, inputs)
+    count, k = ids.shape[0], tree.topk
+    levels = [Nodes(ids[:, 0], jnp.full((count, k), -1, jnp.int32), edges[:, 0])]
+    scores = [edges[:, 0]]
+    root = jnp.take_along_axis(inputs.slots, inputs.head_rows, axis=1)
+    beam = _Beam(
+        ids[:, 0], jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (count, k)), edges[:, 0],
+        jnp.broadcast_to(root, (count, k)), jnp.zeros((count, k, MASK_WORDS), jnp.uint32),
+    )  # fmt: skip
+    for level in range(1, tree.steps):
+        rows = _rows(inputs, beam, level)
+        (ids, edges), pools = compute(pools, rows)
+        nodes = Nodes(ids.reshape(count, -1), jnp.repeat(beam.flat, k, axis=1), edges.reshape(count, -1))
+        levels.append(nodes)
+        scores.append((beam.scores[..., None] + edges).reshape(count, -1))
+        beam = _next(beam, rows, nodes.tokens, scores[-1], first=k + (level - 1) * k * k)
+    everything = Nodes(*(jnp.concatenate(parts, axis=1) for parts in zip(*levels, strict=True)))
+    return _chosen(everything, jnp.concatenate(scores, axis=1), tree.rows - 1), pools
+
+
+def _rows(inputs: StepInputs, beam: _Beam, level: int) -> StepInputs:
+    """Inputs of a step that expands a beam. level: depth of its nodes, the first of which is 1."""
+    count, k = beam.tokens.shape
+    last = jnp.take_along_axis(inputs.positions, inputs.head_rows, axis=1)  # of the trunk, [S, 1]
+    places = np.arange((level - 1) * k, level * k)  # in the scratch
+    own = np.zeros((k, MASK_WORDS), np.uint32)
+    own[np.arange(k), places // 32] = np.uint32(1) << (places % 32).astype(np.uint32)
+    features = inputs.features
+    if features is not None:
+        none = jnp.zeros((count, k), jnp.int32)
+        features = features._replace(
+            rows=jnp.zeros((count, k, features.rows.shape[-1]), features.rows.dtype), given=none, sources=beam.above
+        )
+    return inputs._replace(
+        tokens=beam.tokens,
+        positions=jnp.broadcast_to(last + level, (count, k)),
+        slots=inputs.scratch_slots[:, places],
+        visible=jnp.broadcast_to(last + 1, (count, k)),
+        head_rows=jnp.broadcast_to(jnp.arange(k), (count, k)),
+        scratch_bits=beam.bits | own,
+        moves=jnp.zeros((2, 1), jnp.int32),
+        keys=jnp.broadcast_to(inputs.level_keys[:, level - 1 : level], (count, k, 2)),
+        features=features,
+    )
+
+
+def _next(beam: _Beam, rows: StepInputs, tokens: jax.Array, scores: jax.Array, first: int) -> _Beam:
+    """The best of a level's candidates. tokens, scores: theirs, [S, K * K]; first: flat number of the first."""
+    k = beam.tokens.shape[1]
+    best, places = lax.top_k(scores, k)
+    above = places // k
+    return _Beam(
+        jnp.take_along_axis(tokens, places, axis=1),
+        first + places,
+        best,
+        jnp.take_along_axis(rows.slots, above, axis=1),
+        jnp.take_along_axis(rows.scratch_bits, above[..., None], axis=1),
+    )
+
+
+def _chosen(nodes: Nodes, scores: jax.Array, count: int) -> Nodes:
+    """The best of all candidates, by flat number. scores: of paths, [S, C]."""
+    flat = jnp.sort(lax.top_k(scores, count)[1], axis=1)
+    tokens, parents, edges = (jnp.take_along_axis(part, flat, axis=1) for part in nodes)
+    places = jax.vmap(jnp.searchsorted)(flat, parents).astype(jnp.int32)
+    return Nodes(tokens, jnp.where(parents < 0, -1, places), edges)

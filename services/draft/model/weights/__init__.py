@@ -1,0 +1,1 @@
+"""Checkpoint tensors as JAX arrays."""

@@ -1,0 +1,1 @@
+"""The draft service as a process: flags, loading, the gRPC service."""

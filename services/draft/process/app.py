@@ -1,0 +1,134 @@
+"""The process: flags, cores, the port, then the drafter and its warm-up, then requests.
+
+JAX is imported only once the process stands on its cores, and never for NGRAM.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import outrider
+from outrider.checkpoints import checkpoint
+from outrider.config import DraftConfig, parse_cores, plain_argv
+from outrider.drafts import with_drafter
+from outrider.placement.shares import share_of_draft
+from outrider.process import process
+from outrider.serving.loop import EngineLoop
+from outrider.tracing import tracing_to
+from outrider.transport.rpc import GrpcServer, serve_engine
+from outrider.transport.stream import StreamHub
+from outrider.wire.codec import propose_request_from_pb, propose_response_to_pb
+from outrider.wire.features import feature_spec_to_pb
+from outrider.wire.v1 import common_pb2, draft_pb2
+from services.draft.drafters.base import Drafter
+from services.draft.drafters.ngram import NgramDrafter, store
+from services.draft.engine.engine import DraftEngine
+from services.draft.ngrams.corpus import read_corpus
+from services.draft.process.flags import MODEL_CHILDREN, check, ngram_options, tree_limits, tree_shape, uses_ngram
+from services.draft.process.service import DraftServicer
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
+    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
+    _collect_rarely()
+    return process.run("draft", config, serve, share_of_draft)
+
+
+def _collect_rarely() -> None:
+    # The trie's millions of nodes live long and hold no cycles once they are evicted; the collector would visit them
+    # all again and again. With Python's own thresholds, storing a prompt takes ten times as long.
+    gc.set_threshold(50_000, 20, 1000)
+
+
+async def serve(config: DraftConfig) -> int:
+    """Serve until a signal or a fault. Returns the process's exit code. Raises ConfigError."""
+    config = with_drafter(config, config.model_path)
+    check(config)
+    tls = config.server_tls()
+    servicers: list[DraftServicer] = []
+    servers: list[GrpcServer] = []
+    drafters: list[Drafter] = []
+
+    def register(server: GrpcServer, hub: StreamHub[Any, Any], loop: EngineLoop) -> Sequence[str]:
+        servers.append(server)
+        servicers.append(DraftServicer(hub, loop))
+        return servicers[0].register(server)
+
+    def build_engine() -> DraftEngine:
+        servers[0].tell("loading")
+        engine, model = build(config)
+        for drafter in engine.drafters:
+            drafter.warm_up(lambda part, parts: servers[0].tell(f"compiling {part}/{parts}"))
+        servicers[0].serve(describe(engine, model), engine)
+        drafters.extend(engine.drafters)
+        for drafter in drafters:
+            drafter.start()
+        engine.tracing = tracing
+        return engine
+
+    try:
+        coders = propose_request_from_pb, propose_response_to_pb
+        network = None if config.network_cores is None else parse_cores(config.network_cores)
+        with tracing_to(config.otlp_traces_endpoint, "draft") as tracing:
+            return await serve_engine(build_engine, config.listen, *coders, register, network, tls=tls)
+    finally:
+        for drafter in drafters:
+            drafter.stop()
+
+
+def describe(engine: DraftEngine, model: common_pb2.ModelInfo | None) -> draft_pb2.GetDraftInfoResponse:
+    """Facts for the handshake."""
+    wanted = engine.drafter.features
+    return draft_pb2.GetDraftInfoResponse(
+        protocol_version=outrider.PROTOCOL_VERSION,
+        software_version=outrider.__version__,
+        drafters=[drafter.name for drafter in engine.drafters],
+        model=model,
+        max_session_tokens=engine.drafter.max_session_tokens,
+        max_running_sessions=engine.max_running,
+        features=feature_spec_to_pb(wanted, engine.drafter.fusion) if wanted is not None else None,
+    )
+
+
+def build(config: DraftConfig) -> tuple[DraftEngine, common_pb2.ModelInfo | None]:
+    """The engine of a configuration, not warmed up, and the facts of its model. Raises ConfigError."""
+    config = with_drafter(config, config.model_path)
+    check(config)
+    drafter: Drafter
+    model = None
+    ngram = build_ngram(config) if uses_ngram(config) else None
+    if config.speculative_algorithm == "NGRAM":
+        assert ngram is not None
+        if config.speculative_token_map is not None:
+            log.warning("--speculative-token-map is ignored: NGRAM has no head that it could shorten")
+        drafter, ngram = ngram, None
+    else:
+        from services.draft.process.loading import load_model_drafter
+
+        drafter, model = load_model_drafter(config, tree_shape(config), MODEL_CHILDREN)
+    return DraftEngine(drafter, tree_limits(config), config.max_running_requests, beside=ngram), model
+
+
+def build_ngram(config: DraftConfig) -> NgramDrafter:
+    """NGRAM, with the corpus read if there is one. Raises ConfigError."""
+    options = ngram_options(config)
+    if config.speculative_ngram_external_corpus_path is None:
+        return NgramDrafter(options)
+    assert config.model_path is not None, "check has seen to that"
+    budget = config.speculative_ngram_external_sam_budget
+    corpus = store(replace(options, draft_token_num=budget + 1))
+    path, folder = Path(config.speculative_ngram_external_corpus_path), checkpoint.resolve(config.model_path)
+    most = config.speculative_ngram_external_corpus_max_tokens
+    read_corpus(path, folder, corpus, options.capacity, most)
+    own = replace(options, draft_token_num=options.draft_token_num - budget)
+    return NgramDrafter(options, store(own), corpus)

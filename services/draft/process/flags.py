@@ -1,0 +1,164 @@
+"""What the flags of the draft service mean, and which do not fit together."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from outrider.config import BUILT_IN_ALGORITHMS, FED_ALGORITHMS, MODEL_ALGORITHMS, DraftConfig, check_least
+from outrider.errors import ConfigError
+from outrider.speculation.shape import TreeShape, explicit_shape
+from services.draft.ngrams.base import NgramOptions
+from services.draft.ngrams.corpus import files_of
+from services.draft.online.options import check_online
+from services.draft.sessions.frontier import TreeLimits
+from services.draft.sessions.prefix_kv import SCRATCH_SLOTS
+
+log = logging.getLogger(__name__)
+
+MODEL_CHILDREN = 4  # of a node, that a model proposes at most
+_MAX_NODES = 256
+_DEFAULT_DEPTH = 16
+
+
+_MOST_NODES = 1 << 31  # that n-grams have numbers for
+
+
+def check(config: DraftConfig) -> None:
+    """Refuse flags that do not fit together. Raises ConfigError saying which."""
+    algorithm = config.speculative_algorithm
+    if algorithm == "NONE":
+        raise ConfigError("--speculative-algorithm NONE needs no draft service; name a drafter")
+    own_model = algorithm in MODEL_ALGORITHMS and algorithm not in BUILT_IN_ALGORITHMS
+    if own_model and config.speculative_draft_model_path is None:
+        raise ConfigError(f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path")
+    if algorithm in FED_ALGORITHMS and config.model_path is None:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm} needs --model-path, the target's checkpoint, whose "
+            "embedding and head it shares"
+        )
+    shape = tree_shape(config)
+    if shape is not None:
+        _check_shape(shape)
+    _check_numbers(config)
+    check_online(config)
+    if algorithm == "NGRAM" and config.speculative_ngram_beside:
+        raise ConfigError(
+            "--speculative-ngram-beside puts NGRAM beside another drafter; NGRAM alone needs no such flag"
+        )
+    if uses_ngram(config):
+        _check_ngram(config)
+    elif config.speculative_ngram_external_corpus_path is not None:
+        raise ConfigError("--speculative-ngram-external-corpus-path is for NGRAM, alone or --speculative-ngram-beside")
+
+
+_POSITIVE = (
+    "max_running_requests",
+    "draft_page_size",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "draft_max_total_tokens",
+    "speculative_ngram_capacity",
+)
+
+
+def _check_numbers(config: DraftConfig) -> None:
+    check_least(config, dict.fromkeys(_POSITIVE, 1))
+    part = config.draft_mem_fraction_static
+    if part is not None and not 0.0 < part <= 1.0:
+        raise ConfigError(f"--draft-mem-fraction-static must lie in (0, 1], not {part}")
+    if config.speculative_num_draft_tokens is not None and config.speculative_num_draft_tokens < 2:
+        raise ConfigError("--speculative-num-draft-tokens counts the root and must be 2 or more")
+
+
+def _check_shape(shape: TreeShape) -> None:
+    if shape.expansions > SCRATCH_SLOTS:
+        raise ConfigError(
+            f"--speculative-num-steps {shape.steps} and --speculative-eagle-topk {shape.topk} expand "
+            f"{shape.expansions} nodes of a session at a time; there is room for {SCRATCH_SLOTS}"
+        )
+
+
+def _check_ngram(config: DraftConfig) -> None:
+    windows = (config.speculative_ngram_min_match_window_size, config.speculative_ngram_max_match_window_size)
+    breadths = (config.speculative_ngram_min_bfs_breadth, config.speculative_ngram_max_bfs_breadth)
+    length = config.speculative_ngram_branch_length
+    if length <= 1:
+        raise ConfigError(f"--speculative-ngram-branch-length must be 2 or more, not {length}")
+    if not 0 < windows[0] <= windows[1] < length:
+        raise ConfigError(
+            "the NGRAM windows must satisfy 0 < --speculative-ngram-min-match-window-size <= "
+            "--speculative-ngram-max-match-window-size < --speculative-ngram-branch-length, "
+            f"not {windows[0]}, {windows[1]}, {length}"
+        )
+    if not 0 < breadths[0] <= breadths[1]:
+        raise ConfigError(
+            "the NGRAM breadths must satisfy 0 < --speculative-ngram-min-bfs-breadth <= "
+            f"--speculative-ngram-max-bfs-breadth, not {breadths[0]}, {breadths[1]}"
+        )
+    if config.speculative_ngram_capacity > _MOST_NODES:
+        raise ConfigError(
+            f"--speculative-ngram-capacity must be {_MOST_NODES} or less, not {config.speculative_ngram_capacity}"
+        )
+    if config.speculative_ngram_external_corpus_path is not None:
+        _check_corpus(config, config.speculative_ngram_external_corpus_path)
+
+
+def _check_corpus(config: DraftConfig, path: str) -> None:
+    budget, most = config.speculative_ngram_external_sam_budget, ngram_options(config).draft_token_num - 1
+    if not 0 < budget <= most:
+        raise ConfigError(
+            "--speculative-ngram-external-corpus-path needs --speculative-ngram-external-sam-budget of 1 or more, and "
+            f"at most the {most} nodes of a draft, not {budget}"
+        )
+    if config.model_path is None:
+        raise ConfigError(
+            "--speculative-ngram-external-corpus-path needs --model-path, the target's checkpoint, for its tokenizer"
+        )
+    files_of(Path(path))
+
+
+def tree_shape(config: DraftConfig) -> TreeShape | None:
+    """The shape of explicit trees; None for trees that adapt, and for NGRAM, whose own flags say how they grow."""
+    if config.speculative_algorithm not in MODEL_ALGORITHMS:
+        return None
+    rows = config.speculative_num_draft_tokens
+    return explicit_shape(config.speculative_num_steps, config.speculative_eagle_topk, rows)
+
+
+def tree_limits(config: DraftConfig) -> TreeLimits:
+    """Limits of the trees: what was asked for, or what drafting ahead can use. NGRAM's breadth has flags of its own."""
+    shape = tree_shape(config)
+    if shape is not None:
+        if shape.rows != config.speculative_num_draft_tokens:
+            log.warning("a chain of %d steps has %d rows: --speculative-num-draft-tokens is %d",
+                        shape.steps, shape.rows, shape.rows)  # fmt: skip
+        nodes = max(_MAX_NODES, shape.candidates)
+        if uses_ngram(config):  # its paths are longer, and its nodes come first
+            return TreeLimits(2 * nodes, max(shape.steps, _DEFAULT_DEPTH), 2 * nodes, floor=0.0, shape=shape)
+        return TreeLimits(nodes, shape.steps, shape.topk, floor=0.0, shape=shape)
+    return TreeLimits(
+        nodes=_MAX_NODES,
+        depth=config.speculative_num_steps or _DEFAULT_DEPTH,
+        children=config.speculative_eagle_topk or (_MAX_NODES if uses_ngram(config) else MODEL_CHILDREN),
+    )
+
+
+def uses_ngram(config: DraftConfig) -> bool:
+    """True if n-grams draft, alone or beside a model."""
+    return config.speculative_algorithm == "NGRAM" or config.speculative_ngram_beside
+
+
+def ngram_options(config: DraftConfig) -> NgramOptions:
+    """The NGRAM flags. The default of nodes a lookup is SGLang's, the longest window."""
+    return NgramOptions(
+        match_type=config.speculative_ngram_match_type,
+        min_match_window_size=config.speculative_ngram_min_match_window_size,
+        max_match_window_size=config.speculative_ngram_max_match_window_size,
+        min_bfs_breadth=config.speculative_ngram_min_bfs_breadth,
+        max_bfs_breadth=config.speculative_ngram_max_bfs_breadth,
+        branch_length=config.speculative_ngram_branch_length,
+        capacity=config.speculative_ngram_capacity,
+        draft_token_num=config.speculative_num_draft_tokens or max(config.speculative_ngram_max_match_window_size, 2),
+        insert_prompts=config.speculative_ngram_insert_prompts,
+    )

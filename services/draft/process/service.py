@@ -1,0 +1,104 @@
+"""The gRPC face of the draft: facts for the handshake, and the stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from outrider.errors import OutriderError, Unavailable
+from outrider.serving.loop import EngineLoop
+from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.stream import StreamHub
+from outrider.wire.v1 import draft_pb2, draft_pb2_grpc
+from services.draft.drafters.sharing import Sharing
+from services.draft.engine.engine import DraftEngine
+
+log = logging.getLogger(__name__)
+
+_PART_BYTES = 1 << 20
+SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """DraftService around an engine's streams. Until `serve` is called, callers are told to wait."""
+
+    def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
+        self._hub = hub
+        self._loop = loop
+        self._engine: DraftEngine | None = None
+        self._info: draft_pb2.GetDraftInfoResponse | None = None
+        self._sharing = asyncio.Lock()
+
+    def serve(self, info: draft_pb2.GetDraftInfoResponse, engine: DraftEngine) -> None:
+        """The drafters are built."""
+        self._info, self._engine = info, engine
+
+    def register(self, server: GrpcServer) -> tuple[str, ...]:
+        """Add the service to a server. Returns its full name."""
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server.server)
+        return (SERVICE_NAME,)
+
+    def _built(self) -> tuple[draft_pb2.GetDraftInfoResponse, DraftEngine]:
+        if self._info is None or self._engine is None:
+            raise Unavailable("the draft service is starting up; retry in a moment")
+        return self._info, self._engine
+
+    async def GetDraftInfo(  # noqa: N802
+        self, request: draft_pb2.GetDraftInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> draft_pb2.GetDraftInfoResponse:
+        """Facts for the handshake."""
+        del request
+        async with statuses(context):
+            return self._built()[0]
+        raise AssertionError("an aborted call does not go on")
+
+    async def GetFusion(  # noqa: N802
+        self, request: draft_pb2.GetFusionRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[draft_pb2.GetFusionResponse]:
+        """The fusion layer for the target, in parts."""
+        del request
+        async with statuses(context):
+            fusion = self._built()[1].drafter.fusion
+            for start in range(0, len(fusion), _PART_BYTES):
+                yield draft_pb2.GetFusionResponse(content=fusion[start : start + _PART_BYTES])
+
+    async def FlushDraft(  # noqa: N802
+        self, request: draft_pb2.FlushDraftRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> draft_pb2.FlushDraftResponse:
+        """Forget what was learned from texts, or from a target's weights alone, between two rounds."""
+        async with statuses(context):
+            _, engine = self._built()
+            await asyncio.wrap_future(self._loop.call(partial(engine.flush, only_fed=request.only_fed)))
+            if request.target_folder and engine.drafter.sharing is not None:
+                await self._share(engine.drafter.sharing, request.target_folder)
+            return draft_pb2.FlushDraftResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def _share(self, sharing: Sharing, folder: str) -> None:
+        """Take the target's embedding and head from a folder. What goes wrong costs speed alone, and is logged."""
+        async with self._sharing:  # one after the other: the last one stays
+            try:
+                shared = await asyncio.to_thread(sharing.read, folder)
+            except Exception as error:
+                why = error.message if isinstance(error, OutriderError) else error
+                log.warning("the draft goes on with the target's embedding and head that it has: %s", why)
+                return
+            if shared is not None:
+                await asyncio.wrap_future(self._loop.call(partial(sharing.take, shared)))
+                log.info("took the target's embedding and head from %s", folder)
+
+    async def Propose(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[draft_pb2.ProposeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[draft_pb2.ProposeResponse]:
+        """One gateway's stream of sessions."""
+        async with statuses(context):
+            self._built()
+            async for frame in self._hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
+                yield frame

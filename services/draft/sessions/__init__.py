@@ -1,0 +1,1 @@
+"""A session in the draft service: its draft tree, frontier, prefix KV and received features."""

@@ -1,0 +1,1 @@
+"""Training data: prompts, and answers collected from the target with their hidden states."""

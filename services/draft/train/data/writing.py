@@ -1,0 +1,147 @@
+"""The part of a training in which the target writes: its process, the store, and what is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from outrider.checkpoints import checkpoint
+from outrider.config import TargetConfig, TrainConfig, to_argv
+from outrider.errors import ConfigError, EngineFault, Unavailable
+from outrider.process.interpreter import python
+from outrider.process.ports import socket_folder
+from outrider.serving.features import FeatureSpec, row_bytes
+from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child
+from outrider.telemetry import say
+from outrider.text.tokenizer import Tokenizer
+from services.draft.formats.target import read_target
+from services.draft.learning.store import Store
+from services.draft.train.data.collect import Collector, Limits, Writer
+from services.draft.train.data.prompts import Conversation, Job, jobs, read_conversations, read_openings
+from services.draft.train.progress import Bar
+
+log = logging.getLogger(__name__)
+
+_GLANCE = 1.0  # seconds between two looks at how far it is
+_ATTEMPTS = 5  # without a new answer, before it is given up
+
+
+def open_store(config: TrainConfig, target: Path, states: FeatureSpec) -> Store:
+    """The answers of a training. Raises ConfigError if those in the folder were asked for differently."""
+    about = {
+        "target": checkpoint.fingerprint(target), "layers": list(states.layers), "final": states.final,
+        "temperature": list(config.temperature), "max_new_tokens": config.max_new_tokens,
+        "max_length": config.max_length, "seed": config.seed, "held_out": config.held_out,
+    }  # fmt: skip
+    width = (len(states.layers) + states.final) * read_target(target).hidden_size
+    folder = Path(config.answers or config.output.rstrip("/") + ".answers").expanduser()
+    return Store(folder, about, row_bytes(width, states.format))
+
+
+async def write_answers(config: TrainConfig, store: Store, states: FeatureSpec, fingerprint: str) -> None:
+    """Let the target write until there is enough. Raises OutriderError if it cannot.
+
+    fingerprint: of the target's weights
+    """
+    conversations = read_conversations(config.data, config.data_limit)
+    openings = read_openings(config.free_openings)
+    limits = Limits(
+        config.max_new_tokens, config.max_length, config.max_running_requests, config.tokens, config.max_bytes
+    )
+    if store.token_count >= limits.tokens or store.bytes >= limits.bytes:
+        log.info("%d answers of %d tokens are there already", len(store), store.token_count)
+        return
+    async with _target(config) as (address, child):
+        failures, known = 0, len(store)
+        while True:
+            todo = jobs(conversations, config.free_prompts, config.temperature, config.seed, openings)
+            if child is not None:
+                await _ready(child)
+            try:
+                async with Writer(address, states, config.service_tls(), fingerprint) as writer:
+                    _check_template(writer.tokenizer, conversations, config.free_prompts)
+                    collector = Collector(writer, store, limits, config.held_out)
+                    await _watched(collector, store, limits, todo)
+                    break
+            except Unavailable as error:
+                failures = 0 if len(store) > known else failures + 1
+                known = len(store)
+                if failures >= _ATTEMPTS:
+                    raise
+                log.warning("%s; what it was writing is asked again", error.message)
+                await asyncio.sleep(1.0)
+    if store.token_count < limits.tokens:
+        log.warning(
+            "%d tokens were written, not the %d of --tokens: greedy answers to further prompts would only repeat, or "
+            "--max-bytes is reached", store.token_count, limits.tokens,
+        )  # fmt: skip
+
+
+def _check_template(tokenizer: Tokenizer, conversations: Sequence[Conversation], free: int | None) -> None:
+    """Raise ConfigError if a model without a chat template is asked for chats. free: as of `jobs`."""
+    if tokenizer.template.source is not None:
+        return
+    if not conversations or free:
+        raise ConfigError(
+            "the target has no chat template, so it cannot begin conversations itself; name files of texts with "
+            '--data, a line each as {"text": ...}, and leave out --free-prompts'
+        )
+    if chats := sum(conversation.chat for conversation in conversations):
+        raise ConfigError(
+            f"the target has no chat template, which {chats} of {len(conversations)} prompts of --data need; "
+            'have them as {"text": ...}'
+        )
+
+
+async def _watched(collector: Collector, store: Store, limits: Limits, todo: Iterator[Job]) -> None:
+    """Collect, and tell how far it is."""
+    writing = asyncio.create_task(collector.run(todo))
+    start, began = store.token_count, time.monotonic()
+    with Bar("answers, in tokens", limits.tokens, start) as bar:
+        while not writing.done():
+            await asyncio.wait([writing], timeout=_GLANCE)
+            speed = (store.token_count - start) / (time.monotonic() - began)
+            size = store.bytes / 2**30
+            bar.at(store.token_count, f"{len(store)} answers, {speed:.0f} tokens/s, {size:.1f} GiB")
+    if collector.left_out:
+        level = logging.WARNING if collector.last_reason else logging.INFO
+        log.log(level, "conversations that were left out: %s", collector.left_out_in_words)
+    writing.result()
+
+
+@asynccontextmanager
+async def _target(config: TrainConfig) -> AsyncIterator[tuple[str, Child | None]]:
+    """Address of the target, and its process if it is ours."""
+    if config.target is not None:
+        yield config.target, None
+        return
+    with socket_folder("outrider-") as runtime:
+        address = f"unix:{runtime}/target.sock"
+        room = config.max_running_requests * (config.max_length + 64)
+        flags = TargetConfig(
+            model_path=config.model_path, listen=address, max_running_requests=config.max_running_requests,
+            max_total_tokens=room, cores=config.cores, niceness=config.niceness, log_level=config.log_level,
+            log_format=config.log_format,
+        )  # fmt: skip
+        child = Child("target", python("-um", "outrider", "target", *to_argv(flags)), address, say)
+        life = asyncio.create_task(child.keep_alive())
+        try:
+            yield address, child
+        finally:
+            child.end()
+            await life
+
+
+async def _ready(child: Child) -> None:
+    """Wait until the target serves. Raises ConfigError or EngineFault if it does not start."""
+    ready = asyncio.create_task(child.wait_ready())
+    while not ready.done() and child.gave_up is None:
+        await asyncio.wait([ready], timeout=_GLANCE)
+    if not ready.done():
+        ready.cancel()
+        message = f"the target does not start: {child.reason}"
+        raise ConfigError(message) if child.gave_up == EXIT_MISCONFIGURED else EngineFault(message)

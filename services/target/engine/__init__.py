@@ -1,0 +1,1 @@
+"""The engine: plans, launches and settles steps, and holds the open sessions."""

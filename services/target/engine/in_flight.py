@@ -1,0 +1,134 @@
+"""Steps that overlap: the next one is launched before the one before it was read.
+
+    launch n+1   behind n, whose draws lie on the device: that is where the roots of n+1 come from
+    read n       while the device computes n+1; sessions that end with n are left out when n+1 is read
+
+While n+1 is planned, each session counts the token that n draws for it, which nobody knows yet. So a step can be
+launched behind another only if its plan needs nothing but that: where nobody has hints that pay, a grammar, penalties,
+or asks for more than tokens. And there must be pages for all, for nobody shall give way to a session that may be over.
+
+Whatever a step behind writes for a session that has ended stays in pages that were its own when it was launched: the
+device works in the order of launches, so whoever leases these pages next writes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import compress
+
+import numpy as np
+import torch
+
+from outrider.serving.session import Session
+from services.target.sampling.sampling import Draws, Launched
+from services.target.sampling.session import Entry
+from services.target.step.batch import Batch, Roots, Work
+
+
+@dataclass
+class Flight:
+    """A step that was launched and has not been read.
+
+    started: when it was, by the clock
+    rows:    of each work, how many tokens are drawn for it
+    spoiled: sessions whose roots turned out to be others than the device took
+    """
+
+    works: Sequence[Work]
+    launched: Launched
+    started: float
+    rows: Sequence[int] = ()
+    spoiled: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.rows = [len(work.draft.tokens) + 1 if work.chunk.last else 0 for work in self.works]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of the batch."""
+        return sum(len(work.chunk) + len(work.draft) for work in self.works)
+
+    @property
+    def steps(self) -> int:
+        """Steps that it was: more than one for a burst."""
+        return self.launched.steps
+
+    @property
+    def keys(self) -> int:
+        """Keys that its sessions have, drafts left aside."""
+        return sum(work.chunk.stop for work in self.works)
+
+    @property
+    def plain(self) -> bool:
+        """True if it commits one token in each session that it draws for, or ends it."""
+        return not any(len(work.draft) for work in self.works)
+
+    def drawing(self, entries: Mapping[int, Entry]) -> list[Session]:
+        """Sessions that get tokens from it."""
+        return [work.chunk.session for work in self.works if work.chunk.last and self._kept(work, entries)]
+
+    def read(self, entries: Mapping[int, Entry], behind: Flight | None) -> tuple[Sequence[Work], Draws]:
+        """The works that still count, and their draws. Waits for the device.
+
+        behind: the next step, if it has been launched; roots of it that turn out to be wrong are spoiled.
+        """
+        draws = self.launched.read()
+        kept = [self._kept(work, entries) for work in self.works]
+        if behind is not None and draws.redrawn is not None:
+            drawing = [(work, keep) for work, keep in zip(self.works, kept, strict=True) if work.chunk.last]
+            for work, keep in compress(drawing, draws.redrawn):
+                if keep:
+                    behind.spoiled.add(work.chunk.session.id)
+                    work.chunk.session.computed = work.chunk.stop
+        if all(kept):
+            return self.works, draws
+        works = [work for work, keep in zip(self.works, kept, strict=True) if keep]
+        return works, replace(draws, tokens=draws.tokens[np.repeat(kept, self.rows)])
+
+    def _kept(self, work: Work, entries: Mapping[int, Entry]) -> bool:
+        """False if the session has ended, also if another one was opened in its place, or if its root was wrong."""
+        entry = entries.get(work.chunk.session.id)
+        return entry is not None and entry.session is work.chunk.session and entry.session.id not in self.spoiled
+
+    def roots(self, batch: Batch, works: Sequence[Work], sessions: Sequence[Session]) -> Batch:
+        """The batch of the step behind, with the tokens that this one draws for these sessions in their places."""
+        place = {work.chunk.session.id: row for work, row in zip(self.works, np.cumsum(self.rows) - 1, strict=True)}
+        taken = {session.id: place[session.id] for session in sessions}
+        pairs = [
+            (first, taken[work.chunk.session.id])
+            for work, first in zip(works, batch.layout.first.tolist(), strict=False)
+            if work.chunk.session.id in taken
+        ]
+        if not pairs:
+            return batch
+        assert all(len(work.chunk) == 1 for work in works if work.chunk.session.id in taken)
+        rows, sources = np.array(pairs, np.int64).T.copy()
+        roots = Roots(rows, sources, self.launched.tokens)
+        if batch.device.type == "cpu":  # where a launch is over when it returns
+            roots.put(torch.from_numpy(batch.rows.ids))
+            return batch
+        return replace(batch, roots=roots)
+
+
+@contextmanager
+def expecting(sessions: Sequence[Session]) -> Iterator[None]:
+    """Let sessions count the tokens that are being drawn for them."""
+    for session in sessions:
+        session.expect()
+    try:
+        yield
+    finally:
+        for session in sessions:
+            session.unexpect()
+
+
+def undemanding(entry: Entry) -> bool:
+    """True for a session of which nothing but its length must be known to plan and draw its next token."""
+    return (
+        entry.tally is None
+        and entry.matcher is None
+        and entry.top is None
+        and entry.session.scored == entry.session.to_score
+    )

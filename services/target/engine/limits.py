@@ -1,0 +1,79 @@
+"""What the flags allow: a step, a session, the pool, ways of working; what makes no sense is refused by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+
+from outrider.config import TargetConfig, check_least
+from outrider.errors import ConfigError
+from outrider.serving.scheduler import Limits
+from outrider.speculation.acceptance import Thresholds
+from services.target.model.base import Model
+from services.target.sampling.logprobs import scored_rows
+from services.target.speculation.draft_wait import ALWAYS
+from services.target.speculation.mode_selector import HINTED, Way
+
+log = logging.getLogger(__name__)
+
+# Tokens of a step where no flag says it. A chunk holds up whoever decodes, so it is as short as it can be without
+# making long prompts slower: a CPU is busy with this many rows, a GPU needs more.
+_CHUNK = {"cpu": 128, "cuda": 2048}
+
+_LEAST = {
+    "page_size": 1,
+    "max_running_requests": 1,
+    "max_prefill_tokens": 1,
+    "max_queued_requests": 0,
+    "gather_seconds": 0,
+    "max_total_tokens": 1,
+    "speculative_num_steps": 0,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 1,
+}
+
+
+def check_limits(config: TargetConfig) -> None:
+    """Raise ConfigError for numbers that make no sense."""
+    chunk = config.chunked_prefill_size
+    if chunk is not None and chunk < 1 and chunk != -1:
+        raise ConfigError(f"--chunked-prefill-size must be 1 or more, or -1 for no cutting, not {chunk}")
+    check_least(config, _LEAST)
+    if not 0.0 < config.mem_fraction_static <= 1.0:
+        raise ConfigError(f"--mem-fraction-static must lie in (0, 1], not {config.mem_fraction_static}")
+
+
+def thresholds(config: TargetConfig) -> Thresholds:
+    """Acceptance thresholds, which are announced where they are not exact. Raises ConfigError."""
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if not 0.0 <= getattr(config, name) <= 1.0:
+            raise ConfigError(f"--{name.replace('_', '-')} must lie in [0, 1], not {getattr(config, name)}")
+    chosen = Thresholds(config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc)
+    if not chosen.exact:
+        log.warning("acceptance thresholds below 1: hints may change sampled text, which is no longer the model's own")
+    return chosen
+
+
+def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> Limits:
+    """Limits of a step and of the queue. A chunk is never shorter than the roots of all sessions together."""
+    chunk = config.chunked_prefill_size or _CHUNK[device.type]
+    return Limits(
+        config.max_running_requests,
+        None if chunk < 0 else max(chunk, config.max_running_requests),
+        config.max_prefill_tokens,
+        config.max_queued_requests,
+        config.schedule_policy,
+        scored_rows(vocab_size),
+    )
+
+
+def weighed(ways: Iterable[Way], config: TargetConfig, model: Model) -> list[Way]:
+    """Those ways of working that a model has and the flags leave open, the one to begin with first."""
+    if config.fixed_hints:
+        ways = ALWAYS if config.speculative_always else HINTED
+    open_ways = [way for way in ways if model.drafts or way is not Way.SELF]
+    if model.looks_back:
+        open_ways.sort(key=lambda way: way in HINTED)
+    return open_ways

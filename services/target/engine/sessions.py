@@ -1,0 +1,101 @@
+"""Who is open: sessions are checked, wait for their grammars, are scheduled, and end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outrider.errors import EngineFault, InvalidRequest, OutriderError
+from outrider.serving.messages import OpenSession, SessionFailure
+from outrider.serving.scheduler import Scheduler
+from outrider.serving.session import Session
+from services.target.features.features import Features
+from services.target.grammar.matcher import Grammars
+from services.target.model.base import Model
+from services.target.sampling.session import Entry
+from services.target.step.batch import Work
+
+
+class Sessions:
+    """Those of one engine.
+
+    entries: by id, those that wait for their grammar or for pages, too
+    longest: tokens that one may have
+    """
+
+    def __init__(
+        self, model: Model, scheduler: Scheduler, features: Features, longest: int, ended: Callable[[Entry], None]
+    ) -> None:
+        """ended: told of a session that is open no more, and whose pages are home."""
+        self.entries: dict[int, Entry] = {}
+        self.longest = longest
+        self._vocab_size = model.vocab_size
+        self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
+        self.grammars = Grammars(model.tokenizer_file, model.vocab_size, self._eos)
+        self._scheduler, self._features, self._ended = scheduler, features, ended
+
+    def open(self, request: OpenSession) -> None:
+        """Take a session on. Raises InvalidRequest."""
+        stop_ids = self._check(request)
+        self.close(request.session_id)
+        session = Session(self._features.open(request), self._scheduler.prefix)
+        try:
+            entry = Entry.of(request, session, stop_ids, self._vocab_size)
+            if request.grammar is None:
+                self._scheduler.add(session)
+            else:
+                self.grammars.request(session.id, request.grammar)
+        except Exception:
+            self._features.close(session.id)
+            raise
+        self.entries[session.id] = entry
+
+    def _check(self, request: OpenSession) -> frozenset[int]:
+        """The tokens that end a session that can be taken on."""
+        request.validate(self._vocab_size, self.longest)
+        stop_ids = request.stop.stop_ids(self._eos)
+        if request.grammar is not None:
+            self.grammars.check()
+            stop_ids |= frozenset(self._eos)
+        if stop_ids and not 0 <= min(stop_ids) <= max(stop_ids) < self._vocab_size:
+            raise InvalidRequest(
+                f"stop token ids must lie in the vocabulary of {self._vocab_size} tokens", param="stop_token_ids"
+            )
+        if len(request.tokens) - request.prompt_length >= request.stop.max_tokens:
+            raise InvalidRequest("the session has all of its max_tokens already", param="max_tokens")
+        return stop_ids
+
+    def close(self, session_id: int, *, trusted: bool = True) -> None:
+        """Forget a session and free its pages. trusted: False if its rows must not serve others."""
+        entry = self.entries.pop(session_id, None)
+        self.grammars.forget(session_id)
+        if entry is not None:
+            self._scheduler.remove(entry.session, trusted=trusted)
+            self._features.close(session_id)
+            self._ended(entry)
+
+    def begin(self) -> list[SessionFailure]:
+        """Let sessions begin whose grammars are ready. Returns those whose grammars are wrong."""
+        failures: list[SessionFailure] = []
+        for session_id, grammar, start in self.grammars.ready():
+            entry = self.entries[session_id]
+            try:
+                self.entries[session_id] = entry.guided(start, grammar)
+                self._scheduler.add(entry.session)
+            except OutriderError as error:
+                met_a_limit = isinstance(error, InvalidRequest) and error is not start
+                if not (met_a_limit and self.grammars.renew(session_id, grammar)):
+                    failures.append(SessionFailure(session_id, error))
+                    self.close(session_id)
+        return failures
+
+    def stuck(self, work: Work, fault: EngineFault) -> list[SessionFailure]:
+        """Nothing could be drawn for a session: it ends, unless another automaton of its grammar may lead further."""
+        session = work.chunk.session
+        matcher = self.entries[session.id].matcher
+        limit = None if matcher is None else matcher.fault
+        if matcher is not None and limit is not None and self.grammars.renew(session.id, matcher.grammar):
+            self._features.settle(work, (), goes_on=True)
+            self._scheduler.remove(session)
+            return []
+        self.close(session.id, trusted=limit is not None)
+        return [SessionFailure(session.id, limit or fault)]

@@ -1,0 +1,1 @@
+"""Grammars: schemas and GBNF compiled for llguidance, and the matchers that constrain sessions."""

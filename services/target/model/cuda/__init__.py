@@ -1,0 +1,1 @@
+"""Models on CUDA: fused layers, CUDA graphs and torch.compile."""

@@ -1,0 +1,60 @@
+"""torch.compile for the layers of a model: one program for layers of a kind and each captured number of rows.
+
+Only steps whose inputs lie in fixed places (graphs.py) are compiled, as every other number of rows would mean another
+program; the rest runs as it comes. Attention stays as it is: to the compiler it is one opaque operation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from outrider.errors import ConfigError
+from services.target.kernels.dispatch import Planner
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.base import Outputs
+from services.target.model.modules import ModuleRunner
+from services.target.step.batch import Batch
+
+_PROGRAMS = 256  # most that one function is compiled into: sizes times kinds of layers
+
+
+class CompiledRunner(ModuleRunner):
+    """Runs the steps of `run` compiled, up to a number of rows, and those of `forward` as they come."""
+
+    def __init__(self, module: nn.Module, planner: Planner, most_rows: int) -> None:
+        """Raises ConfigError for a model whose layers cannot be found."""
+        super().__init__(module, planner)
+        self._most_rows = most_rows
+        count = module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
+        decoder = module.get_decoder()  # type: ignore[operator]
+        lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+        if not lists:
+            raise ConfigError(f"--enable-torch-compile does not suit {type(module).__name__}; leave it out")
+        for part in module.modules():
+            if isinstance(getattr(part, "layer_idx", None), int):
+                # A tensor, as a number would be compiled into every layer's own program.
+                part.register_buffer("outrider_layer", torch.tensor(part.layer_idx), persistent=False)
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _PROGRAMS)
+        torch._dynamo.config.accumulated_recompile_limit = max(
+            torch._dynamo.config.accumulated_recompile_limit, _PROGRAMS
+        )
+        for layer in lists[0]:
+            layer.compile(dynamic=False)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Outputs:
+        """As `Runner.forward`."""
+        with torch.compiler.set_stance("force_eager"):
+            return super().run(batch, cache, self.planner)
+
+    def run(self, batch: Batch, cache: KVCache, planner: Planner) -> Outputs:
+        """As `ModuleRunner.run`; compiled for each number of rows that it is called with."""
+        if batch.capture is None and len(batch) <= self._most_rows:
+            return super().run(batch, cache, planner)
+        with torch.compiler.set_stance("force_eager"):
+            return super().run(batch, cache, planner)
+
+
+def compiled(runner: ModuleRunner, most_rows: int) -> CompiledRunner:
+    """A runner of the same modules whose steps of up to so many rows are compiled."""
+    return CompiledRunner(runner.module, runner.planner, most_rows)

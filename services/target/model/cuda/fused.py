@@ -1,0 +1,199 @@
+"""Dense decoders (decoder.py) on CUDA in few launches: products side by side, and one kernel for what lies between two.
+
+A layer of seven products and some twenty small operations becomes four products, two norms, a turn and attention:
+
+    norm > queries, keys, values > turn and store > attention > output > sum and norm > gates and values > down > sum
+
+The weights stay `transformers`' parameters, laid side by side: whoever writes one writes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from services.target.kernels.cuda import few as triton_few
+from services.target.kernels.cuda import rows as triton_rows
+from services.target.kernels.cuda.rows import Norm, add_norm, turn
+from services.target.kernels.dispatch import Attention, Planner
+from services.target.kernels.kv_cache import KVCache
+from services.target.model import decoder
+from services.target.model.attention import Probe
+from services.target.model.base import Outputs
+from services.target.model.capture import joined
+from services.target.model.modules import ModuleRunner
+from services.target.step.batch import Batch, Capture
+from services.target.step.upload import upload
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reason_against(module: Any) -> str | None:
+    """Why a model on CUDA runs module by module; None if it can be fused."""
+    if (against := decoder.reason_against(module)) is not None:
+        return against
+    linears = [part for part in module.model.layers.modules() if isinstance(part, nn.Linear)]
+    linears.append(module.lm_head)
+    if any(type(linear.weight.data) is not Tensor or linear.weight.dtype not in _DTYPES for linear in linears):
+        return "its weights are in a format of their own"
+    if module.model.layers[0].self_attn.head_dim % 2:
+        return "its heads are of an odd width"
+    return None
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """weight: [outputs, inputs]; bias: [outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Layer:
+    before_attention: Norm
+    projections: _Linear
+    head_norms: tuple[Norm, Norm] | None
+    tables: tuple[Tensor, Tensor]
+    attending: dict[str, Any]  # how
+    output: _Linear
+    after_attention: Norm | None
+    before_feed_forward: Norm
+    gates: Tensor  # [2 * width, inputs], gates above values
+    down: _Linear
+    after_feed_forward: Norm | None
+
+
+class FusedRunner(ModuleRunner):
+    """Runs a model for which there is no `reason_against`. Results are those of its modules but for rounding."""
+
+    compilable = False
+
+    def __init__(self, module: Any, planner: Planner, probe: Probe, positions: int) -> None:
+        """probe: has seen a token pass; positions: most tokens of a session."""
+        super().__init__(module, planner)
+        self._model, config = module.model, module.config
+        self._heads = (probe.calls[0].q.shape[1], probe.calls[0].k.shape[1])
+        self._gelu = decoder.activation(config) != "silu"
+        self._softcap = decoder.final_softcap(config)
+        self._shift = decoder.norm_shift(config)
+        turns = decoder.Rotation(module, positions, self._model.embed_tokens.weight.device)
+        self._layers = [
+            self._layer(decoder.parts(layer), turns.of(index), probe, index)
+            for index, layer in enumerate(self._model.layers)
+        ]
+        self._norm, self._head = self._norm_of(self._model.norm), _Linear(module.lm_head.weight, module.lm_head.bias)
+
+    def _layer(self, parts: decoder.Parts, tables: tuple[Tensor, Tensor], probe: Probe, index: int) -> _Layer:
+        call = probe.calls[index]
+        norms = [self._norm_of(norm) for norm in (parts.query_norm, parts.key_norm) if norm is not None]
+        after = (parts.after_attention, parts.after_feed_forward)
+        return _Layer(
+            self._norm_of(parts.before_attention),
+            _beside(parts.projections),
+            (norms[0], norms[1]) if norms else None,
+            tables,
+            {"scaling": call.scaling, "window": call.window, "softcap": call.softcap, "sinks": call.sinks},
+            _beside([parts.output]),
+            None if after[0] is None else self._norm_of(after[0]),
+            self._norm_of(parts.before_feed_forward),
+            _beside([parts.gate, parts.up]).weight,
+            _beside([parts.down]),
+            None if after[1] is None else self._norm_of(after[1]),
+        )
+
+    def _norm_of(self, module: Any) -> Norm:
+        return Norm(module.weight, decoder.norm_epsilon(module), self._shift)
+
+    def run(self, batch: Batch, cache: KVCache, planner: Planner) -> Outputs:
+        """As `ModuleRunner.run`."""
+        attention, states = planner(batch), _States(batch.capture, batch.device)
+        stream = self._model.embed_tokens(batch.ids)
+        branch: Tensor | None = None
+        after: Norm | None = None
+        for index, layer in enumerate(self._layers):
+            normed = add_norm(stream, branch, layer.before_attention, after)
+            states.pass_by(index, stream)
+            branch = self._attend(index, layer, normed, batch, cache, attention)
+            normed = add_norm(stream, branch, layer.before_feed_forward, layer.after_attention)
+            branch, after = _linear(_gated(normed, layer.gates, gelu=self._gelu), layer.down), layer.after_feed_forward
+        normed = add_norm(stream, branch, self._norm, after)
+        states.pass_by(len(self._layers), stream)
+        logits = _linear(normed.index_select(0, batch.sampled), self._head)
+        if self._softcap:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return Outputs(logits, states.features(normed))
+
+    def _attend(
+        self, index: int, layer: _Layer, normed: Tensor, batch: Batch, cache: KVCache, attention: Attention
+    ) -> Tensor:
+        pools = cache.keys[index], cache.values[index]
+        where = self._heads, batch.positions, batch.slots, layer.tables, pools
+        weight, bias = layer.projections.weight, layer.projections.bias
+        if layer.head_norms is None and triton_few.serves(normed, weight) and triton_few.turns(self._heads, weight):
+            queries = triton_few.turned(normed, weight, bias, *where, early=True)
+        else:
+            queries = turn(_linear(normed, layer.projections, early=True), *where, layer.head_norms)
+        attended = attention(queries, *pools, **layer.attending)
+        return _linear(attended.flatten(1), layer.output)
+
+
+class _States:
+    """Hidden states on the way, of the rows that are asked for; see Capture."""
+
+    def __init__(self, capture: Capture | None, device: torch.device) -> None:
+        self._capture = capture
+        self._taken: list[Tensor] = []
+        self._rows: Tensor | None = None
+        if capture is not None and capture.rows is not None:
+            [self._rows] = upload([capture.rows], device)
+
+    def pass_by(self, layer: int, stream: Tensor) -> None:
+        """The stream before a layer, or behind the last; it goes on to change."""
+        if self._capture is not None and layer in self._capture.layers:
+            self._taken.append(self._of(stream, copied=True))
+
+    def features(self, final: Tensor) -> Tensor | None:
+        """States side by side, lowest layer first; None if nobody asks. final: the last one, normed."""
+        if self._capture is None:
+            return None
+        return joined([*self._taken, self._of(final)] if self._capture.final else self._taken)
+
+    def _of(self, stream: Tensor, *, copied: bool = False) -> Tensor:
+        if self._rows is not None:
+            return stream.index_select(0, self._rows)
+        return stream.clone() if copied else stream
+
+
+def _beside(linears: Sequence[Any]) -> _Linear:
+    """Layers with one input as one, whose outputs follow one another; their parameters become parts of its own."""
+    weights = [linear.weight for linear in linears]
+    whole = weights[0].data if len(linears) == 1 else torch.cat([weight.data for weight in weights])
+    counts = [len(weight) for weight in weights]
+    for linear, part in zip(linears, whole.split(counts), strict=True):
+        linear.weight = nn.Parameter(part, requires_grad=False)
+    if all(linear.bias is None for linear in linears):
+        return _Linear(whole, None)
+    bias = whole.new_zeros(sum(counts))
+    for linear, own in zip(linears, bias.split(counts), strict=True):
+        if linear.bias is not None:
+            own.copy_(linear.bias)
+            linear.bias = nn.Parameter(own, requires_grad=False)
+    return _Linear(whole, bias)
+
+
+def _linear(x: Tensor, layer: _Linear, *, early: bool = False) -> Tensor:
+    if triton_few.serves(x, layer.weight):
+        return triton_few.linear(x, layer.weight, layer.bias, early=early)
+    return functional.linear(x, layer.weight, layer.bias)
+
+
+def _gated(x: Tensor, gates: Tensor, *, gelu: bool) -> Tensor:
+    if triton_few.serves(x, gates):
+        return triton_few.gated(x, gates, gelu=gelu, early=True)
+    return triton_rows.gated(functional.linear(x, gates), gelu=gelu)

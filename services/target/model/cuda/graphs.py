@@ -1,0 +1,289 @@
+"""Steps as CUDA graphs: captured once for some numbers of rows, replayed with other numbers in the same places.
+
+A step is padded to the next size with rows of nobody: they write NULL_PAGE, which no session owns, see no session's
+keys, and nobody reads their results. What is padded, and how, has nothing to do with devices: captured or called
+directly, the same inputs lie in the same places, so it is tested without a GPU at every size.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from services.target.kernels.dispatch import Attention, Planner
+from services.target.kernels.grouped import GroupedAttention
+from services.target.kernels.kv_cache import KVCache
+from services.target.model.base import Outputs, Runner
+from services.target.model.modules import ModuleRunner
+from services.target.step.batch import Batch, Capture, Rows, pad
+from services.target.step.layout import SHORT, Extent, Layout
+from services.target.step.upload import Slab, upload
+
+if TYPE_CHECKING:  # Triton may be missing
+    from services.target.kernels.cuda.attention import StaticAttention
+
+log = logging.getLogger(__name__)
+
+# Rows a step, unless flags say which; above them every eighth number.
+_SMALL = (1, 2, 4, 8, 12)
+_EVERY = 8
+_MOST_ROWS = 512
+# Verified rows of a step where no flag fixes them; see engine/engine.py.
+_ADAPTIVE_ROWS = 64
+_MOST_PAGES = 1 << 18
+
+Replay = Callable[[], Outputs]
+# Captures what a function does on the device; the result does it again.
+Capturer = Callable[[Callable[[], Outputs]], Replay]
+
+
+def direct(run: Callable[[], Outputs]) -> Replay:
+    """The capturer of devices without graphs: calls the function each time."""
+    return run
+
+
+class CudaCapturer:
+    """Captures CUDA graphs that share their memory, as one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Outputs]) -> Replay:
+        """Capture; `run` is called three times, twice to have everything lazy done."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = run()
+
+        def replay() -> Outputs:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+class _Step:
+    """A step of a fixed number of rows, with its inputs in fixed places."""
+
+    def __init__(
+        self, runner: ModuleRunner, batch: Batch, cache: KVCache, capturer: Capturer, *, extent: Extent
+    ) -> None:
+        """batch: all padding, with the capture that every batch of this step asks for. extent: see `_Key`."""
+        self._runner, self._cache, self._extent = runner, cache, extent
+        self.size = len(batch)
+        self._attention = self._static_attention(batch)
+        limits = batch.inputs
+        self._slab = Slab([*limits, *(self._attention.limits if self._attention else ())], batch.device)
+        self._placed = self._slab.tensors[:4]
+        if self._attention:
+            self._attention.attach(self._slab.tensors[4:], self._placed[1])
+        self._batch = batch
+        filled = self._fill(batch)
+        assert filled, "padding takes few pages"
+        self._replay = capturer(self._run)
+
+    def forward(self, batch: Batch) -> Outputs | None:
+        """As `Runner.forward`; None for a batch that does not fit. The result lasts until the next step."""
+        if not self._fill(pad(batch, self.size)):
+            return None
+        outputs = self._replay()
+        features = outputs.features
+        if batch.capture is not None:
+            assert features is not None, "captured steps hand back what they are asked for"
+            if batch.capture.rows is not None:
+                features = features.index_select(0, upload([batch.capture.rows], features.device)[0])
+        return Outputs(outputs.logits[: len(batch.rows.sampled)], features)
+
+    def _fill(self, batch: Batch) -> bool:
+        arrays = batch.inputs
+        if self._attention:
+            tables = self._attention.arrays(batch)
+            if tables is None:
+                return False
+            arrays += tables
+        self._slab.fill(arrays)
+        if batch.roots is not None:
+            batch.roots.put(self._placed[0])
+        self._batch = replace(batch, placed=self._placed, capture=self._batch.capture)
+        return True
+
+    def _run(self) -> Outputs:
+        attention = self._attention
+        planner: Planner = (lambda _: attention) if attention else self._runner.planner
+        return self._runner.run(self._batch, self._cache, planner)
+
+    def _static_attention(self, batch: Batch) -> StaticAttention | None:
+        """Attention with tables in fixed places, if that of the runner has tables; what kinds it needs is tried out."""
+        made: list[Attention] = []
+
+        def noting(batch: Batch) -> Attention:
+            attention: Any = self._runner.planner(batch)
+            if hasattr(attention, "extent"):
+                attention.extent = self._extent
+            made.append(attention)
+            return made[-1]
+
+        self._runner.run(batch, self._cache, noting)
+        kinds = getattr(made[0], "kinds", None)
+        if kinds is None:
+            return None
+        from services.target.kernels.cuda.attention import StaticAttention
+
+        pages = min(2 * self._cache.pages, _MOST_PAGES) + -(-self.size // self._cache.page_size)  # and padding's
+        ordered = getattr(made[0], "ordered", False)
+        return StaticAttention(self.size, pages, kinds, batch.device, ordered=ordered, extent=self._extent)
+
+
+class _Key(NamedTuple):
+    """What distinguishes captured steps. extent: of the batches that they serve, to whom attention is fitted."""
+
+    size: int
+    layers: tuple[int, ...]
+    final: bool
+    extent: Extent
+
+
+class GraphRunner:
+    """A `Runner` that replays captured steps, and runs what fits none of them as it comes."""
+
+    def __init__(self, runner: ModuleRunner, sizes: Sequence[int], capturer: Capturer, *, padding: bool = True) -> None:
+        """sizes: rows of the steps to capture. padding: whether smaller steps are padded up to them."""
+        self._runner = runner
+        self._sizes = sorted(set(sizes))
+        self._capturer = capturer
+        self._padding = padding
+        self._steps: dict[_Key, _Step] = {}
+        self._works = True
+        self._cache: KVCache | None = None
+
+    @torch.inference_mode()
+    def capture(self, cache: KVCache, device: torch.device) -> None:
+        """Capture every size over a cache, the largest first, so that the others fit into its memory."""
+        self._cache = cache
+        for size in reversed(self._sizes):
+            for extent in self._extents(size):
+                if self._works:
+                    self._step(size, None, cache, device, extent=extent)
+        if self._works:
+            log.info("captured steps of %s rows", ", ".join(map(str, self._sizes)))
+
+    def forward(self, batch: Batch, cache: KVCache) -> Outputs:
+        """As `Runner.forward`. Logits and features last until the next call."""
+        size = self.size_for(max(len(batch), len(batch.rows.sampled)))
+        if size is not None and self._works and cache is self._cache:
+            extent = batch.layout.extent if self._knows_extents else Extent.LONG
+            step = self._step(size, batch.capture, cache, batch.device, extent=extent)
+            outputs = step.forward(batch) if step else None
+            if outputs is not None:
+                return outputs
+        return self._runner.forward(batch, cache)
+
+    def size_for(self, rows: int) -> int | None:
+        """Rows of the step that serves so many; None if none does."""
+        at = bisect_left(self._sizes, rows)
+        if at == len(self._sizes) or (self._sizes[at] != rows and not self._padding):
+            return None
+        return self._sizes[at]
+
+    def weights(self) -> Mapping[str, tuple[int, ...]]:
+        """As `Runner.weights`."""
+        return self._runner.weights()
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """As `Runner.update`; parameters stay in place, so captured steps go on with the new values."""
+        self._runner.update(tensors)
+
+    @property
+    def _knows_extents(self) -> bool:
+        return bool(getattr(self._runner.planner, "knows_extents", False))
+
+    def _extents(self, size: int) -> Sequence[Extent]:
+        """Those of batches with up to so many rows, to whom attention is fitted."""
+        if not self._knows_extents:
+            return [Extent.LONG]
+        return [extent for extent, rows in ((Extent.LONG, SHORT), (Extent.SHORT, 1), (Extent.PLAIN, 0)) if size > rows]
+
+    def _step(
+        self, size: int, capture: Capture | None, cache: KVCache, device: torch.device, *, extent: Extent
+    ) -> _Step | None:
+        key = _Key(size, *((capture.layers, capture.final) if capture else ((), False)), extent)
+        if key not in self._steps:
+            every = replace(capture, rows=None) if capture else None
+            nothing = np.zeros(0, np.int64)
+            layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), cache.page_size)
+            rows = Rows(nothing, nothing, nothing)
+            batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size)
+            try:
+                self._steps[key] = _Step(self._runner, batch, cache, self._capturer, extent=extent)
+            except RuntimeError as error:  # what the model does on the way cannot be captured
+                self._works = False
+                self._steps.clear()
+                log.warning("steps are not captured as CUDA graphs: %s", str(error).splitlines()[0])
+                return None
+        return self._steps[key]
+
+
+def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Runner:
+    """The runner with CUDA graphs, where flags and device have them. Raises ConfigError for flags that do not fit."""
+    asked = {
+        "--cuda-graph-bs": config.cuda_graph_bs,
+        "--cuda-graph-max-bs": config.cuda_graph_max_bs,
+    }
+    for flag, value in asked.items():
+        if value is None:
+            continue
+        if min(value if isinstance(value, tuple) else (value,), default=0) < 1:
+            raise ConfigError(f"{flag} must be 1 or more, not {value}")
+        if config.disable_cuda_graph:
+            raise ConfigError(f"{flag} and --disable-cuda-graph exclude one another; leave one out")
+        if device.type != "cuda":
+            raise ConfigError(f"{flag} needs a CUDA device, not {device}; leave it out")
+        if config.attention_backend == "torch_native":
+            raise ConfigError(f"{flag} needs --attention-backend triton; torch_native cannot be captured")
+    if config.torch_compile_max_bs < 1:
+        raise ConfigError(f"--torch-compile-max-bs must be 1 or more, not {config.torch_compile_max_bs}")
+    captured = device.type == "cuda" and not config.disable_cuda_graph and runner.planner is not GroupedAttention
+    rows, padding = sizes(config), not config.disable_cuda_graph_padding
+    if config.enable_torch_compile and not runner.compilable:
+        log.info("--enable-torch-compile finds nothing to compile: the model runs in kernels of its own")
+    elif config.enable_torch_compile:
+        from services.target.model.cuda.compiled import compiled
+
+        most = config.torch_compile_max_bs * (config.fixed_rows or 1)
+        runner = compiled(runner, most)
+        if not captured:  # compiled programs want fixed sizes all the same
+            return GraphRunner(runner, [count for count in rows if count <= most], direct, padding=padding)
+    return GraphRunner(runner, rows, CudaCapturer(), padding=padding) if captured else runner
+
+
+def sizes(config: TargetConfig) -> list[int]:
+    """Rows of the steps to capture. A session takes one row without hints, and a fixed number where a flag says so."""
+    most = config.cuda_graph_max_bs or config.max_running_requests
+    if config.cuda_graph_bs is not None:
+        sessions = [count for count in config.cuda_graph_bs if count <= (config.cuda_graph_max_bs or count)]
+    elif config.disable_cuda_graph_padding:
+        sessions = list(range(1, most + 1))
+    else:
+        sessions = [*(size for size in _SMALL if size < most), *range(_EVERY * 2, most, _EVERY), most]
+    fixed = config.fixed_rows
+    if fixed is not None:
+        rows = [*sessions, *(count * fixed for count in sessions)]
+    elif config.cuda_graph_bs is None:
+        rows = [*sessions, *range(_EVERY * 2, _ADAPTIVE_ROWS + 1, _EVERY)]
+    else:
+        rows = sessions
+    return sorted({count for count in rows if count <= _MOST_ROWS})

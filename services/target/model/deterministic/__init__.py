@@ -1,0 +1,1 @@
+"""--deterministic: batch-invariant operators, and the start-up check of batch invariance."""

@@ -1,0 +1,1 @@
+"""GGUF checkpoints: conversion into the published safetensors layout."""

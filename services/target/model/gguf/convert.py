@@ -1,0 +1,128 @@
+"""`python -m services.target.model.gguf.convert IN.gguf OUT_FOLDER`: a GGUF file as a folder in the published format.
+
+The folder holds config.json, safetensors weights (bfloat16), tokenizer.json with its chat templates, and
+generation_config.json with the ids that end a text. It is not to be used before this has ended well: whoever calls
+gives the name of a folder that is renamed then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from outrider.errors import ConfigError
+from services.target.model.gguf.progress import Phases
+
+_PHASES = ("reading weights", "loading weights", "writing weights", "building the tokenizer")
+_SHARD = "1GB"  # so that large models are written with progress to show
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert a file. Returns the process's exit code."""
+    parser = argparse.ArgumentParser(prog="services.target.model.gguf.convert", description=__doc__)
+    parser.add_argument("gguf", type=Path, help="GGUF file")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    flags = parser.parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        convert(flags.gguf, flags.folder, console)
+    except Exception as error:  # whatever the libraries below say about a file that is no model
+        console.print(f"error: {flags.gguf} cannot be converted: {error}", style="red", markup=False)
+        return 1
+    return 0
+
+
+def convert(gguf: Path, folder: Path, console: Console) -> None:
+    """Convert a GGUF file into a folder, and show how far it is. Raises ConfigError and what libraries raise."""
+    import torch
+    import transformers
+    from gguf import GGUFReader
+
+    from services.target.model.gguf import facts as gguf_facts
+    from services.target.model.gguf import splits as gguf_splits
+
+    transformers.utils.logging.set_verbosity_error()
+    with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
+        config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        reader = GGUFReader(gguf)
+        gguf_facts.apply(reader, config)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            config=config,
+            dtype=torch.bfloat16,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+        if report["missing_keys"]:  # they would be random
+            raise ValueError(f"it lacks tensors that the model needs, such as {min(report['missing_keys'])}")
+        if spare := gguf_facts.unread(reader, model):  # the text would be another without them
+            raise ConfigError(
+                f"it has tensors that {type(model).__name__} of transformers does not read, such as {spare[0]}; "
+                "take the checkpoint as safetensors instead"
+            )
+        phases.enter(_PHASES[2])
+        model.save_pretrained(folder, max_shard_size=_SHARD)
+        phases.enter(_PHASES[3])
+        whole = gguf_facts.words_are_whole(reader)
+        begin = {"add_bos_token": True} if whole else {}  # what the file states is stronger
+        tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
+        if whole:
+            tokenizer.backend_tokenizer.model.ignore_merges = True
+        if warning := gguf_splits.apply(reader, tokenizer):
+            console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
+        if templates := gguf_facts.chat_templates(reader):
+            tokenizer.chat_template = templates
+        tokenizer.save_pretrained(folder)
+        model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
+        model.generation_config.save_pretrained(folder)
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in filter(Path.is_file, folder.rglob("*")):  # the weights are written for their owner alone
+        file.chmod(0o666 & ~mask)
+
+
+def _eos_token_ids(config: Any, tokenizer: Any, known: Set[int]) -> list[int]:
+    """Ids that end a text, by configuration and tokenizer, and those that are known to."""
+    configured = config.get_text_config().eos_token_id
+    ids = {*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id, *known}
+    return sorted(token for token in ids if token is not None)
+
+
+class _watching:  # noqa: N801
+    """While this is entered, loops over tensors that `transformers` would show bars for are tracked.
+
+    The reader of most architectures has a bar of its own, past the hook that there is for them.
+    """
+
+    def __init__(self, track: Callable[[str, Any], Any]) -> None:
+        self._track = track
+
+    def __enter__(self) -> None:
+        import transformers
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        self._before = transformers.utils.logging.set_tqdm_hook(self._hook), reader.tqdm
+        reader.tqdm = lambda tensors, **_: self._track(_PHASES[0], tensors)
+
+    def __exit__(self, *_: object) -> None:
+        import transformers
+        from transformers import modeling_gguf_pytorch_utils as reader
+
+        hook, reader.tqdm = self._before
+        transformers.utils.logging.set_tqdm_hook(hook)
+
+    def _hook(self, factory: Any, args: Any, kwargs: Any) -> Any:
+        phase = {"Loading weights": _PHASES[1], "Writing model shards": _PHASES[2]}.get(kwargs.get("desc", ""))
+        return self._track(phase, args[0]) if phase and args else factory(*args, **kwargs | {"disable": True})
+
+
+if __name__ == "__main__":
+    os.environ["TQDM_DISABLE"] = "1"  # before it is imported: its bars would tear these lines
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""Checkpoints that are published quantized: kept so where a device and its packages can, else unpacked as they load.
+
+`transformers` has a quantizer for each format; most need a GPU and a package of their own. Where these are not there,
+our own quantizer takes the place of it: it makes every stored group of tensors plain (`checkpoints.dequantize`), layer
+by layer (and expert by expert) as the files are read, so that the model is the plain one, in the computation's format.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from numpy.typing import NDArray
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from outrider.checkpoints.dequantize import check_layout, dequantize
+from outrider.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_METHOD = "outrider"
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)  # which mean nothing without their scales
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A published format that we unpack. names: a weight's tensors; packages: what CUDA needs to keep them packed."""
+
+    names: tuple[str, ...]
+    packages: tuple[str, ...]
+
+
+_FORMATS = {
+    "fp8": _Format(("weight", "weight_scale_inv", "activation_scale", "weight_scale", "input_scale"), ("kernels",)),
+    "gptq": _Format(("qweight", "qzeros", "scales", "g_idx"), ("optimum", "gptqmodel")),
+    "awq": _Format(("qweight", "qzeros", "scales"), ("gptqmodel",)),
+    "compressed-tensors": _Format(
+        ("weight", "weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "input_scale",
+         "input_zero_point"),
+        ("compressed_tensors",),
+    ),
+}  # fmt: skip
+_NEEDS_PACKAGE = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
+_INSTEAD = "choose a checkpoint that is not quantized, or one of fp8, GPTQ, AWQ, compressed-tensors or MXFP4"
+
+
+def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
+    """What `from_pretrained` must be told so that a checkpoint's weights load. Changes `settings`.
+
+    Raises ConfigError for a format that this machine cannot load.
+    """
+    text = settings.get_text_config()
+    stored = getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None)
+    if stored is None:
+        return {}
+    stored = dict(stored if isinstance(stored, Mapping) else stored.to_dict())
+    method = _method(stored)
+    if method == "mxfp4":
+        if device.type == "cpu":
+            return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+        return {"device_map": {"": device}}
+    if method in _NEEDS_PACKAGE:
+        _check_package(method, device)
+        return {"device_map": {"": device}}
+    if method not in _FORMATS:
+        raise ConfigError(f"weights quantized by {method} are not supported; {_INSTEAD}")
+    if _kept(method, device):
+        return {"device_map": {"": device}}
+    stored["quant_method"] = method
+    try:
+        check_layout(stored)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {_INSTEAD}") from None
+    if device.type == "cuda":
+        wanted = " ".join(_FORMATS[method].packages)
+        log.warning("%s weights are unpacked, which takes more memory; to keep them packed, install %s", method, wanted)
+    else:
+        log.info("%s weights are unpacked as they load", method)
+    for owner in (settings, text):
+        if getattr(owner, "quantization_config", None) is not None:
+            owner.quantization_config = {"quant_method": _METHOD, "stored": stored}
+    return {}
+
+
+def _method(stored: Mapping[str, Any]) -> str:
+    if stored.get("load_in_4bit") or stored.get("load_in_8bit"):
+        return "bitsandbytes"
+    method = stored.get("quant_method") or stored.get("quant_algo") or "an unnamed method"
+    return str(getattr(method, "value", method)).lower()
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _kept(method: str, device: torch.device) -> bool:
+    """Whether `transformers` can compute with the packed weights here."""
+    if device.type != "cuda" or method == "compressed-tensors":
+        return False
+    if method == "fp8" and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return False
+    return all(_installed(package) for package in _FORMATS[method].packages)
+
+
+def _check_package(method: str, device: torch.device) -> None:
+    package = _NEEDS_PACKAGE[method]
+    if device.type != "cuda":
+        raise ConfigError(f"weights quantized by {method} need --device cuda; {_INSTEAD}")
+    if not _installed(package):
+        raise ConfigError(f"weights quantized by {method} need a package; `pip install {package}`, or {_INSTEAD}")
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor for NumPy, which has neither bfloat16 nor numbers of 8 bits with a fraction."""
+    known = not tensor.is_floating_point() or tensor.dtype in (torch.float16, torch.float32)
+    return (tensor if known else tensor.float()).numpy()
+
+
+class _Unpack(ConversionOps):
+    """Makes each weight plain. Runs before what merges experts."""
+
+    def __init__(self, quantizer: _Unpacker) -> None:
+        self.hf_quantizer = quantizer  # so named, `transformers` hands the stored tensors over uncast
+
+    def convert(
+        self, input_dict: dict[str, Any], *, model: Any = None, full_layer_name: str = "", **_: Any
+    ) -> dict[str, Any]:
+        """input_dict: stored tensors, or lists of them, by name. Returns weights, by the names of plain ones."""
+        dtype = model.get_parameter(full_layer_name).dtype
+        layers: dict[str, dict[str, list[Any]]] = defaultdict(dict)
+        for key, value in input_dict.items():
+            layer, _, name = key.rpartition(".")
+            layers[layer][name] = value if isinstance(value, list) else [value]
+        weights: dict[str, Any] = {}
+        for layer, parts in layers.items():
+            whole = [
+                self.hf_quantizer.unpack(full_layer_name, dict(zip(parts, tensors, strict=True)), dtype)
+                for tensors in zip(*parts.values(), strict=True)
+            ]
+            weights[f"{layer}.weight" if layer else full_layer_name] = whole if layer else whole[0]
+        return weights
+
+
+@register_quantization_config(_METHOD)
+class _UnpackConfig(QuantizationConfigMixin):
+    """Stands in `quantization_config` for the stored one, which it holds."""
+
+    def __init__(self, stored: Mapping[str, Any], **_: Any) -> None:
+        self.quant_method = _METHOD
+        self.stored = dict(stored)
+        self.dequantize = True
+
+
+@register_quantizer(_METHOD)
+class _Unpacker(HfQuantizer):
+    """Our quantizer: the model stays as it is, and stored tensors become plain ones."""
+
+    def __init__(self, quantization_config: _UnpackConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._stored = quantization_config.stored
+        self._failed = False
+        names = _FORMATS[self._stored["quant_method"]].names
+        self.serialized_names = {"weight": list(dict.fromkeys(("weight", *names)))}
+
+    def unpack(self, name: str, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The weight of one layer; layers that are not quantized have theirs as it is. name: for messages."""
+        if set(tensors) == {"weight"} and tensors["weight"].dtype not in _EIGHT_BITS:
+            return tensors["weight"].to(dtype)
+        try:
+            arrays = {part: _array(tensor) for part, tensor in tensors.items()}
+            return torch.from_numpy(dequantize(name, arrays, self._stored)).to(dtype)
+        except Exception as error:
+            if not self._failed:  # `transformers` gathers failures without their text, and goes on
+                log.error("%s", error)
+            self._failed = True
+            raise
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """What runs on the stored tensors."""
+        return {"dequantize": _Unpack}
+
+    def is_serializable(self) -> bool:
+        """As any plain model."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """As any plain model."""
+        return True

@@ -1,0 +1,60 @@
+"""Before the first request: does the model keep all of its memory in the paged cache?
+
+A model may carry a state of its own from token to token (a convolution, a recurrence) beside attention. Nothing in its
+interface says so, and its text would be wrong wherever a prompt is cut or a draft refused. So a few tokens are computed
+twice, at once and in two parts: a model that the cache serves gives the same logits up to rounding.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from outrider.errors import ConfigError
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from outrider.serving.messages import OpenSession
+from outrider.serving.scheduler import Chunk
+from outrider.serving.session import Session
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from services.target.model.base import Model
+from services.target.step.batch import Work, build
+
+_TOKENS = 12
+_CUT = 7  # where the second way cuts them
+# Root mean square of the logits' difference over that of the logits. Rounding stays far below it, also in bfloat16;
+# a state that is lost moves them by about their own size.
+_TOLERANCE = 0.25
+
+
+@torch.inference_mode()
+def check(model: Model) -> None:
+    """Compute tokens at once and in parts. Raises ConfigError if the logits differ."""
+    count = min(_TOKENS, model.context_length)
+    if count <= _CUT:
+        return
+    prefix = PrefixCache(PageAllocator(1, _TOKENS), enabled=False)
+    cache = model.new_cache(1, _TOKENS)
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.uint32)
+    session = Session(OpenSession(0, tokens, count, SamplingParams(), StopConditions(1)), prefix)
+    session.table.reserve(count)
+
+    def last_logits(*stops: int) -> torch.Tensor:
+        logits, start = torch.empty(0), 0
+        for stop in stops:
+            batch = build([Work(Chunk(session, start, stop))], model.device)
+            logits, start = model.runner.forward(batch, cache).logits, stop
+        return logits[-1].float()
+
+    whole, parts = last_logits(count), last_logits(_CUT, count)
+    if not torch.isfinite(whole).all():
+        raise ConfigError(
+            f"{model.architecture}: the logits are not finite as {str(model.dtype).removeprefix('torch.')}; "
+            "choose --dtype bfloat16 or float32"
+        )
+    spread = (whole - whole.mean()).square().mean().sqrt()
+    if (whole - parts).square().mean().sqrt() > _TOLERANCE * spread:
+        raise ConfigError(
+            f"{model.architecture} carries a state from token to token beside its attention, which is not supported; "
+            "choose a model with attention alone"
+        )

@@ -1,0 +1,155 @@
+"""Which checkpoints can be served: what a configuration says before a tensor is read; which tensors may be spare.
+
+Every refusal names what does not fit and what to do about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from outrider.checkpoints import checkpoint
+from outrider.errors import ConfigError
+from outrider.text.special import special_tokens
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Tensors of layers that draft (multi-token prediction), under the names of their checkpoints.
+_DRAFTING = re.compile(r"^(model\.)?mtp(_layers)?\.")
+# What AWQ divides the results of an activation by, where no weight before it could take that: in StarCoder2 and others.
+_DIVIDED = re.compile(r"\.(act|gelu_impl)\.(scales|weight)$")
+
+
+def read_settings(folder: Path, trust_remote_code: bool) -> tuple[Any, bool]:
+    """The configuration of a folder, and whether its model runs code that comes with it. Raises ConfigError."""
+    content = checkpoint.load_json(folder / "config.json")
+    remote = _needs_own_code(content)
+    if remote:
+        _check_own_code(folder, content["auto_map"], trust_remote_code)
+    try:
+        settings = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote, local_files_only=True)
+    except Exception as error:
+        raise ConfigError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
+    _check_kind(folder, settings, remote)
+    _check_layers(folder, settings)
+    return settings, remote
+
+
+def auto_class(settings: Any) -> Any:
+    """The class of `transformers` that loads a model. One that sees images too is served as what it is without any."""
+    text = settings.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "AutoModelForCausalLM" in (
+        getattr(settings, "auto_map", None) or {}
+    )
+    return transformers.AutoModelForCausalLM if text else transformers.AutoModelForImageTextToText
+
+
+def check_vocabulary(folder: Path, vocab_size: int) -> None:
+    """Raise ConfigError if the folder's tokenizer has tokens that the model has no rows for.
+
+    Tokens added for a purpose that the model does not know, such as images, may lie past the end.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    added = {entry["content"] for entry in checkpoint.load_json(file).get("added_tokens", [])}
+    outside = [token for token, i in checkpoint.vocabulary(folder).items() if i >= vocab_size and token not in added]
+    if outside:
+        raise ConfigError(
+            f"{folder}: tokenizer.json has {len(outside)} tokens past the model's vocabulary of {vocab_size}, such as "
+            f'"{outside[0]}"; it belongs to another model: put the right tokenizer beside the weights'
+        )
+
+
+def tokenizer_eos(folder: Path) -> int | None:
+    """Id of the token that the folder's tokenizer ends texts with; None if it has none."""
+    files = (folder / "tokenizer_config.json", folder / "special_tokens_map.json")
+    settings, beside = (checkpoint.load_json(file) if file.is_file() else {} for file in files)
+    token = special_tokens(settings, beside).get("eos_token")
+    return None if token is None else checkpoint.vocabulary(folder).get(token)
+
+
+def unexpected(names: Iterable[str], settings: Any) -> list[str]:
+    """Those of the unused tensors that nobody needs: all but layers for drafting, which follow the model's own."""
+    layers = settings.get_text_config().num_hidden_layers
+    drafting = getattr(settings.get_text_config(), "num_nextn_predict_layers", None) or 0
+
+    def is_drafting(name: str) -> bool:
+        number = _LAYER_NUMBER.search(name)
+        behind = number is not None and layers <= int(number[1]) < layers + max(drafting, 1)
+        return behind or _DRAFTING.search(name) is not None
+
+    return sorted(name for name in names if not is_drafting(name))
+
+
+def check_spare(folder: Path, spare: Iterable[str]) -> None:
+    """Raise ConfigError for unused tensors without which the text would be another."""
+    divided = next(filter(_DIVIDED.search, spare), None)
+    if divided is not None:
+        raise ConfigError(
+            f"{folder}: {divided} scales what an activation gives, which is not supported with unpacked AWQ weights; "
+            "choose a checkpoint that is not quantized"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _needs_own_code(content: dict[str, Any]) -> bool:
+    """True for a model that `transformers` does not know; one that it knows is built as it knows it."""
+    if "AutoModelForCausalLM" not in (content.get("auto_map") or {}):
+        return False
+    known = content.get("model_type") in transformers.CONFIG_MAPPING
+    return not (known and all(hasattr(transformers, name) for name in content.get("architectures") or ()))
+
+
+def _check_own_code(folder: Path, auto_map: dict[str, str], trusted: bool) -> None:
+    names = {f"{reference.split('.')[0]}.py" for reference in auto_map.values() if isinstance(reference, str)}
+    if not trusted:
+        raise ConfigError(
+            f"{folder} brings code of its own for its model ({', '.join(sorted(names))}); "
+            "read it, and if you trust it, add --trust-remote-code"
+        )
+    missing = sorted(name for name in names if "--" not in name and not (folder / name).is_file())
+    if missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its config.json names; download it again")
+
+
+def _check_kind(folder: Path, settings: Any, remote: bool) -> None:
+    if getattr(settings, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{folder}: {settings.model_type} is an encoder-decoder model, which is not supported; "
+            "choose a decoder-only model, such as a Llama or a Qwen"
+        )
+    known = settings.model_type in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    if not remote and not known:
+        raise ConfigError(
+            f"{folder}: {settings.model_type} is no model that continues text (transformers has no causal LM for it); "
+            "choose a causal language model"
+        )
+
+
+def _check_layers(folder: Path, settings: Any) -> None:
+    text = settings.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or ())
+    strange = sorted(set(kinds) - set(_LAYER_TYPES))
+    if strange:
+        count = sum(kind in strange for kind in kinds)
+        raise ConfigError(
+            f"{folder}: {count} of {len(kinds)} layers are of type {', '.join(strange)}, which is not supported: only "
+            "full and sliding-window attention can verify a tree of drafts; choose a model with these alone"
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise ConfigError(
+            f"{folder}: {text.num_kv_shared_layers} layers share keys and values with others, which is not supported; "
+            "choose a model whose layers have their own"
+        )

@@ -1,0 +1,256 @@
+"""The gRPC face of the target: facts for the handshake, the tokenizer's files, and the stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+import outrider
+from outrider.checkpoints import checkpoint
+from outrider.config import TargetConfig
+from outrider.errors import InvalidRequest, Unavailable
+from outrider.serving.loop import EngineLoop
+from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.stream import StreamHub
+from outrider.wire.features import feature_spec_from_pb
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+if TYPE_CHECKING:  # PyTorch is not needed to answer
+    from services.target.engine.engine import TargetEngine
+    from services.target.process.control import Control, Update, Weights
+
+SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "config.json",
+)
+"""Of a model's folder, what the gateway needs beside its chat templates."""
+
+_PART_BYTES = 1 << 20
+_PAUSE_MODES = {
+    common_pb2.PAUSE_MODE_UNSPECIFIED: "abort",
+    common_pb2.PAUSE_MODE_ABORT: "abort",
+    common_pb2.PAUSE_MODE_RETRACT: "retract",
+    common_pb2.PAUSE_MODE_IN_PLACE: "in_place",
+}
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a loaded target says about itself."""
+
+    folder: Path
+    info: target_pb2.GetTargetInfoResponse
+
+
+def describe(folder: Path, engine: TargetEngine, config: TargetConfig) -> Facts:
+    """The facts of a loaded model. Reads the folder's weight headers and tokenizer."""
+    model, fingerprint = engine.model, checkpoint.fingerprint(folder)
+    info = target_pb2.GetTargetInfoResponse(
+        protocol_version=outrider.PROTOCOL_VERSION,
+        software_version=outrider.__version__,
+        model=common_pb2.ModelInfo(
+            model_path=checkpoint.display_name(config.model_path),
+            fingerprint=fingerprint,
+            architecture=model.architecture,
+            vocab_size=model.vocab_size,
+            vocab_hash=checkpoint.vocab_hash(folder),
+            context_length=model.context_length,
+            dtype=str(model.dtype).removeprefix("torch."),
+        ),
+        eos_token_ids=model.eos_token_ids,
+        max_session_tokens=engine.max_session_tokens,
+        max_running_sessions=config.max_running_requests,
+        max_draft_tokens=engine.planner.max_rows,
+        page_size=config.page_size,
+        weight_version=engine.weight_version,
+        kv_cache_dtype=str(model.cache_dtype).removeprefix("torch."),
+        first_fingerprint=fingerprint,
+    )
+    return Facts(folder, info)
+
+
+def update_from_pb(message: common_pb2.WeightUpdate) -> Update:
+    """How new weights are taken over."""
+    from services.target.process.control import Update
+
+    version = message.weight_version if message.HasField("weight_version") else None
+    return Update(version, message.keep_cache, message.abort_all_requests)
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """TargetService around an engine's streams. Until `serve` is called, callers are told to wait."""
+
+    def __init__(self, hub: StreamHub[Any, Any], loop: EngineLoop) -> None:
+        self._hub = hub
+        self._loop = loop
+        self._engine: TargetEngine | None = None
+        self._control: Control | None = None
+        self.facts: Facts | None = None
+
+    def serve(self, facts: Facts, engine: TargetEngine, control: Control) -> None:
+        """The model is loaded."""
+        self.facts, self._engine, self._control = facts, engine, control
+
+    def register(self, server: GrpcServer) -> tuple[str, ...]:
+        """Add the service to a server. Returns its full name."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server.server)
+        return (SERVICE_NAME,)
+
+    def _loaded(self) -> Facts:
+        if self.facts is None:
+            raise Unavailable("the target is loading its model; retry in a moment")
+        return self.facts
+
+    def _running(self) -> tuple[TargetEngine, Control]:
+        self._loaded()
+        assert self._engine is not None, "facts and engine come together"
+        assert self._control is not None, "engine and control come together"
+        return self._engine, self._control
+
+    async def _in_engine(self, work: Callable[[], Result]) -> Result:
+        """The result of work that the engine thread does between two steps."""
+        return await asyncio.wrap_future(self._loop.call(work))
+
+    async def GetTargetInfo(  # noqa: N802
+        self, request: target_pb2.GetTargetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.GetTargetInfoResponse:
+        """Facts for the handshake."""
+        del request
+        async with statuses(context):
+            return self._loaded().info
+        raise AssertionError("an aborted call does not go on")
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: target_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[target_pb2.GetTokenizerResponse]:
+        """The tokenizer's files that exist, in parts."""
+        del request
+        async with statuses(context):
+            folder = self._loaded().folder
+            for name in (*TOKENIZER_FILES, *checkpoint.chat_template_files(folder)):
+                path = folder / name
+                if not path.is_file():
+                    continue
+                content = await asyncio.to_thread(path.read_bytes)
+                for start in range(0, len(content), _PART_BYTES):
+                    part = content[start : start + _PART_BYTES]
+                    yield target_pb2.GetTokenizerResponse(file_name=name, content=part)
+
+    async def ConfigureFeatures(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[target_pb2.ConfigureFeaturesRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> target_pb2.ConfigureFeaturesResponse:
+        """Get to know which hidden states sessions may ask for."""
+        async with statuses(context):
+            engine, _ = self._running()
+            spec: common_pb2.FeatureSpec | None = None
+            fusion = bytearray()
+            async for part in request_iterator:
+                spec = part.spec if part.HasField("spec") else spec
+                fusion += part.fusion
+            if spec is None:
+                raise InvalidRequest("the first message must have the specification", param="spec")
+            wanted, name, content = feature_spec_from_pb(spec), spec.spec_id, bytes(fusion)
+            made = await asyncio.wrap_future(self._loop.call(lambda: engine.features.configure(name, wanted, content)))
+            return target_pb2.ConfigureFeaturesResponse(layers=made.layers, width=made.width, row_bytes=made.row_bytes)
+        raise AssertionError("an aborted call does not go on")
+
+    async def UpdateWeightsFromDisk(  # noqa: N802
+        self, request: target_pb2.UpdateWeightsFromDiskRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.UpdateWeightsFromDiskResponse:
+        """Replace all weights by those of a folder."""
+        async with statuses(context):
+            _, control = self._running()
+            folder = await asyncio.to_thread(control.read_folder, request.folder)
+            update = update_from_pb(request.update)
+            facts = await self._in_engine(lambda: self._changed(control.update_from_folder(folder, update)))
+            return target_pb2.UpdateWeightsFromDiskResponse(weights=facts)
+        raise AssertionError("an aborted call does not go on")
+
+    async def UpdateWeightsFromTensor(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[target_pb2.UpdateWeightsFromTensorRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> target_pb2.UpdateWeightsFromTensorResponse:
+        """Replace weights by tensors that come in parts."""
+        async with statuses(context):
+            _, control = self._running()
+            incoming, update = control.incoming(), common_pb2.WeightUpdate()
+            async for part in request_iterator:
+                update = part.update if part.HasField("update") else update
+                incoming.add(part.content)
+            await asyncio.to_thread(incoming.finish)
+            taken = update_from_pb(update)
+            facts = await self._in_engine(lambda: self._changed(control.update_from_tensors(incoming, taken)))
+            return target_pb2.UpdateWeightsFromTensorResponse(weights=facts)
+        raise AssertionError("an aborted call does not go on")
+
+    def _changed(self, weights: Weights) -> common_pb2.WeightFacts:
+        """In the engine thread, for whoever asked may be gone: note what the weights are now, and say it."""
+        info = self._loaded().info
+        info.weight_version, info.model.fingerprint = weights.weight_version, weights.fingerprint
+        return common_pb2.WeightFacts(
+            weight_version=weights.weight_version,
+            fingerprint=weights.fingerprint,
+            replaced_tensors=weights.replaced,
+            aborted_sessions=weights.aborted,
+            retracted_sessions=weights.retracted,
+            fingerprint_before=weights.before,
+            whole=weights.whole,
+        )
+
+    async def FlushCache(  # noqa: N802
+        self, request: target_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.FlushCacheResponse:
+        """Drop cached prefixes."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].flush_cache)
+            return target_pb2.FlushCacheResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def PauseGeneration(  # noqa: N802
+        self, request: target_pb2.PauseGenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.PauseGenerationResponse:
+        """Stop taking steps."""
+        async with statuses(context):
+            _, control = self._running()
+            mode = _PAUSE_MODES.get(request.mode)
+            if mode is None:
+                raise InvalidRequest(f"pause mode {request.mode} is not known here", param="mode")
+            aborted = await self._in_engine(lambda: control.pause(mode))
+            return target_pb2.PauseGenerationResponse(aborted_sessions=aborted)
+        raise AssertionError("an aborted call does not go on")
+
+    async def ContinueGeneration(  # noqa: N802
+        self, request: target_pb2.ContinueGenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> target_pb2.ContinueGenerationResponse:
+        """Take steps again."""
+        del request
+        async with statuses(context):
+            await self._in_engine(self._running()[1].proceed)
+            return target_pb2.ContinueGenerationResponse()
+        raise AssertionError("an aborted call does not go on")
+
+    async def Verify(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[target_pb2.VerifyRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """One gateway's stream of sessions."""
+        async with statuses(context):
+            self._loaded()
+            async for frame in self._hub.answer(request_iterator, context, target_pb2.VerifyRequest):
+                yield frame

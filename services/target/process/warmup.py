@@ -1,0 +1,121 @@
+"""Before the first request: every kind of step is run once, and what a step costs is measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from outrider.serving.messages import OpenSession
+from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.tree import TreeSlice
+from services.target.engine.engine import TargetEngine
+from services.target.model.cuda.graphs import GraphRunner
+from services.target.speculation.budget import Budget
+from services.target.speculation.estimates.step_cost import StepCost
+
+log = logging.getLogger(__name__)
+
+_ID = 0
+_TIMED_STEPS = 3
+_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_DRAFTED = 24  # tokens with drafts of the target's own: some chains
+_LENGTHS = (64, 1024)  # tokens of a short and of a long context
+
+
+def warm_up(engine: TargetEngine) -> None:
+    """Run an idle engine, so that the first request does not pay for what is done lazily."""
+    engine.sessions.grammars.load()
+    with step_by_step(engine):
+        _run(engine)
+    engine.forget_measurements()
+    if engine.model.drafts:
+        engine.own.looks_back = False  # it is the copy that is to be measured
+        _open(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
+        while not engine.idle:
+            engine.step()
+        engine.own.looks_back = True
+        engine.forget_measurements()
+
+
+@contextmanager
+def step_by_step(engine: TargetEngine) -> Iterator[None]:
+    """Each of the engine's steps begins and ends by itself, so that it can be timed."""
+    overlap, engine.overlap = engine.overlap, False
+    seconds, engine.bursts.seconds = engine.bursts.seconds, 0.0
+    hinted_only, engine.hinted_only = engine.hinted_only, True
+    try:
+        yield
+    finally:
+        engine.overlap, engine.bursts.seconds, engine.hinted_only = overlap, seconds, hinted_only
+
+
+def _run(engine: TargetEngine) -> None:
+    if isinstance(engine.model.runner, GraphRunner):
+        engine.model.runner.capture(engine.cache, engine.model.device)
+    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9)):
+        _open(engine, min(4, engine.max_session_tokens - 1), 3, params)
+        while not engine.idle:
+            _draft_chain(engine, 2)
+            engine.step()
+    cost = _measure(engine)
+    if cost is not None:
+        engine.planner.budget = Budget(cost)
+        log.info("%s", cost.describe())
+
+
+def _open(engine: TargetEngine, prompt: int, max_tokens: int, params: SamplingParams) -> None:
+    stop = StopConditions(max_tokens=max_tokens, ignore_eos=True)
+    engine.open(OpenSession(_ID, np.zeros(prompt, np.uint32), prompt, params, stop))
+
+
+def _draft_chain(engine: TargetEngine, nodes: int) -> None:
+    tree = engine.hints(_ID)
+    tree.clear()
+    for depth in range(nodes):
+        tree.add(depth - 1, 0, 0.0)  # below the node added last, or below the root
+
+
+def _measure(engine: TargetEngine) -> StepCost | None:
+    """Time steps of some numbers of rows, and of a long context. None where there is no room for it."""
+    rows = [count for count in _ROWS if count <= engine.max_session_tokens // 4]
+    seconds = dict.fromkeys(rows, np.inf)
+    short, long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)
+    if len(rows) < 2 or long < 2 * short:
+        return None
+    engine.planner.budget, most = Measuring(), engine.planner.max_rows
+    try:
+        for _ in range(_TIMED_STEPS):
+            for count in rows:
+                engine.planner.max_rows = count
+                seconds[count] = min(seconds[count], _timed(engine, short, count))
+        engine.planner.max_rows = 1
+        by_keys = min(_timed(engine, long, 1) for _ in range(_TIMED_STEPS))
+    finally:
+        engine.planner.max_rows = most
+    return StepCost(seconds, max(0.0, by_keys - seconds[1]) / (long - short))
+
+
+def _timed(engine: TargetEngine, keys: int, rows: int) -> float:
+    """Seconds of a step with so many rows of a session that has so many tokens."""
+    _open(engine, keys, rows + 2, SamplingParams(temperature=0.0))
+    while not engine.step().commits:
+        pass
+    _draft_chain(engine, rows - 1)
+    start = time.perf_counter()
+    engine.step()
+    elapsed = time.perf_counter() - start
+    engine.close(_ID)
+    return elapsed
+
+
+class Measuring(Budget):
+    """Takes whatever there is."""
+
+    def choose(self, drafts: Sequence[TreeSlice], *_: Any) -> list[int]:
+        """All nodes of all drafts."""
+        return [len(draft) for draft in drafts]

@@ -1,0 +1,95 @@
+"""Which tokens grammars allow after each row of a step, as bits: filled on the host, applied on the device.
+
+A draft node's mask is that of a copy of the automaton that walks there. llguidance would walk a chain and roll it
+back, but keeps the last mask by what another path may have in common (1.9), and some grammars it cannot roll back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher
+from numpy.typing import NDArray
+from torch import Tensor
+
+from outrider.speculation.tree import TreeSlice
+from services.target.grammar.matcher import Matcher
+from services.target.step.token_mask import TokenMask
+from services.target.step.upload import upload
+
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class Guided:
+    """The rows of one session that a grammar binds, row `first` being the root's.
+
+    banned: for each row, token ids that may not be drawn unless the grammar leaves no other
+    """
+
+    first: int
+    matcher: Matcher
+    draft: TreeSlice
+    banned: Sequence[Sequence[int]]
+
+
+class Masks:
+    """Fills one buffer, which every step uses again."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._words = -(-vocab_size // 32)
+        self._device = device
+        self._executor = LLExecutor(min(torch.get_num_threads(), _MOST_THREADS))
+        self._buffer = self._allocate(64)
+
+    def fill(self, sessions: Sequence[Guided]) -> TokenMask:
+        """What may be drawn after each row of these sessions. A matcher that meets a limit gets its fault set.
+
+        The step before must have been waited for.
+        """
+        count = sum(len(guided.draft) + 1 for guided in sessions)
+        if count > len(self._buffer):
+            self._buffer = self._allocate(2 * count)
+        rows = np.empty(count, np.int64)
+        states: list[tuple[LLMatcher, int]] = []
+        matchers: list[Matcher] = []
+        for guided in sessions:
+            rows[len(states) : len(states) + len(guided.draft) + 1] = guided.first + np.arange(len(guided.draft) + 1)
+            states += [(state, len(states) + i) for i, state in enumerate(guided.matcher.along(guided.draft))]
+            matchers += [guided.matcher] * (len(guided.draft) + 1)
+        bits = self._buffer[:count].numpy()
+        if states:
+            self._executor.unsafe_compute_mask_ptr(states, bits.ctypes.data, 4 * self._words, count)
+        for matcher, (state, place) in zip(matchers, states, strict=True):
+            if state.is_error():
+                matcher.fail(state)
+                bits[place] = 0  # nothing can be drawn: the session ends if its text gets there
+        for guided in sessions:
+            _ban(bits, rows, guided)
+        words = self._buffer[:count].to(self._device, non_blocking=True)
+        return TokenMask(*upload([rows], self._device), words)
+
+    def _allocate(self, rows: int) -> Tensor:
+        return torch.empty(rows, self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+
+
+def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: Guided) -> None:
+    """Take banned tokens out of a session's masks that have others."""
+    for row, tokens in enumerate(guided.banned, start=guided.first):
+        if tokens:
+            mask = bits[rows == row][0].view(np.uint32).copy()
+            ids = np.array(tokens, np.uint32)
+            np.bitwise_and.at(mask, ids >> 5, ~(np.uint32(1) << (ids & 31)))
+            if mask.any():
+                bits[rows == row] = mask.view(np.int32)
+
+
+def apply(logits: Tensor, mask: TokenMask) -> None:
+    """Make what is not allowed impossible, in place. logits: [R, V] float32."""
+    octets = mask.words.view(torch.uint8)  # [M, 4 W], little-endian
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = ((octets[:, :, None] >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits.index_copy_(0, mask.rows, logits.index_select(0, mask.rows).masked_fill_(~allowed, -torch.inf))

@@ -1,0 +1,89 @@
+"""A session of the engine: its text and pages, its hints, and all that it asked for."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from outrider.errors import InvalidRequest
+from outrider.serving.messages import Grammar, OpenSession
+from outrider.serving.session import Session
+from outrider.speculation.tree import SpeculationTree
+from services.target.grammar.matcher import Matcher
+from services.target.kernels.cpu import sampling as compiled
+from services.target.sampling.logprobs import PromptScores
+from services.target.sampling.penalties import Tally
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of a session that is open.
+
+    tree:          its hints
+    stop_ids:      tokens that end it
+    tally:         what of its past changes its logits
+    matcher:       where its text stands in its grammar
+    top:           likeliest tokens to tell beside each new one; None for no log-probabilities
+    prompt_scores: log-probabilities of its prompt
+    sampling:      how its tokens are drawn, as the compiled kernel reads it
+    stops:         its stop_ids as int64, as that reads them, too
+    plain:         True if its tokens are drawn from the model's logits as they are, and nothing is told beside them
+    """
+
+    session: Session
+    tree: SpeculationTree
+    stop_ids: frozenset[int]
+    tally: Tally | None
+    matcher: Matcher | None
+    top: int | None
+    prompt_scores: PromptScores | None
+    sampling: bytes
+    plain: bool = field(init=False)
+    stops: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stops", array("q", self.stop_ids).tobytes())
+        plain = self.tally is None and self.matcher is None and self.top is None and not self.session.stop.min_tokens
+        object.__setattr__(self, "plain", plain)
+
+    @classmethod
+    def of(cls, request: OpenSession, session: Session, stop_ids: frozenset[int], vocab_size: int) -> Entry:
+        """What a session needs besides its pages; without its grammar, which is still to be compiled."""
+        params = request.sampling
+        tell_prompt = request.prompt_logprobs is not None and session.new_tokens == 0
+        return cls(
+            session,
+            SpeculationTree(request.tokens),
+            stop_ids,
+            Tally(params, request.tokens, request.prompt_length) if params.adjusts else None,
+            None,
+            None if request.logprobs is None else min(request.logprobs, vocab_size),
+            PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab_size)) if tell_prompt else None,
+            compiled.pack(params),
+        )
+
+    def append(self, tokens: NDArray[np.uint32]) -> None:
+        """Commit tokens, [n]."""
+        self.session.append(tokens)
+        self.tree.commit(tokens)
+        if self.tally is not None:
+            self.tally.append(tokens)
+        if self.matcher is not None and int(tokens[-1]) not in self.stop_ids:
+            self.matcher.commit(tokens.tolist())
+
+    def guided(self, start: LLMatcher | InvalidRequest, grammar: Grammar) -> Entry:
+        """With its grammar, once it is compiled. Raises InvalidRequest for one that cannot be, or that is not met."""
+        if isinstance(start, InvalidRequest):
+            raise start
+        session = self.session
+        return replace(self, matcher=Matcher(start, grammar, session.tokens[session.prompt_length :].tolist()))
+
+    def admits(self, node: int) -> bool:
+        """True for a node that the grammar allows and that does not end the session, so that more may follow."""
+        return self.tree.token[node] not in self.stop_ids and (
+            self.matcher is None or self.matcher.admits(self.tree.path_tokens(node))
+        )
