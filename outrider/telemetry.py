@@ -20,7 +20,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
-def untold(part: int, parts: int) -> None:
+def no_progress(part: int, parts: int) -> None:
     """Progress that nobody hears of."""
 
 

@@ -14,7 +14,7 @@ from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.kernels.kv_cache import KVCache
-from services.target.step.batch import Work
+from services.target.step.batch import SessionWork
 
 PAGE = 16
 VERIFIED = 16  # rows of a session in a step of verification, the root included
@@ -44,7 +44,7 @@ class Size:
 TINY = Size(64, 128, 2, 4, 2, 512, ((1, 64), (2, 100)), ((1, 64),), 2, (1, 2), 2)
 
 
-def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[Work]:
+def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[SessionWork]:
     """Works of so many sessions with a context in the cache: one row each, a chain of drafts, or a prompt's chunk."""
     allocator = PageAllocator(cache.pages, PAGE)
     works = []
@@ -57,5 +57,5 @@ def sessions(count: int, context: int, rows: int, cache: KVCache) -> list[Work]:
         chain = np.arange(-1, nodes - 1, dtype=np.int32)
         draft = TreeSlice(chain.astype(np.uint32) + 2, chain, chain + 2, np.zeros(nodes, np.float32))
         start = context - 1 if rows <= VERIFIED else context - rows
-        works.append(Work(Chunk(session, start, context), draft if nodes else EMPTY_SLICE))
+        works.append(SessionWork(Chunk(session, start, context), draft if nodes else EMPTY_SLICE))
     return works

@@ -41,7 +41,7 @@ from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct
 from services.target.model.loading.load import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.sampling import sampler
-from services.target.step.batch import Work, build
+from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
 PARTS = ("step", "engine", "compiled", "attention")
@@ -201,7 +201,7 @@ class Bench:
             works = sessions(count, context, rows, cache)
             requests = [sampler.RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
 
-            def once(works: Sequence[Work] = works, requests: Sequence[sampler.RowRequest] = requests) -> None:
+            def once(works: Sequence[SessionWork] = works, requests: Sequence[sampler.RowRequest] = requests) -> None:
                 batch = build(works, self.device)
                 drawn = sampler.gather(requests, self.device)
                 sampler.draw(runner.forward(batch, cache).logits, drawn).cpu()

@@ -31,7 +31,7 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import ALL_WANTED, Commit, extend_hash
+from outrider.speculation.proposal import UNLIMITED_DRAFT, Commit, extend_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.drafters.model import ModelDrafter
@@ -314,7 +314,7 @@ class Drive:
             token = next(token for token in range(300, 400) if token not in children)
             path = extend_hash(session.tree.root_hash, token)
             tokens = np.array([token], np.uint32)
-            self.engine.receive((), [Commit(session.id, session.length, tokens, path, wanted=ALL_WANTED)])
+            self.engine.receive((), [Commit(session.id, session.length, tokens, path, draft_budget=UNLIMITED_DRAFT)])
         self._feed()
 
     def _feed(self) -> None:

@@ -34,7 +34,7 @@ from services.target.kernels.cpu.program import Buffer, Program
 from services.target.kernels.cpu.weights import Format, PackedWeight, packed
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache, LayerShape
-from services.target.step.batch import Batch, Work, build
+from services.target.step.batch import Batch, SessionWork, build
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 576, 1536, 9, 3, 64
@@ -128,7 +128,7 @@ def program_of(weights: Sequence[PackedWeight], rows: int, threads: int) -> tupl
         program.linear(weight, Buffer.RESIDUAL, Buffer.WIDE)
     session = Session(opening(1, np.zeros(rows, np.uint32), 1), PrefixCache(PageAllocator(64, PAGE)))
     session.table.reserve(rows)
-    batch = build([Work(Chunk(session, 0, rows))], CPU)
+    batch = build([SessionWork(Chunk(session, 0, rows))], CPU)
     return program, batch, KVCache([], 64, PAGE, torch.bfloat16, CPU)
 
 
@@ -164,15 +164,15 @@ def over_layers(attention: Callable[..., Tensor], q: Tensor, cache: KVCache) -> 
     ]
 
 
-def works_of(sessions: int, rows: int, context: int) -> tuple[list[Work], int]:
+def works_of(sessions: int, rows: int, context: int) -> tuple[list[SessionWork], int]:
     """Sessions with a root and a tree of the other rows behind so many keys, and pages that hold them."""
     pages = sessions * (-(-(context + rows) // PAGE) + 1)
     allocator = PageAllocator(pages, PAGE)
-    works: list[Work] = []
+    works: list[SessionWork] = []
     for i in range(sessions):
         session = Session(opening(i, prompt_of(i, context), 1), PrefixCache(allocator))
         session.table.reserve(context + rows)
-        works.append(Work(Chunk(session, context - 1, context), tree_of(rows - 1)))
+        works.append(SessionWork(Chunk(session, context - 1, context), tree_of(rows - 1)))
     return works, allocator.total_pages
 
 

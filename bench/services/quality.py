@@ -34,7 +34,7 @@ from outrider.serving.session import Session
 from outrider.speculation.sampling import StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.process.app import build_engine
-from services.target.step.batch import Work, build
+from services.target.step.batch import SessionWork, build
 
 PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
 THREADS = torch.get_num_threads()  # a program that is loaded leaves PyTorch one
@@ -124,7 +124,7 @@ def distributions(engine: TargetEngine, text: list[int], first: int) -> Tensor:
     session = Session(opening(1, text, 1), engine.scheduler.prefix)
     session.to_score, session.scored = len(text) - 1, first - 1
     session.table.reserve(len(text))
-    batch = build([Work(Chunk(session, 0, len(text)))], torch.device("cpu"))
+    batch = build([SessionWork(Chunk(session, 0, len(text)))], torch.device("cpu"))
     logits = engine.model.runner.forward(batch, engine.cache).logits
     session.table.release()
     return logits[batch.drawn :].log_softmax(dim=-1)

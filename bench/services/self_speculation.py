@@ -34,7 +34,7 @@ from services.target.kernels.cpu.weights import BLOCK, quantize_int4
 from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
 from services.target.process.warmup import warm_up
-from services.target.speculation.mode_selector import Way
+from services.target.speculation.mode_selector import SpeculationMode
 
 PROMPTS = Path(__file__).parents[1] / "prompts.jsonl"
 LONGEST = 1000  # tokens of a prompt
@@ -135,11 +135,11 @@ def engines_of(folder: Path, number_format: str, drafts: str, sessions: int) -> 
         max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **narrow,
     )  # type: ignore[arg-type]  # fmt: skip
     model = load(folder, config)
-    works = Way.PLAIN, Way.SELF if model.drafts else Way.PLAIN
+    works = SpeculationMode.NONE, SpeculationMode.SELF_SPECULATE if model.drafts else SpeculationMode.NONE
     engines = {way: TargetEngine(model, config, (work,)) for way, work in zip(WAYS, works, strict=True)}
     for way, engine in engines.items():
         warm_up(engine)
-        engine.own.looks_back = (way, drafts) == ("own", "text")
+        engine.own.prompt_lookup = (way, drafts) == ("own", "text")
     return engines
 
 

@@ -24,7 +24,7 @@ from bench.harness.report import Report
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import ALL_WANTED, Proposal, path_hash
+from outrider.speculation.proposal import UNLIMITED_DRAFT, Proposal, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu.bandwidth import Reader
@@ -33,7 +33,7 @@ from services.target.model.native import ProgramRunner
 from services.target.process.app import build_engine
 from services.target.process.warmup import step_by_step
 from services.target.speculation.budget import Budget
-from services.target.speculation.draft_wait import Patience
+from services.target.speculation.draft_wait import DraftWait
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 GREEDY = SamplingParams(temperature=0.0)
@@ -41,7 +41,7 @@ CONTEXT = 200  # tokens
 _SWEPT = 8  # steps, of each kind, for one with caches that something else has swept
 _MANY = 8  # sessions that are served together, whatever numbers of them have hints
 CLAIMED, GOOD = 0.9, 0.8  # a hint's score, and how often the good drafter's are right
-HINTED = 8  # tokens of a hint
+PROPOSED = 8  # tokens of a hint
 _RACES = 4
 # Seconds. Many sessions begin without hints, for half a minute, and where it is not known yet how often hints are right
 # their first trial may lose; the second one comes a quarter of a minute later.
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
         "of floor: floor / step; against plain: a step with so many rows / one with a single row, taken in turns",
     ]
     hints.notes += [
-        f"hints of {HINTED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
+        f"hints of {PROPOSED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
         "plain: tokens a second of the engine; two engines of one model, one with hints and one without, take their "
         "steps in turns, so that the machine's moods cancel",
         "at first: while the engine learns what the hints are worth; the others are what it does after "
@@ -185,9 +185,9 @@ def verified_steps(
             if turn % (_SWEPT * len(counts)) == 0:
                 between()
             engine.planner.max_rows = rows = counts[turn % len(counts)]
-            engine.hints(1).clear()
+            engine.draft_tree(1).clear()
             for depth in range(rows - 1):
-                engine.hints(1).add(depth - 1, 7, 0.0)
+                engine.draft_tree(1).add(depth - 1, 7, 0.0)
             start = time.perf_counter()
             engine.step()
             times[rows].append(time.perf_counter() - start)
@@ -276,12 +276,12 @@ class Racer:
         self.hints = hints
         self.worked = 0.0
         self.engine.forget_measurements()
-        self.engine._patience = Patience(clock=lambda: time.perf_counter() - self._away)
+        self.engine._patience = DraftWait(clock=lambda: time.perf_counter() - self._away)
 
     def begin(self, prompts: dict[int, NDArray[np.uint32]], new: int) -> None:
         """Open the sessions and compute their prompts."""
         self.paths = {i: prompt.tolist() for i, prompt in prompts.items()}
-        self._wanted = dict.fromkeys(prompts, ALL_WANTED)
+        self._wanted = dict.fromkeys(prompts, UNLIMITED_DRAFT)
         for i, prompt in prompts.items():
             self.engine.open(opening(i, prompt, new))
         while any(len(self.paths[i]) == len(prompts[i]) for i in prompts):
@@ -307,7 +307,7 @@ class Racer:
         self.worked += self._left - start
         for commit in output.commits:
             self.paths[commit.session_id] += commit.tokens.tolist()
-            self._wanted[commit.session_id] = commit.wanted
+            self._wanted[commit.session_id] = commit.draft_budget
             self.said += len(commit.tokens)
         if self.engine.scheduler.running == len(self.paths):
             self.rate = self.said / self._seconds
@@ -326,11 +326,11 @@ def race(racers: Sequence[Racer], prompts: dict[int, NDArray[np.uint32]], new: i
 def hints_of(kind: str, prompts: dict[int, NDArray[np.uint32]], texts: dict[int, list[int]]) -> Hints:
     """A drafter that knows the texts, and is right as often as its kind says."""
     rng = np.random.default_rng(0)
-    score = np.full(HINTED, np.log(CLAIMED), np.float32)
+    score = np.full(PROPOSED, np.log(CLAIMED), np.float32)
 
     def hint(session_id: int, path: list[int]) -> Proposal | None:
         done = len(path) - len(prompts[session_id])
-        right = np.array(texts[session_id][done : done + HINTED], np.uint32)
+        right = np.array(texts[session_id][done : done + PROPOSED], np.uint32)
         if not len(right):
             return None
         wrong = rng.random(len(right)) > (GOOD if kind == "good" else 0.0)

@@ -13,12 +13,12 @@ import sys
 import time
 
 from bench.harness.processes import start
-from outrider.transport.unix_frames import Pipe
+from outrider.transport.frame_socket import FrameSocket
 
 _PATIENCE = 20.0  # seconds that the other process gets to start
 
 
-def _read(pipe: Pipe) -> bytes:
+def _read(pipe: FrameSocket) -> bytes:
     """The next frame; the other side sends one at a time. Raises EOFError at the end."""
     come = select.poll()
     come.register(pipe.file, select.POLLIN)
@@ -28,7 +28,7 @@ def _read(pipe: Pipe) -> bytes:
             return frame
 
 
-def _write(pipe: Pipe, frame: bytes) -> None:
+def _write(pipe: FrameSocket, frame: bytes) -> None:
     pipe.send(frame)
     room = select.poll()
     room.register(pipe.file, select.POLLOUT)
@@ -42,13 +42,13 @@ def serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        pipe = Pipe(listening.accept()[0])
+        pipe = FrameSocket(listening.accept()[0])
     with contextlib.closing(pipe), contextlib.suppress(EOFError):
         while True:
             _write(pipe, _read(pipe))
 
 
-def _connect(path: str) -> Pipe:
+def _connect(path: str) -> FrameSocket:
     until = time.monotonic() + _PATIENCE
     while True:
         connection = socket.socket(socket.AF_UNIX)
@@ -60,7 +60,7 @@ def _connect(path: str) -> Pipe:
                 raise
             time.sleep(0.05)
         else:
-            return Pipe(connection)
+            return FrameSocket(connection)
 
 
 def _measure(path: str, sizes: list[int], rounds: int) -> list[float]:

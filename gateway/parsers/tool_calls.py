@@ -75,10 +75,10 @@ class HermesReader(CallReader):
 
     def finish(self) -> Delta:
         """As in CallReader. A call that was never complete, and has not been told, is content."""
-        untold = self._inside and not self._objects.named
-        raw = HERMES_MARKS[0] + self._objects.raw if untold else ""
+        unparsed = self._inside and not self._objects.named
+        raw = HERMES_MARKS[0] + self._objects.raw if unparsed else ""
         space = "" if self._behind and not raw and not self._held else self._space
-        rest = "" if self._inside and not untold else space + raw + self._held
+        rest = "" if self._inside and not unparsed else space + raw + self._held
         self._held = self._space = ""
         return Delta(rest)
 
@@ -140,8 +140,8 @@ class ObjectsReader(CallReader):
 
     def finish(self) -> Delta:
         """As in CallReader."""
-        untold = not (self._names is None or self._between or self._is_content or self._objects.named)
-        rest = (self._objects.raw if untold else "") + self._held
+        unparsed = not (self._names is None or self._between or self._is_content or self._objects.named)
+        rest = (self._objects.raw if unparsed else "") + self._held
         if self._between and self._objects.index >= 0 and not self._held.strip(_SEPARATORS):
             rest = ""
         self._held = ""

@@ -98,8 +98,8 @@ class Placement:
         self._drafts.learn(session, draft)
         loads = [target.load for target in self.targets if target.up]
         # Where hints do not pay at present, a draft need not read the prompt.
-        unwanted = bool(loads) and all(load is not None and load.hints_unwanted for load in loads)
-        draft.open(open_to_pb(replace(session.request(), hints_unwanted=unwanted)))
+        unwanted = bool(loads) and all(load is not None and load.drafting_paused for load in loads)
+        draft.open(open_to_pb(replace(session.request(), drafting_paused=unwanted)))
         return True
 
     def move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:

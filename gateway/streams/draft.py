@@ -70,14 +70,14 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         """Open a session. What is said of it before is said first; what it was fed before is no part of it any more."""
         self._opens.append(request)
         self._features.leave_out(request.session_id)
-        self._awaited |= not request.hints_unwanted
+        self._awaited |= not request.drafting_paused
         self._wake()
 
     def commit(self, batch: common_pb2.CommitBatch) -> None:
         """Pass commits on; where no hints are wanted, many in one frame."""
         self._commits.append(batch)
         if not all(batch.finish_reasons):  # the end of a session says nothing about the hints of others
-            self._awaited = any(batch.wanted_counts)
+            self._awaited = any(batch.draft_budgets)
         self._wake()
 
     def flush_later(self, request: draft_pb2.FlushDraftRequest) -> None:

@@ -22,8 +22,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from outrider import PROTOCOL_VERSION
 from outrider.errors import ConfigError, OutriderError, Unavailable
 from outrider.tls import ClientTls, open_channel, tls_trouble
+from outrider.transport.frame_socket import SocketCall, connect_beside
 from outrider.transport.rpc import CHANNEL_OPTIONS
-from outrider.transport.unix_frames import PipedCall, connect_beside
 from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class Link(ABC, Generic[Info, Frame]):
         key = await connect_beside(self.address)
         if key is None:
             return self._open_stream(channel, ())
-        return PipedCall(self._open_stream(channel, key.metadata), key.pipe, self.frame)
+        return SocketCall(self._open_stream(channel, key.metadata), key.pipe, self.frame)
 
     async def _write(self, call: Any) -> None:
         while True:

@@ -11,21 +11,21 @@ from prometheus_client.registry import Collector
 
 from outrider.wire.v1 import common_pb2
 
-CAUSES = ("undrafted", "unwanted", "late", "empty", "unpaid")
-_LAGS = ("0.0", "1.0", "2.0", "4.0", "8.0", "16.0", "32.0", "+Inf")  # those of the wire's HintLoad.lags
+CAUSES = ("without_drafter", "paused", "late", "empty", "not_selected")
+_LAGS = ("0.0", "1.0", "2.0", "4.0", "8.0", "16.0", "32.0", "+Inf")  # those of the wire's DraftStats.lags
 
 
 @dataclass(eq=False)
 class Hints(Collector):
     """What targets tell of it, by address; each counts for all gateways."""
 
-    loads: dict[str, common_pb2.HintLoad] = field(default_factory=dict)
+    loads: dict[str, common_pb2.DraftStats] = field(default_factory=dict)
 
     def collect(self) -> Iterator[Metric]:
         """As Prometheus reads it; nothing of a target that has not had a hint yet."""
         for name, text, attribute in (
-            ("drafted_tokens", "Draft nodes that came to a target.", "nodes"),
-            ("wasted_draft_tokens", "Draft nodes that came to a target and were never verified.", "unverified"),
+            ("drafted_tokens", "Draft nodes that came to a target.", "received_tokens"),
+            ("wasted_draft_tokens", "Draft nodes that came to a target and were never verified.", "unverified_tokens"),
         ):
             counter = CounterMetricFamily(f"outrider_{name}", text, labels=("address",))
             for address, load in self.loads.items():
@@ -42,8 +42,8 @@ class Hints(Collector):
         )  # fmt: skip
         for address, load in self.loads.items():
             for cause in CAUSES:
-                misses.add_metric([address, cause], getattr(load, cause))
-            counts = [float(count) for count in accumulate(load.lags)]
+                misses.add_metric([address, cause], getattr(load, f"steps_{cause}"))
+            counts = [float(count) for count in accumulate(load.lag_histogram)]
             lag.add_metric([address], list(zip(_LAGS, counts, strict=False)), load.lag_tokens)
         yield misses
         yield lag

@@ -123,7 +123,7 @@ class Tally(Collector):
 class Learning(Collector):
     """What drafts have learnt while serving, by address."""
 
-    loads: dict[str, common_pb2.OnlineLoad] = field(default_factory=dict)
+    loads: dict[str, common_pb2.OnlineStats] = field(default_factory=dict)
 
     def collect(self) -> Iterator[Metric]:
         """As Prometheus reads it; nothing where no draft learns."""
@@ -258,10 +258,10 @@ class Metrics:
         self._preemptions.labels(service, address).set(load.preemptions)
         self._step_seconds.labels(service, address).set(load.step_microseconds / 1e6)
         if service == "target":
-            self._plain.labels(address).set(load.hints_unwanted)
+            self._plain.labels(address).set(load.drafting_paused)
             self.target_preemptions.note(address, load.preemptions)
-            if load.HasField("hints"):
-                self._hints.loads[address] = load.hints
+            if load.HasField("draft_stats"):
+                self._hints.loads[address] = load.draft_stats
         if service == "draft":
             self._compilations.labels(address).set(load.compilations)
             if load.HasField("online"):

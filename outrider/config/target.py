@@ -90,9 +90,9 @@ class TargetOptions(KernelOptions):
     -1 computes every prompt in one piece."""
     max_prefill_tokens: int = 16384
     """Prompt tokens computed in one step, over all sessions; without cutting, a longer prompt is computed alone."""
-    gather_seconds: float = 0.016
-    """Time in which tokens gather that nobody waits for but clients who read along, in seconds: 60 pieces of text a
-    second are all that a screen shows. First and last tokens, and those that a drafter waits for, are told at once."""
+    coalesce_seconds: Annotated[float, tyro.conf.arg(aliases=["--gather-seconds"])] = 0.016
+    """Window in which streamed tokens are coalesced into one chunk, in seconds. The first and last chunk, and tokens a
+    drafter waits for, are sent immediately."""
     max_queued_requests: int | None = None
     """Most sessions that wait for a place; further ones are refused. By default without limit."""
     schedule_policy: SchedulePolicy = "fcfs"
@@ -107,12 +107,12 @@ class TargetConfig(TargetOptions, SharedOptions, TlsOptions, ServiceConfig):
     """Address of the gRPC service: host:port or unix:/path."""
 
     @property
-    def fixed_rows(self) -> int | None:
+    def fixed_tokens_per_session(self) -> int | None:
         """Rows of a session in a step, the root included, where a flag says so; a chain has as many as it needs."""
         rows, steps = self.speculative_num_draft_tokens, self.speculative_num_steps
         return steps + 1 if rows is not None and steps and self.speculative_eagle_topk == 1 else rows
 
     @property
-    def fixed_hints(self) -> bool:
+    def verifies_all_draft_tokens(self) -> bool:
         """True if all hints are verified, whether they pay or not."""
         return self.speculative_num_draft_tokens is not None or self.speculative_always

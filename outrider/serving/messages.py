@@ -60,7 +60,7 @@ class OpenSession:
     logprobs, prompt_logprobs: log-probabilities are told of new tokens and of the prompt's, and of this many of the
         likeliest tokens beside each; None tells none. A session with committed tokens has been told its prompt's.
     feature_spec: id of the FeatureSpec whose hidden states are wanted from position `features_from` on; 0 for none
-    hints_unwanted: a draft need not work for it before a commit says that hints are wanted
+    drafting_paused: a draft need not work for it before a commit says that hints are wanted
     priority: of sessions that wait, those with a lower number are admitted first
     max_draft_tokens: draft nodes that a step may verify; None is as many as pay, 0 plain decoding
     traceparent: W3C trace context of the request that wants its spans; empty for none
@@ -77,7 +77,7 @@ class OpenSession:
     prompt_logprobs: int | None = None
     feature_spec: int = 0
     features_from: int = 0
-    hints_unwanted: bool = False
+    drafting_paused: bool = False
     priority: int = 0
     max_draft_tokens: int | None = None
     traceparent: str = ""
@@ -123,8 +123,8 @@ class SessionFailure:
 
 
 @dataclass(frozen=True)
-class DrafterLoad:
-    """What a drafter promised and what came of it, since the start. Fields as in the wire's DrafterLoad."""
+class DrafterStats:
+    """What a drafter promised and what came of it, since the start. Fields as in the wire's DrafterStats."""
 
     name: str
     offered: int
@@ -134,8 +134,8 @@ class DrafterLoad:
 
 
 @dataclass(frozen=True)
-class OnlineLoad:
-    """What a draft has learnt while serving, since the start. Fields as in the wire's OnlineLoad."""
+class OnlineStats:
+    """What a draft has learnt while serving, since the start. Fields as in the wire's OnlineStats."""
 
     steps: int = 0
     rows: int = 0
@@ -147,17 +147,17 @@ class OnlineLoad:
 
 
 @dataclass(frozen=True)
-class HintLoad:
-    """What became of the hints that a target got, since the start. Fields as in the wire's HintLoad."""
+class DraftStats:
+    """What became of the draft tokens that a target received, since its start. Fields as in the wire's DraftStats."""
 
-    nodes: int = 0
-    unverified: int = 0
-    undrafted: int = 0
-    unwanted: int = 0
-    late: int = 0
-    empty: int = 0
-    unpaid: int = 0
-    lags: tuple[int, ...] = ()
+    received_tokens: int = 0
+    unverified_tokens: int = 0
+    steps_without_drafter: int = 0
+    steps_paused: int = 0
+    steps_late: int = 0
+    steps_empty: int = 0
+    steps_not_selected: int = 0
+    lag_histogram: tuple[int, ...] = ()
     lag_tokens: int = 0
 
 
@@ -174,11 +174,11 @@ class EngineLoad:
     cached_pages: int = 0
     weight_version: str = ""
     preemptions: int = 0
-    drafters: tuple[DrafterLoad, ...] = ()
-    hints_unwanted: bool = False
+    drafters: tuple[DrafterStats, ...] = ()
+    drafting_paused: bool = False
     compilations: int = 0
-    online: OnlineLoad | None = None
-    hints: HintLoad | None = None
+    online: OnlineStats | None = None
+    draft_stats: DraftStats | None = None
     paused: bool = False
 
 

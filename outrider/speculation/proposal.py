@@ -125,7 +125,7 @@ class Logprobs:
         return Logprobs(self.first + count, self.values[count:], self.top_tokens[count:], self.top_values[count:])
 
 
-ALL_WANTED = 0xFFFFFFFF  # nodes: as many as there are
+UNLIMITED_DRAFT = 0xFFFFFFFF  # nodes: as many as there are
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Commit:
     verified, accepted: draft nodes in the step, and those of them on the accepted path; without any, the tokens are
                  those of as many steps
     cached_tokens: prompt tokens that came from the prefix cache; told with a session's first commit alone
-    wanted:      draft nodes that the next step could verify with profit; 0 if hints are not worth their making
+    draft_budget: draft tokens that the next step can verify with profit; 0 pauses drafting for the session
     logprobs:    of the tokens, where the session asked for them
     prompt_logprobs: of the prompt's tokens but the first, where the session asked; with the first commit alone
     """
@@ -154,7 +154,7 @@ class Commit:
     cached_tokens: int = 0
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    wanted: int = ALL_WANTED
+    draft_budget: int = UNLIMITED_DRAFT
 
 
 def joined(commits: Sequence[Commit]) -> list[Commit]:
@@ -175,7 +175,7 @@ def joined(commits: Sequence[Commit]) -> list[Commit]:
 
 
 def _follows(commit: Commit, later: Commit) -> bool:
-    goes_on = commit.finish_reason == FinishReason.RUNNING and not commit.wanted
+    goes_on = commit.finish_reason == FinishReason.RUNNING and not commit.draft_budget
     return goes_on and later.base_length == commit.base_length + len(commit.tokens)
 
 

@@ -29,9 +29,9 @@ from outrider.process.ports import check_socket_path, refuse_used_socket, socket
 from outrider.process.process import Abandoned
 from outrider.serving.loop import Engine, EngineLoop
 from outrider.tls import ServerTls
+from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
+from outrider.transport.socket_streams import Decode, Encode
 from outrider.transport.stream import StreamHub
-from outrider.transport.unix_frames import MAX_MESSAGE_BYTES
-from outrider.transport.unix_streams import Decode, Encode
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ a stream is busy writing, later steps gather in its next frame. A stream is the 
 whatever reason, they are closed.
 
 Frames that come through gRPC are read and written in the network thread, those that go past it by the engine's
-(unix_streams.py).
+(socket_streams.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import grpc
 from outrider.errors import InvalidRequest
 from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message, StepOutput
+from outrider.transport.frame_socket import FrameSocket
 from outrider.transport.outbox import Outbox, Routes
-from outrider.transport.unix_acceptor import PipeDoor
-from outrider.transport.unix_frames import Pipe
-from outrider.transport.unix_streams import Decode, Encode, PipedStream, PipedStreams, Request, Response
+from outrider.transport.socket_acceptor import SocketAcceptor
+from outrider.transport.socket_streams import Decode, Encode, Request, Response, SocketStream, SocketStreams
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,8 @@ class StreamHub(Generic[Request, Response]):
         self._loop = asyncio.get_running_loop()
         self._routes = Routes()
         self._ends: set[Callable[[], object]] = set()  # of all streams
-        self._piped = PipedStreams(engine.inbox, decode, encode)
-        self.pipes = PipeDoor()
+        self._piped = SocketStreams(engine.inbox, decode, encode)
+        self.pipes = SocketAcceptor()
 
     def publish(self, output: StepOutput) -> None:
         """Route a step's output; called in the engine thread, once a step."""
@@ -68,10 +68,10 @@ class StreamHub(Generic[Request, Response]):
         async for response in self.serve(requests):
             yield response
 
-    async def _serve_past(self, pipe: Pipe, kind: Any) -> None:
+    async def _serve_past(self, pipe: FrameSocket, kind: Any) -> None:
         """One stream whose frames go past gRPC, until it ends."""
         ended: asyncio.Future[None] = self._loop.create_future()
-        stream = PipedStream(pipe, kind, lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
+        stream = SocketStream(pipe, kind, lambda error: self._loop.call_soon_threadsafe(_resolve, ended, error))
         self._ends.add(end := partial(_resolve, ended, None))
         try:
             await asyncio.wrap_future(self._engine.call(partial(self._piped.begin, stream)))

@@ -13,7 +13,15 @@ from itertools import chain
 from operator import lt
 
 from outrider.errors import InvalidRequest, from_grpc_code, grpc_code
-from outrider.serving.messages import DrafterLoad, EngineLoad, HintLoad, Message, OnlineLoad, SessionFailure, StepOutput
+from outrider.serving.messages import (
+    DrafterStats,
+    DraftStats,
+    EngineLoad,
+    Message,
+    OnlineStats,
+    SessionFailure,
+    StepOutput,
+)
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.wire.arrays import F32, I32, U8, U32, U64, concatenate, numbers_of, pack, split, unpack
 from outrider.wire.features import features_from_pb, features_to_pb
@@ -94,7 +102,7 @@ def commits_to_pb(commits: Sequence[Commit]) -> common_pb2.CommitBatch:
         accepted_counts=pack((c.accepted for c in commits), U32),
         finish_reasons=pack((int(c.finish_reason) for c in commits), U8),
         cached_counts=pack((c.cached_tokens for c in commits), U32),
-        wanted_counts=pack((c.wanted for c in commits), U32),
+        draft_budgets=pack((c.draft_budget for c in commits), U32),
     )
 
 
@@ -116,10 +124,10 @@ def commits_from_pb(message: common_pb2.CommitBatch) -> list[Commit]:
         numbers_of(message.accepted_counts, U32, count),
         reasons,
         numbers_of(message.cached_counts, U32, count),
-        numbers_of(message.wanted_counts, U32, count),
+        numbers_of(message.draft_budgets, U32, count),
     )
     return [
-        Commit(session_id, base, tokens[span], root, verified, accepted, reason, cached, wanted=wanted)
+        Commit(session_id, base, tokens[span], root, verified, accepted, reason, cached, draft_budget=wanted)
         for session_id, base, span, root, verified, accepted, reason, cached, wanted in zip(*columns, strict=True)
     ]
 
@@ -140,7 +148,7 @@ def commit_rows(batch: common_pb2.CommitBatch) -> Iterator[CommitRow]:
     reasons = numbers_of(batch.finish_reasons, U8, size)
     if max(reasons, default=0) > max(FinishReason):
         raise InvalidRequest(f"a commit cannot be read: {max(reasons)} is no finish reason that this version knows")
-    numbers_of(batch.wanted_counts, U32, size)
+    numbers_of(batch.draft_budgets, U32, size)
     columns = zip(
         ids,
         numbers_of(batch.base_lengths, U32, size),
@@ -216,14 +224,14 @@ def load_to_pb(load: EngineLoad) -> common_pb2.EngineLoad:
         preemptions=load.preemptions,
         compilations=load.compilations,
         drafters=[
-            common_pb2.DrafterLoad(
+            common_pb2.DrafterStats(
                 name=d.name, offered=d.offered, promised=d.promised, accepted=d.accepted, chances=d.chances
             )
             for d in load.drafters
         ],
-        hints_unwanted=load.hints_unwanted,
-        online=common_pb2.OnlineLoad(**vars(load.online)) if load.online is not None else None,
-        hints=common_pb2.HintLoad(**vars(load.hints)) if load.hints is not None else None,
+        drafting_paused=load.drafting_paused,
+        online=common_pb2.OnlineStats(**vars(load.online)) if load.online is not None else None,
+        draft_stats=common_pb2.DraftStats(**vars(load.draft_stats)) if load.draft_stats is not None else None,
         paused=load.paused,
     )
 
@@ -240,17 +248,17 @@ def load_from_pb(message: common_pb2.EngineLoad) -> EngineLoad:
         message.cached_pages,
         message.weight_version,
         message.preemptions,
-        tuple(DrafterLoad(d.name, d.offered, d.promised, d.accepted, d.chances) for d in message.drafters),
-        message.hints_unwanted,
+        tuple(DrafterStats(d.name, d.offered, d.promised, d.accepted, d.chances) for d in message.drafters),
+        message.drafting_paused,
         message.compilations,
         _online_from_pb(message.online) if message.HasField("online") else None,
-        _hints_from_pb(message.hints) if message.HasField("hints") else None,
+        _draft_stats_from_pb(message.draft_stats) if message.HasField("draft_stats") else None,
         message.paused,
     )
 
 
-def _online_from_pb(message: common_pb2.OnlineLoad) -> OnlineLoad:
-    return OnlineLoad(
+def _online_from_pb(message: common_pb2.OnlineStats) -> OnlineStats:
+    return OnlineStats(
         message.steps,
         message.rows,
         message.kept,
@@ -261,16 +269,16 @@ def _online_from_pb(message: common_pb2.OnlineLoad) -> OnlineLoad:
     )
 
 
-def _hints_from_pb(message: common_pb2.HintLoad) -> HintLoad:
-    return HintLoad(
-        message.nodes,
-        message.unverified,
-        message.undrafted,
-        message.unwanted,
-        message.late,
-        message.empty,
-        message.unpaid,
-        tuple(message.lags),
+def _draft_stats_from_pb(message: common_pb2.DraftStats) -> DraftStats:
+    return DraftStats(
+        message.received_tokens,
+        message.unverified_tokens,
+        message.steps_without_drafter,
+        message.steps_paused,
+        message.steps_late,
+        message.steps_empty,
+        message.steps_not_selected,
+        tuple(message.lag_histogram),
         message.lag_tokens,
     )
 

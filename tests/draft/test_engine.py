@@ -8,7 +8,7 @@ import pytest
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
-from outrider.speculation.proposal import ALL_WANTED, Commit, path_hash
+from outrider.speculation.proposal import UNLIMITED_DRAFT, Commit, path_hash
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import SpeculationTree
 from tests.draft.helpers import GREEDY, OracleTarget, finish, ngram, request, settle, standalone, torch_logits
@@ -23,9 +23,9 @@ def commit_of(tokens, new, session_id=1):
 
 def test_a_session_that_wants_no_hints_costs_nothing_until_it_does(tmp_path):
     engine = standalone(write_model(tmp_path / "model"))
-    engine.open(replace(request(1, PROMPT), hints_unwanted=True))
+    engine.open(replace(request(1, PROMPT), drafting_paused=True))
     assert engine.idle
-    engine.receive([], [replace(commit_of(PROMPT, [9]), wanted=0)])
+    engine.receive([], [replace(commit_of(PROMPT, [9]), draft_budget=0)])
     assert engine.idle
     assert engine.drafter.trunks[1].settled == 0
     engine.receive([], [commit_of([*PROMPT, 9], [10])])
@@ -37,9 +37,9 @@ def test_a_commit_without_tokens_tells_that_hints_are_not_wanted(tmp_path):
     engine = standalone(write_model(tmp_path / "model"))
     engine.open(request(1, PROMPT))
     assert not engine.idle
-    engine.receive([], [replace(commit_of(PROMPT, []), wanted=0)])
+    engine.receive([], [replace(commit_of(PROMPT, []), draft_budget=0)])
     assert engine.idle
-    engine.receive([], [replace(commit_of(PROMPT, [9]), wanted=0)])
+    engine.receive([], [replace(commit_of(PROMPT, [9]), draft_budget=0)])
     assert engine.idle
     assert engine.drafter.trunks[1].settled == 0
     engine.receive([], [commit_of([*PROMPT, 9], [10])])
@@ -156,7 +156,7 @@ def test_many_commits_at_once_are_those_one_by_one(kind, model):
             for session_id, tokens in texts.items():
                 new = rng.integers(3, 12, rng.integers(1, 4)).tolist()
                 commit = replace(commit_of(tokens, new), session_id=session_id)
-                frame.append(replace(commit, wanted=ALL_WANTED if step == 4 else 0))
+                frame.append(replace(commit, draft_budget=UNLIMITED_DRAFT if step == 4 else 0))
                 tokens += new
         together, alone = engines
         together.receive([], frame)

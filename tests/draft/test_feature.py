@@ -282,7 +282,7 @@ def test_hints_that_nobody_wants(head, monkeypatch):
     for _ in range(4):
         new = RNG.integers(4, VOCAB, 20).tolist()
         commit = commit_of(tokens, new)
-        engine.receive([], [replace(commit, wanted=0)])
+        engine.receive([], [replace(commit, draft_budget=0)])
         tokens += new
         feed(engine, len(tokens) - 21, len(tokens) - 1)
         settle(engine)

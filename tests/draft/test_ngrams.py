@@ -243,7 +243,7 @@ def test_all_of_a_commit_is_stored_however_long_it_is(kind, size):
     for start in range(0, len(text), size):
         new, base = text[start : start + size], len(tokens)
         tokens += new.tolist()
-        engine.receive([], [Commit(1, base, new, path_hash(np.array(tokens)), wanted=0)])
+        engine.receive([], [Commit(1, base, new, path_hash(np.array(tokens)), draft_budget=0)])
     for i in range(8, len(text) - 1, 7):
         found = engine.drafter.ngrams.look_up(text[i - 8 : i], None)
         assert text[i] in [token for token, parent in zip(found.tokens, found.parents, strict=True) if parent < 0]
@@ -256,7 +256,7 @@ def test_an_answer_that_comes_with_its_end_is_stored(kind):
     for session_id in (1, 2):  # the second one ends while it waits for a place
         engine.open(request(session_id, tokens[:3], max_tokens=1000))
     commits = [
-        Commit(1, n, np.array([tokens[n]], np.uint32), path_hash(np.array(tokens[: n + 1])), wanted=0)
+        Commit(1, n, np.array([tokens[n]], np.uint32), path_hash(np.array(tokens[: n + 1])), draft_budget=0)
         for n in range(3, len(tokens))
     ]
     engine.receive([], [replace(finish(commits[0]), session_id=2), *commits[:-1], finish(commits[-1])])

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider.errors import InvalidRequest, Overloaded, Unavailable
 from outrider.serving.loop import Engine
 from outrider.serving.messages import EngineLoad, OpenSession, SessionFailure, StepOutput
-from outrider.speculation.proposal import ALL_WANTED, Commit, FinishReason, Logprobs, Proposal
+from outrider.speculation.proposal import UNLIMITED_DRAFT, Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.tree import ROOT, SpeculationTree
 
 VOCAB = 300
@@ -110,11 +110,11 @@ class _Sequence:
 class FakeEngine(Engine):
     """Sessions that are open, for a test to look at; `delay` is how long a step takes, in seconds.
 
-    hints_unwanted: what its load says, and its commits
+    drafting_paused: what its load says, and its commits
     held: it takes no steps
     """
 
-    hints_unwanted = held = False
+    drafting_paused = held = False
 
     def __init__(self, delay: float = 0.0) -> None:
         self.delay = delay
@@ -132,7 +132,7 @@ class FakeEngine(Engine):
 
     def load(self) -> EngineLoad:
         return EngineLoad(
-            running_sessions=len(self.sessions), free_pages=7, total_pages=9, hints_unwanted=self.hints_unwanted,
+            running_sessions=len(self.sessions), free_pages=7, total_pages=9, drafting_paused=self.drafting_paused,
             paused=self.held,
         )  # fmt: skip
 
@@ -191,8 +191,8 @@ class FakeTarget(FakeEngine):
         new = np.array(sequence.tokens[base:], np.uint32)
         tree.commit(new)
         cached, sequence.cached = sequence.cached, 0
-        wanted = 0 if self.hints_unwanted else ALL_WANTED
-        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached, wanted=wanted)
+        wanted = 0 if self.drafting_paused else UNLIMITED_DRAFT
+        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached, draft_budget=wanted)
         request = sequence.request
         if request.logprobs is not None:
             commit = replace(

@@ -22,8 +22,10 @@ def link():
     return DraftLink("unix:/nowhere", common_pb2.ModelInfo())
 
 
-def commit(link, *, wanted, finish=FinishReason.RUNNING):
-    link.commit(commits_to_pb([Commit(1, 5, np.array([7], np.uint32), 1, finish_reason=finish, wanted=wanted)]))
+def commit(link, *, draft_budget, finish=FinishReason.RUNNING):
+    link.commit(
+        commits_to_pb([Commit(1, 5, np.array([7], np.uint32), 1, finish_reason=finish, draft_budget=draft_budget)])
+    )
 
 
 def urgent(link):
@@ -35,9 +37,9 @@ def urgent(link):
 
 
 async def test_a_session_s_end_says_nothing_about_the_hints_of_the_next_one(link):
-    commit(link, wanted=15)
+    commit(link, draft_budget=15)
     assert urgent(link)
-    commit(link, wanted=0, finish=FinishReason.STOP)
+    commit(link, draft_budget=0, finish=FinishReason.STOP)
     assert urgent(link)
     link.open(common_pb2.OpenSession(session_id=2))
     assert urgent(link)
@@ -46,9 +48,9 @@ async def test_a_session_s_end_says_nothing_about_the_hints_of_the_next_one(link
 
 
 async def test_what_nobody_waits_for_gathers(link):
-    commit(link, wanted=0)
+    commit(link, draft_budget=0)
     assert not urgent(link)
-    link.open(common_pb2.OpenSession(session_id=2, hints_unwanted=True))
+    link.open(common_pb2.OpenSession(session_id=2, drafting_paused=True))
     assert not urgent(link)
     link.open(common_pb2.OpenSession(session_id=3))
     assert urgent(link), "its hints may be wanted"

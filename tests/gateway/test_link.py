@@ -11,7 +11,7 @@ import pytest
 
 from gateway.streams import link as links
 from gateway.streams.target import TargetLink
-from outrider.transport.unix_frames import PipedCall
+from outrider.transport.frame_socket import SocketCall
 from outrider.wire.v1 import target_pb2
 from tests.gateway.services import Service, Target, free_port
 
@@ -102,7 +102,7 @@ async def test_frames_go_past_grpc_to_a_service_on_this_machine(tmp_path, one_ma
     link = TargetLink(address)
     async with link.open_channel() as channel:
         call = await link._call(channel)
-        assert isinstance(call, PipedCall) is one_machine
+        assert isinstance(call, SocketCall) is one_machine
         await call.write(target_pb2.VerifyRequest(closes=b"123"))
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
             await call.read()

@@ -27,7 +27,7 @@ class Page:
             link.up = True
             link.load = common_pb2.EngineLoad(
                 running_sessions=5, waiting_sessions=3, free_pages=20, cached_pages=10, total_pages=100,
-                step_microseconds=7, hints_unwanted=True, preemptions=4, compilations=1,
+                step_microseconds=7, drafting_paused=True, preemptions=4, compilations=1,
             )  # fmt: skip
 
     def samples(self, name: str) -> Iterator[tuple[dict[str, str], float]]:

@@ -134,17 +134,17 @@ def test_a_draft_is_told_whether_hints_pay(folder):
     with system(folder) as (gateway, [target], [draft]):
         gateway.text("A", max_tokens=3)
         assert gateway.metric("outrider_target_plain") == 0
-        target.engine.hints_unwanted = True
+        target.engine.drafting_paused = True
         gateway.text("A", max_tokens=3)
         assert gateway.metric("outrider_target_plain") == 1
         gateway.text("A", max_tokens=3)
         until(lambda: draft.engine.opened == 3)
-        assert [request.hints_unwanted for request in draft.engine.seen] == [False, False, True]
+        assert [request.drafting_paused for request in draft.engine.seen] == [False, False, True]
 
 
 def test_commits_without_wishes_gather(folder):
     with system(folder, delay=0.02) as (gateway, [target], [draft]):
-        target.engine.hints_unwanted = True
+        target.engine.drafting_paused = True
         stream = Stream(gateway)
         started(stream)
 
@@ -155,7 +155,7 @@ def test_commits_without_wishes_gather(folder):
         before, begun = draft.engine.frames, said()
         until(lambda: draft.engine.frames >= before + 3)
         assert said() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
-        target.engine.hints_unwanted = False
+        target.engine.drafting_paused = False
         assert stream.whole()
         until_accepted(gateway, 0)
         assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 0

@@ -15,9 +15,9 @@ from outrider.speculation.tree import EMPTY_SLICE
 from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.sampling.compaction import Moves, lay_out
-from services.target.step.batch import Work, build, pad
+from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Extent
-from services.target.step.upload import Parcel
+from services.target.step.upload import UploadBatch
 from tests.target.driving import opening
 from tests.target.test_compaction import random_case
 from tests.target.test_kernels import random_slice
@@ -41,7 +41,7 @@ def case(heads, dims, dtype, pool_dtype=None, rows=ROWS, page_size=16):
     for i, (length, start, nodes) in enumerate(rows):
         session = Session(opening(i, rng.integers(0, 50, length).tolist()), PrefixCache(allocator))
         session.table.reserve(length + nodes)
-        works.append(Work(Chunk(session, start, length), random_slice(rng, nodes) if nodes else EMPTY_SLICE))
+        works.append(SessionWork(Chunk(session, start, length), random_slice(rng, nodes) if nodes else EMPTY_SLICE))
     batch = build(works, CUDA)
     cache = KVCache([LayerShape(heads[1], *dims)], allocator.total_pages, page_size, pool_dtype or dtype, CUDA)
     for pool in (cache.keys[0], cache.values[0]):
@@ -121,12 +121,12 @@ def test_a_plain_rows_bits_are_those_of_the_same_row_among_nodes():
     works, _, q, cache = case((32, 8), (128, 128), torch.bfloat16, rows=[(length, length - 1, nodes)])
     chain = random_slice(np.random.default_rng(0), nodes)
     chain = type(chain)(chain.tokens, parents, parents + 2, chain.path_scores)
-    verified = build([Work(works[0].chunk, chain)], CUDA)
+    verified = build([SessionWork(works[0].chunk, chain)], CUDA)
     found = attention(verified, ordered=True)(q, cache.keys[0], cache.values[0], scaling=0.1)
     session = works[0].chunk.session
     session.append(chain.tokens)
     for row in range(nodes + 1):
-        plain = build([Work(Chunk(session, length - 1 + row, length + row))], CUDA)
+        plain = build([SessionWork(Chunk(session, length - 1 + row, length + row))], CUDA)
         alone = attention(plain, ordered=True)(q[row : row + 1], cache.keys[0], cache.values[0], scaling=0.1)
         assert torch.equal(alone[0], found[row])
 
@@ -169,7 +169,7 @@ def test_accepted_paths_move_as_the_host_would_move_them(dtype):
         works[0].chunk.session.table.reserve(works[0].chunk.stop + len(works[0].draft))
         moves, host = [], Moves()
         for device in (torch.device("cpu"), CUDA):
-            batch, parcel = build(works, device), Parcel()
+            batch, parcel = build(works, device), UploadBatch()
             trees = lay_out(works, batch, parcel)
             parcel.send(device)
             moves.append(trees().moves(torch.from_numpy(np.concatenate(drawn)).to(device)))

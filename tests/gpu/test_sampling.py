@@ -11,7 +11,7 @@ from outrider.speculation.sampling import SamplingParams, logprobs
 from services.target.process.warmup import warm_up
 from services.target.sampling import logprobs as device_logprobs
 from services.target.sampling import masks, penalties, sampler
-from services.target.sampling.penalties import Tally
+from services.target.sampling.penalties import PenaltyCounts
 from services.target.sampling.sampler import RowRequest
 from services.target.step.download import Download
 from tests.invariance.engines import target_engine
@@ -33,7 +33,7 @@ def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
     rng = np.random.default_rng(0)
     vocab, draft = 1003, random_slice(rng, 6)
     logits = torch.from_numpy(rng.standard_normal((7, vocab)).astype(np.float32) * 3)
-    tally = Tally(PARAMS, rng.integers(0, 20, 40), 25)
+    tally = PenaltyCounts(PARAMS, rng.integers(0, 20, 40), 25)
     words = torch.from_numpy(rng.integers(-(2**31), 2**31, (3, -(-vocab // 32))).astype(np.int32))
     parents, tokens = torch.arange(6), torch.from_numpy(draft.tokens.astype(np.int64))
     results = []

@@ -16,13 +16,13 @@ def target_engine(folder: Path, **options: Any) -> Engine:
     """
     from services.target.engine.engine import TargetEngine
     from services.target.model.loading.load import load
-    from services.target.speculation.draft_wait import HINTED
+    from services.target.speculation.draft_wait import DRAFT_MODES
 
     names = {"max_step_tokens": "chunked_prefill_size", "max_running": "max_running_requests"}
     flags = {"max_total_tokens": 4096} | {names.get(name, name): value for name, value in options.items()}
-    flags = {"device": "cpu", "dtype": "float32", "gather_seconds": 0.0} | flags
+    flags = {"device": "cpu", "dtype": "float32", "coalesce_seconds": 0.0} | flags
     config = TargetConfig(model_path=str(folder), **flags)
-    return TargetEngine(load(folder, config), config, HINTED)
+    return TargetEngine(load(folder, config), config, DRAFT_MODES)
 
 
 def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None = None, **options: Any) -> Engine:

@@ -153,9 +153,9 @@ def test_what_comes_with_a_session_s_end_is_learnt(learnt):
     before = ring.learnt, len(ring.pieces(held_out=True))
     rows = np.zeros((8, draft.drafter._row_bytes), np.uint8)
     for session_id in (960, 961):  # one of several is held back
-        draft.open(replace(request(session_id, [40, 41, 42, 43], 0.0, 5), hints_unwanted=True))
+        draft.open(replace(request(session_id, [40, 41, 42, 43], 0.0, 5), drafting_paused=True))
         commits = [
-            Commit(session_id, 4, np.array([44, 45], np.uint32), 1, wanted=0),
+            Commit(session_id, 4, np.array([44, 45], np.uint32), 1, draft_budget=0),
             Commit(session_id, 6, np.array([46, 47, 48], np.uint32), 1, finish_reason=FinishReason.LENGTH),
         ]
         draft.receive([], commits)

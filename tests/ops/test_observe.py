@@ -73,7 +73,7 @@ def test_hints_are_accounted_for(exposed):
         return sum(sample.value for sample in exposed[name])
 
     misses = {s.labels["cause"]: s.value for s in exposed["outrider_hint_misses_by_cause_total"]}
-    assert set(misses) == {"undrafted", "unwanted", "late", "empty", "unpaid"}
+    assert set(misses) == {"without_drafter", "paused", "late", "empty", "not_selected"}
     assert total("outrider_drafted_tokens_total") > 0
     verified = total("outrider_verified_draft_tokens_total")
     assert verified + total("outrider_wasted_draft_tokens_total") == total("outrider_drafted_tokens_total")

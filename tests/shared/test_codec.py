@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from outrider.errors import ContextTooLong, InvalidRequest, Overloaded
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec
 from outrider.serving.messages import (
-    DrafterLoad,
+    DrafterStats,
+    DraftStats,
     EngineLoad,
     Grammar,
     GrammarKind,
-    HintLoad,
     Message,
-    OnlineLoad,
+    OnlineStats,
     OpenSession,
     SessionFailure,
     StepOutput,
@@ -80,7 +80,7 @@ def opened():
     stop = StopConditions(9, 2, (5, 6), True)
     grammar = Grammar(GrammarKind.REGEX, "[aä]+")
     return OpenSession(2**63, np.array([1, 2, 70000], np.uint32), 2, sampling, stop, "salt", grammar, 3, 0,
-                       hints_unwanted=True, priority=-3, max_draft_tokens=0)  # fmt: skip
+                       drafting_paused=True, priority=-3, max_draft_tokens=0)  # fmt: skip
 
 
 @given(st.lists(proposals(), max_size=4), st.lists(U64, max_size=3))
@@ -100,10 +100,10 @@ def test_frames_for_the_draft_and_of_the_target(items):
     got, _ = codec.propose_request_from_pb(type(frame).FromString(frame.SerializeToString()))
     for a, b in zip(items, got.commits, strict=True):
         same(replace(a, logprobs=None, prompt_logprobs=None), b)  # a draft has no use for them
-    drafters = (DrafterLoad("NGRAM", 8, 2.5, 3, 5), DrafterLoad("EAGLE3", 0, 0.0, 0))
+    drafters = (DrafterStats("NGRAM", 8, 2.5, 3, 5), DrafterStats("EAGLE3", 0, 0.0, 0))
     load = EngineLoad(1, 2, 3, 4, 5, 6, 7, "v8", 9, drafters,
-                      hints_unwanted=True, compilations=11, online=OnlineLoad(5, 600, 2, 1, 1.5, 1.75, 3.5),
-                      hints=HintLoad(9, 1, 2, 3, 4, 5, 6, (7, 0, 8), 10), paused=True
+                      drafting_paused=True, compilations=11, online=OnlineStats(5, 600, 2, 1, 1.5, 1.75, 3.5),
+                      draft_stats=DraftStats(9, 1, 2, 3, 4, 5, 6, (7, 0, 8), 10), paused=True
                       )  # fmt: skip
     failures = [SessionFailure(7, ContextTooLong("too long", param="prompt")), SessionFailure(8, Overloaded("full"))]
     answer = codec.verify_response_from_pb(codec.verify_response_to_pb(StepOutput(items, [], failures, load)))

@@ -16,12 +16,12 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import Message
 from outrider.speculation.proposal import FinishReason
 from outrider.supervisor.health import is_healthy
-from outrider.transport import unix_acceptor as doors
-from outrider.transport import unix_frames as pipes
+from outrider.transport import frame_socket as pipes
+from outrider.transport import socket_acceptor as doors
+from outrider.transport.frame_socket import FrameSocket, SocketCall, connect_beside, socket_beside
 from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.socket_acceptor import SocketAcceptor
 from outrider.transport.stream import StreamHub
-from outrider.transport.unix_acceptor import PipeDoor
-from outrider.transport.unix_frames import Pipe, PipedCall, connect_beside, socket_beside
 from outrider.wire import codec
 from outrider.wire.v1 import target_pb2, target_pb2_grpc
 from tests.shared.counting import CountingEngine
@@ -89,7 +89,7 @@ async def both_ends(door, address):
 async def test_only_unix_domain_sockets_have_one_beside_them(address, path):
     assert socket_beside(address) == path
     if path is None:
-        door = PipeDoor()
+        door = SocketAcceptor()
         await door.open(address)
         assert await connect_beside(address) is None
         await door.close()
@@ -98,7 +98,7 @@ async def test_only_unix_domain_sockets_have_one_beside_them(address, path):
 async def test_frames_of_any_size_come_whole_and_in_order(address):
     rng = np.random.default_rng(0)
     frames = [rng.bytes(int(size)) for size in [0, 1, 4, 70_000, 5 << 20, *rng.integers(0, 3000, 40), 0]]
-    door = PipeDoor()
+    door = SocketAcceptor()
     await door.open(address)
     ends = await both_ends(door, address)
 
@@ -127,7 +127,7 @@ def test_frames_come_whole_however_the_bytes_are_cut():
     frames = [rng.bytes(int(size)) for size in rng.integers(0, 40, 50)]
     content = b"".join(len(frame).to_bytes(4, "little") + frame for frame in frames)
     here, there = socket.socketpair()
-    pipe, come = Pipe(there), []
+    pipe, come = FrameSocket(there), []
     while content:
         cut = int(rng.integers(1, 30))
         here.send(content[:cut])
@@ -146,7 +146,7 @@ def test_frames_come_whole_however_the_bytes_are_cut():
 @pytest.mark.parametrize("cut", range(1, 8))
 def test_a_length_can_come_in_pieces(cut):
     here, there = socket.socketpair()
-    pipe, long = Pipe(there), b"\xff" * 1000
+    pipe, long = FrameSocket(there), b"\xff" * 1000
     here.send(len(long).to_bytes(4, "little"))
     assert pipe.receive() == []
     here.send(long)
@@ -161,7 +161,7 @@ def test_a_length_can_come_in_pieces(cut):
 
 
 async def test_connections_find_their_calls_in_any_order(address):
-    door = PipeDoor()
+    door = SocketAcceptor()
     await door.open(address)
     keys = [await connect_beside(address) for _ in range(3)]
     first = [asyncio.create_task(door.pipe_of(call_of(key))) for key in keys[::-1]]
@@ -177,7 +177,7 @@ async def test_connections_find_their_calls_in_any_order(address):
 
 async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
     monkeypatch.setattr(doors, "PATIENCE", 0.05)
-    door = PipeDoor()
+    door = SocketAcceptor()
     await door.open(address)
     with pytest.raises(Unavailable):
         await door.pipe_of(SimpleNamespace(invocation_metadata=lambda: (("outrider-pipe", "0" * 32),)))
@@ -192,12 +192,12 @@ async def test_who_comes_alone_waits_for_a_while(address, monkeypatch):
 
 
 async def test_a_call_that_says_nothing_of_a_pipe_has_none():
-    assert await PipeDoor().pipe_of(SimpleNamespace(invocation_metadata=lambda: None)) is None
+    assert await SocketAcceptor().pipe_of(SimpleNamespace(invocation_metadata=lambda: None)) is None
 
 
 async def test_too_long_a_frame_is_refused(address, monkeypatch):
     monkeypatch.setattr(pipes, "MAX_MESSAGE_BYTES", 10)
-    door = PipeDoor()
+    door = SocketAcceptor()
     await door.open(address)
     here, there = await both_ends(door, address)
     await write(here, bytes(11))
@@ -213,14 +213,14 @@ async def test_a_socket_left_behind_is_replaced_and_one_that_cannot_be_had_done_
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     assert await connect_beside(address) is None  # nobody listens there
-    door = PipeDoor()
+    door = SocketAcceptor()
     await door.open(address)
     here, there = await both_ends(door, address)
     here.close()
     there.close()
     await door.close()
     assert not exists(path)
-    far = PipeDoor()
+    far = SocketAcceptor()
     await far.open(f"unix:{tmp_path}/{'x' * 200}")
     assert await connect_beside(f"unix:{tmp_path}/{'x' * 200}") is None
     await far.close()
@@ -237,7 +237,7 @@ async def test_connections_are_taken_again_after_too_many_files_were_open(addres
         return await taken(listening)
 
     monkeypatch.setattr(loop, "sock_accept", accept)
-    door = PipeDoor()
+    door = SocketAcceptor()
     await door.open(address)
     here, there = await both_ends(door, address)
     assert failures
@@ -247,12 +247,12 @@ async def test_connections_are_taken_again_after_too_many_files_were_open(addres
 
 
 async def test_a_socket_at_which_somebody_listens_is_nobody_else_s(address):
-    server, door = GrpcServer(), PipeDoor()
+    server, door = GrpcServer(), SocketAcceptor()
     await server.start(address, ())
     await server.set_serving(True)
     await door.open(address)
     try:
-        for listen in (GrpcServer().start(address, ()), PipeDoor().open(address)):
+        for listen in (GrpcServer().start(address, ()), SocketAcceptor().open(address)):
             with pytest.raises(ConfigError, match=r"another process listens at .*service\.sock"):
                 await listen
         assert await is_healthy(address)
@@ -334,7 +334,7 @@ async def service(address):
 async def piped(channel, address):
     key = await connect_beside(address)
     call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=key.metadata)
-    return PipedCall(call, key.pipe, target_pb2.VerifyResponse), call
+    return SocketCall(call, key.pipe, target_pb2.VerifyResponse), call
 
 
 async def test_a_stream_runs_past_its_call(service, address):

@@ -18,10 +18,10 @@ from outrider.serving.loop import EngineLoop
 from outrider.serving.messages import EngineLoad, Message, OpenSession, SessionFailure, StepOutput
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, Proposal
 from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.transport.frame_socket import MAX_MESSAGE_BYTES
 from outrider.transport.outbox import Outbox, Routes
 from outrider.transport.rpc import uncollected
 from outrider.transport.stream import StreamHub
-from outrider.transport.unix_frames import MAX_MESSAGE_BYTES
 from outrider.wire.codec import verify_response_to_pb
 from tests.shared.counting import CountingEngine
 

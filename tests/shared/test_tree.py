@@ -182,7 +182,7 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
         session_id, count = int(rng.integers(1, 4)), int(rng.integers(1, 5))
         tokens = rng.integers(0, 99, count).astype(np.uint32)
         commits.append(Commit(session_id, lengths[session_id], tokens, int(rng.integers(1 << 60)), 3, 1,
-                              wanted=int(rng.random() < 0.3)))  # fmt: skip
+                              draft_budget=int(rng.random() < 0.3)))  # fmt: skip
         lengths[session_id] += count
     commits[-1] = replace(commits[-1], finish_reason=FinishReason.STOP)
     found = joined(commits)
@@ -191,7 +191,7 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
         old = [commit for commit in commits if commit.session_id == session_id]
         new = [commit for commit in found if commit.session_id == session_id]
         assert np.array_equal(*(np.concatenate([c.tokens for c in part]) for part in (old, new)))
-        assert [c.root_hash for c in new] == [c.root_hash for c in old if c.wanted or c is old[-1]]
+        assert [c.root_hash for c in new] == [c.root_hash for c in old if c.draft_budget or c is old[-1]]
         assert sum(c.verified for c in new) == sum(c.verified for c in old)
         assert sum(c.accepted for c in new) == sum(c.accepted for c in old)
         assert new[-1].finish_reason == old[-1].finish_reason
@@ -200,6 +200,6 @@ def test_commits_are_joined_where_nobody_waits_for_an_answer():
 
 
 def test_commits_that_do_not_follow_one_another_are_not_joined():
-    first = Commit(1, 4, np.array([7], np.uint32), 1, wanted=0)
+    first = Commit(1, 4, np.array([7], np.uint32), 1, draft_budget=0)
     for later in (replace(first), replace(first, base_length=6), replace(first, session_id=2, base_length=5)):
         assert joined([first, later]) == [first, later]

@@ -16,7 +16,7 @@ from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.model.base import Model
 from services.target.model.loading.load import load
-from services.target.speculation.draft_wait import HINTED
+from services.target.speculation.draft_wait import DRAFT_MODES
 
 GREEDY = SamplingParams(temperature=0.0)
 # Given a session's id and tokens: proposals for its next step.
@@ -36,19 +36,19 @@ def load_modules(folder: Path) -> Model:
 def engine_of(model: Model, **flags) -> TargetEngine:
     """An engine with a small cache, which computes small prompts in one piece, takes hints whatever they cost, and
     comes back behind every step."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
-    return TargetEngine(model, TargetConfig(**(small | flags)), HINTED)
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+    return TargetEngine(model, TargetConfig(**(small | flags)), DRAFT_MODES)
 
 
 CACHES: Sequence[dict[str, Any]] = (
-    {}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}, {"gather_seconds": 60.0},
+    {}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}, {"coalesce_seconds": 60.0},
 )  # fmt: skip
 """Flags of engines that keep tokens in other ways, or tell of them later."""
 
 
 def run_as_plain(drafting: Callable[..., TargetEngine], model: Model, requests: Sequence[OpenSession], **flags) -> Run:
     """Runs an engine that drafts: texts and ends must be those of one that does not, and some drafts right."""
-    expected = run(engine_of(model, **flags | {"gather_seconds": 0.0}), requests)
+    expected = run(engine_of(model, **flags | {"coalesce_seconds": 0.0}), requests)
     found = run(drafting(model, **flags), requests)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert found.accepted > 0

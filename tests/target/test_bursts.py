@@ -15,7 +15,7 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
-from services.target.speculation.draft_wait import Way
+from services.target.speculation.draft_wait import SpeculationMode
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, run
 from tests.tiny import VOCAB, write_model
 
@@ -53,7 +53,7 @@ def test_texts_and_ends_are_those_of_steps_one_by_one(model, temperature, flags)
     one = opening(1, [5, 6, 7], SamplingParams(temperature, seed=9), max_tokens=50)
     for requests in (list(sessions(9, temperature)), [one]):
         expected = run(engine_of(model, **flags), requests)
-        found = run(engine_of(model, gather_seconds=LONG, **flags), requests)
+        found = run(engine_of(model, coalesce_seconds=LONG, **flags), requests)
         assert (found.new, found.reasons) == (expected.new, expected.reasons)
         assert found.steps < expected.steps
         assert max(len(commit.tokens) for commits in found.commits.values() for commit in commits) > 3
@@ -63,14 +63,14 @@ def test_bfloat16_too_and_a_session_that_ends_ends_the_burst(folder):
     model = load_model(folder, dtype="bfloat16")
     requests = list(sessions(6))
     expected = run(engine_of(model), requests)
-    found = run(engine_of(model, gather_seconds=LONG), requests)
+    found = run(engine_of(model, coalesce_seconds=LONG), requests)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert set(found.reasons.values()) == {FinishReason.STOP, FinishReason.LENGTH}
 
 
 @pytest.mark.parametrize("prompt", [[5], list(range(5, 5 + 33))], ids=["a token", "cached but for a token"])
 def test_a_first_token_waits_for_no_others(model, prompt):
-    engine = engine_of(model, gather_seconds=LONG)
+    engine = engine_of(model, coalesce_seconds=LONG)
     run(engine, [opening(1, prompt, max_tokens=2)])
     engine.open(opening(2, prompt, max_tokens=60))
     said = [[len(commit.tokens) for commit in engine.step().commits] for _ in range(2)]
@@ -81,7 +81,7 @@ def test_a_first_token_waits_for_no_others(model, prompt):
 def test_what_is_cached_serves_those_who_come_later(model):
     prompt = list(range(5, 40))
     expected = run(engine_of(model, page_size=4), [opening(1, prompt, max_tokens=40)]).new[1]
-    engine = engine_of(model, page_size=4, gather_seconds=LONG)
+    engine = engine_of(model, page_size=4, coalesce_seconds=LONG)
     assert run(engine, [opening(1, prompt, max_tokens=40)]).new[1] == expected
     engine.open(opening(2, prompt, max_tokens=40, committed=expected[:38]))
     assert engine.step().commits[0].tokens.tolist() == expected[38:39]
@@ -92,7 +92,7 @@ def test_what_is_cached_serves_those_who_come_later(model):
 def test_no_page_is_taken_from_others_and_all_come_home(model):
     requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in range(6)]
     expected = run(engine_of(model), requests).new
-    engine = engine_of(model, page_size=4, max_total_tokens=72, gather_seconds=LONG)
+    engine = engine_of(model, page_size=4, max_total_tokens=72, coalesce_seconds=LONG)
     assert run(engine, requests).new == expected
     assert engine.scheduler.preemptions > 0
 
@@ -105,7 +105,7 @@ def test_who_asks_for_more_than_tokens_gets_it_step_by_step(model, name, options
     params = SamplingParams(1.0, seed=4, presence_penalty=1.0 if name == "penalties" else 0.0)
     requests = [opening(1, [5, 6, 7], params, **options), *list(sessions(2))[1:]]
     expected = run(engine_of(model), requests)
-    found = run(engine_of(model, gather_seconds=LONG), requests)
+    found = run(engine_of(model, coalesce_seconds=LONG), requests)
     assert found.new == expected.new
     assert all(len(commit.tokens) == 1 for commit in found.commits[1])
 
@@ -114,12 +114,12 @@ def test_module_by_module_a_step_is_a_step(folder):
     model = load_modules(folder)
     requests = list(sessions(3))
     expected = run(engine_of(model), requests)
-    found = run(engine_of(model, gather_seconds=LONG), requests)
+    found = run(engine_of(model, coalesce_seconds=LONG), requests)
     assert (found.new, found.steps) == (expected.new, expected.steps)
 
 
 def test_steps_that_may_have_hints_are_taken_one_by_one(model):
-    engine = engine_of(model, gather_seconds=LONG)
+    engine = engine_of(model, coalesce_seconds=LONG)
     engine.open(opening(1, [5, 6, 7], max_tokens=60))
     tokens = [5, 6, 7]
     while len(tokens) < 8:
@@ -131,7 +131,7 @@ def test_steps_that_may_have_hints_are_taken_one_by_one(model):
 
 def test_hidden_states_are_those_of_steps_one_by_one(model):
     def states(gather):
-        engine = engine_of(model, gather_seconds=gather)
+        engine = engine_of(model, coalesce_seconds=gather)
         spec = FeatureSpec((0, 1), final=True)
         engine.features.configure(7, spec, b"")
         engine.open(replace(opening(1, list(range(4, 30)), max_tokens=50), feature_spec=7))
@@ -141,7 +141,7 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
             output = engine.step()
             count += sum(len(commit.tokens) for commit in output.commits)
             if count > 40:
-                patience.way, patience.unwanted, patience.unhinted = Way.GO, False, False
+                patience.way, patience.unwanted, patience.unhinted = SpeculationMode.DRAFT_IF_READY, False, False
             longest = max(longest, *(len(commit.tokens) for commit in output.commits))
             for block in output.features:
                 for i, row in enumerate(block.rows):
@@ -159,7 +159,7 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
 class Resting:
     """Hints rest until a test says otherwise."""
 
-    way, unwanted, unhinted, remaining = Way.PLAIN, True, True, 0.0
+    way, unwanted, unhinted, remaining = SpeculationMode.NONE, True, True, 0.0
 
     def drafted(self, _):
         return False
@@ -169,7 +169,7 @@ class Resting:
 
 
 def test_a_burst_is_left_when_somebody_calls(model):
-    engine = engine_of(model, gather_seconds=LONG)
+    engine = engine_of(model, coalesce_seconds=LONG)
     inbox = Inbox()
     inbox.open()
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
@@ -207,7 +207,7 @@ def test_a_loop_takes_messages_while_sessions_run_in_bursts(model):
             done.set()
 
     loop = EngineLoop(on_fault=lambda error: done.set())
-    loop.start(engine_of(model, gather_seconds=0.016), publish)
+    loop.start(engine_of(model, coalesce_seconds=0.016), publish)
     for request in requests:
         loop.submit(Message(opens=[request]))
     assert done.wait(60)
@@ -218,7 +218,7 @@ def test_a_loop_takes_messages_while_sessions_run_in_bursts(model):
 
 
 def test_the_warm_up_times_single_steps(model):
-    engine = engine_of(model, gather_seconds=LONG)
+    engine = engine_of(model, coalesce_seconds=LONG)
     step, steps = engine.step, []
 
     def counted():

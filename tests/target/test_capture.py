@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from outrider.serving.messages import OpenSession
 from services.target.model.base import Model
-from services.target.model.weight_slots import Places
-from services.target.step.batch import Batch, Capture, Work, build
+from services.target.model.weight_slots import WeightSlots
+from services.target.step.batch import Batch, Capture, SessionWork, build
 from tests.target.driving import engine_of, load_model, opening
 from tests.tiny import write_model
 
@@ -34,7 +34,7 @@ def batch_of(model: Model, request: OpenSession) -> tuple[Batch, object]:
     engine = engine_of(model)
     engine.open(request)
     (chunk,) = engine.scheduler.plan()
-    return build([Work(chunk)], model.device), engine.cache
+    return build([SessionWork(chunk)], model.device), engine.cache
 
 
 def outputs(model, capture=None):
@@ -116,6 +116,6 @@ def test_a_tied_head_follows_its_embedding(backend, tmp_path):
 
 def test_weights_in_a_format_of_their_own_cannot_be_replaced():
     module = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    assert set(Places(module).shapes) == {"0.weight", "0.bias"}
+    assert set(WeightSlots(module).shapes) == {"0.weight", "0.bias"}
     module[0].weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-    assert Places(module).shapes == {}
+    assert WeightSlots(module).shapes == {}

@@ -18,8 +18,8 @@ from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
 from services.target.engine.verifier import settle
 from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.sampling.compaction import Moves, lay_out
-from services.target.step.batch import Work, build
-from services.target.step.upload import Parcel
+from services.target.step.batch import SessionWork, build
+from services.target.step.upload import UploadBatch
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.target.test_kernels import random_works
 from tests.tiny import VOCAB, write_model
@@ -41,7 +41,7 @@ def random_case(rng, sessions, most, tokens=4):
         tree.merge(random_tree(rng, i, text, tokens, int(rng.integers(1, 3 * most))))
         draft = tree.select(int(rng.integers(0, most + 1))) if rng.random() < 0.8 else EMPTY_SLICE
         session.table.reserve(len(text) + len(draft))
-        works.append(Work(Chunk(session, len(text) - 1, len(text)), draft))
+        works.append(SessionWork(Chunk(session, len(text) - 1, len(text)), draft))
         own = rng.integers(-1, tokens + 1, len(draft) + 1)  # now and then none could be drawn
         for parent, token in zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True):
             if rng.random() < 0.6:
@@ -51,7 +51,7 @@ def random_case(rng, sessions, most, tokens=4):
 
 
 def trees_of(works, batch):
-    parcel = Parcel()
+    parcel = UploadBatch()
     trees = lay_out(works, batch, parcel)
     parcel.send(CPU)
     return trees()
@@ -127,4 +127,4 @@ def test_several_ranks_are_told_what_moves(tmp_path):
     engine.cache.on_move = lambda *_: None
     works = random_works(np.random.default_rng(3), 4, 5)
     assert any(len(work.draft) for work in works)
-    assert engine._drawing._trees(works, SimpleNamespace(), Parcel()) is None
+    assert engine._drawing._trees(works, SimpleNamespace(), UploadBatch()) is None

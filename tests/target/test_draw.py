@@ -16,7 +16,7 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu import sampling as compiled
 from services.target.sampling import sampling as drawing
 from services.target.sampling.sampler import RowRequest, gather, pick
-from services.target.step.batch import DrawPlan
+from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.target.test_sampler import PARAMS
@@ -41,7 +41,7 @@ COMMON = [
 def kernel(logits, params, positions, mask=None):
     """One session a row."""
     packed = b"".join(map(compiled.pack, params))
-    plan = DrawPlan(packed, array("q", [1] * len(params)), array("q", positions))
+    plan = SamplingPlan(packed, array("q", [1] * len(params)), array("q", positions))
     return compiled.draw(torch.from_numpy(logits), plan, mask).tolist()
 
 
@@ -183,7 +183,7 @@ def test_a_row_does_not_see_its_company():
 def test_sessions_have_several_rows():
     logits = np.random.default_rng(1).standard_normal((6, 400)).astype(np.float32)
     packed = b"".join(map(compiled.pack, COMMON[:3]))
-    plan = DrawPlan(packed, array("q", [3, 1, 2]), array("q", [5, 6, 6, 9, 2, 3]))
+    plan = SamplingPlan(packed, array("q", [3, 1, 2]), array("q", [5, 6, 6, 9, 2, 3]))
     tokens = compiled.draw(torch.from_numpy(logits), plan)
     params = [COMMON[i] for i in (0, 0, 0, 1, 2, 2)]
     assert tokens.tolist() == oracle(logits, params, [5, 6, 6, 9, 2, 3])

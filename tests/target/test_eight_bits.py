@@ -18,7 +18,7 @@ from services.target.kernels.kv_cache import KVCache, LayerShape, stored
 from services.target.kernels.reference import paged_attention
 from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
-from services.target.step.batch import Work, build
+from services.target.step.batch import SessionWork, build
 from tests.target.driving import opening
 from tests.target.test_kernels import random_works
 from tests.tiny import write_model
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels
 def _prompt(tokens):
     session = Session(opening(1, tokens), PrefixCache(PageAllocator(50, 4)))
     session.table.reserve(len(tokens))
-    return [Work(Chunk(session, 0, len(tokens)))]
+    return [SessionWork(Chunk(session, 0, len(tokens)))]
 
 
 def _cache_of(works, shape, page_size, dtype):

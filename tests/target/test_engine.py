@@ -78,7 +78,7 @@ def test_first_and_last_tokens_are_urgent_and_those_that_a_drafter_waits_for(mod
 
 def test_time_to_gather_is_not_negative(model):
     with pytest.raises(ConfigError, match="--gather-seconds must be 0 or more, not -1"):
-        engine_of(model, gather_seconds=-1)
+        engine_of(model, coalesce_seconds=-1)
 
 
 # --- plain decoding is that of transformers ---

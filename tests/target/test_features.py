@@ -14,7 +14,7 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.features import features
 from services.target.features.fusion import Fusion
-from services.target.speculation.draft_wait import Patience, Way
+from services.target.speculation.draft_wait import DraftWait, SpeculationMode
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree
 from tests.tiny import VOCAB, write_model
 
@@ -379,12 +379,12 @@ def test_rows_that_were_used_last_are_kept_longest(model):
 # --- while no hints are wanted ---
 
 
-class Moody(Patience):
+class Moody(DraftWait):
     """Wants hints or does not, from step to step as it comes."""
 
     def __init__(self, rng, share):
         super().__init__()
-        self._rng, self._share, self._mood = rng, share, Way.PLAIN
+        self._rng, self._share, self._mood = rng, share, SpeculationMode.NONE
 
     @property
     def way(self):
@@ -392,11 +392,11 @@ class Moody(Patience):
 
     @property
     def unwanted(self):
-        return self._mood is Way.PLAIN
+        return self._mood is SpeculationMode.NONE
 
     def end(self, *args, **kwargs):
         super().end(*args, **kwargs)
-        self._mood = Way.PLAIN if self._rng.random() < self._share else Way.GO
+        self._mood = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
@@ -460,7 +460,7 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
     for i in (1, 2, 3):
         engine._patience = Moody(np.random.default_rng(0), share)
         if not share:
-            engine._patience._mood = Way.GO
+            engine._patience._mood = SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
         commits = []
         while not engine.idle:
@@ -469,7 +469,11 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
         assert commits[: len(empty)] == empty
         assert len(empty) == (share == 1.0 and i == 1), "the second one's prompt is known, the third one's nobody reads"
         for commit in empty:
-            assert (commit.base_length, commit.wanted, commit.finish_reason) == (len(prompt), 0, FinishReason.RUNNING)
+            assert (commit.base_length, commit.draft_budget, commit.finish_reason) == (
+                len(prompt),
+                0,
+                FinishReason.RUNNING,
+            )
         assert sum(len(commit.tokens) for commit in commits) == 4
 
 
@@ -480,12 +484,12 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     for rested in (True, False):
         engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
-        engine._patience._mood = Way.PLAIN if rested else Way.GO
+        engine._patience._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
         commits = []
         while not engine.idle:
             commits += engine.step().commits
-        told = [commit.wanted > 0 for commit in commits[:-1]]
+        told = [commit.draft_budget > 0 for commit in commits[:-1]]
         asked = any(told[1:]) if rested else all(told)
         assert asked == (left == 30 or not rested)
         assert told[0] != rested

@@ -118,7 +118,9 @@ def test_masks_of_trees_are_those_of_each_path(automaton, grammar):
         guided, expected, first = [], [], 0
         for size in rng.integers(0, 9, 3):
             draft, paths = valid_tree(rng, automaton, grammar, int(size))
-            guided.append(masks.Guided(first, Matcher(automaton(grammar), grammar, []), draft, [[]] * (len(draft) + 1)))
+            guided.append(
+                masks.GrammarRows(first, Matcher(automaton(grammar), grammar, []), draft, [[]] * (len(draft) + 1))
+            )
             expected += [allowed_after(automaton, grammar, path) for path in paths]
             first += len(draft) + 3  # rows of other sessions in between
         mask = filler.fill(guided)
@@ -141,7 +143,7 @@ def test_banned_tokens_are_masked_as_long_as_others_are_left(automaton):
 
     def may(path, banned):
         matcher = Matcher(automaton(grammar), grammar, path)
-        mask = filler.fill([masks.Guided(0, matcher, EMPTY_SLICE, [banned])])
+        mask = filler.fill([masks.GrammarRows(0, matcher, EMPTY_SLICE, [banned])])
         logits = torch.zeros(1, VOCAB)
         masks.apply(logits, mask)
         return np.flatnonzero(logits[0].isfinite()).tolist()

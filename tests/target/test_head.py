@@ -16,10 +16,10 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
 from services.target.model import head
 from services.target.model.loading.self_draft import Means, own_drafts
-from services.target.speculation.estimates.calibration_bins import Odds
-from services.target.speculation.estimates.linear_cost import Line
+from services.target.speculation.estimates.calibration_bins import CalibrationBins
+from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import Way
+from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.sources import local_eagle_head as headdraft
 from tests.checkpoints.heads import write_head, write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
@@ -49,9 +49,9 @@ def with_head(target, folder, **flags):
 
 def drafting(model, **flags):
     """An engine whose head drafts in every step, whether that pays or not."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
-    engine = TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF,))
-    engine.own.looks_back = False  # tests/target/test_repeats.py has what texts repeat
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+    engine = TargetEngine(model, TargetConfig(**(small | flags)), (SpeculationMode.SELF_SPECULATE,))
+    engine.own.prompt_lookup = False  # tests/target/test_repeats.py has what texts repeat
     engine.own.chains.pays = lambda _: True
     return engine
 
@@ -168,7 +168,7 @@ def test_a_long_prompt_is_read_in_pieces(tmp_path, gather):
     """No step of the head has more rows than one of the model may have; then it drafts as ever."""
     target = write_cyclic_target(tmp_path / "target")
     model = with_head(target, write_perfect_eagle3(tmp_path / "head", target))
-    engine = drafting(model, chunked_prefill_size=32, max_running_requests=8, gather_seconds=gather)
+    engine = drafting(model, chunked_prefill_size=32, max_running_requests=8, coalesce_seconds=gather)
     head, rows = engine.own.chains._head, []
     draft = head.draft
     head.draft = lambda batch, cache: rows.append(len(batch)) or draft(batch, cache)
@@ -228,7 +228,7 @@ def test_chains_are_as_long_as_they_pay(pair):
         engine.open(opening(1, [5, 6, 7], max_tokens=60))
         engine.step()
         engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
-        chains._lines = {1: Line(0.0, each * 1e-3)}
+        chains._lines = {1: LinearCost(0.0, each * 1e-3)}
         chains.guesses.table = array("f", [odds] * 32)
         chains._kinds[True].drafted = 0.0
         chains._priced.forget()
@@ -258,7 +258,7 @@ def test_what_cannot_pay_is_tried_seldom(pair):
         engine = drafting(model)
         del engine.own.chains.pays
         engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1e-3 + 63 * row * 1e-3})
-        engine.own.chains._lines = {1: Line(1e-4, 1e-4)}
+        engine.own.chains._lines = {1: LinearCost(1e-4, 1e-4)}
         engine.own.chains._kinds = [headdraft._Kind(0.1, 2.0, 2.0), headdraft._Kind(2.0, 2.0, 2.0)]
         engine.open(opening(1, [5, 6, 7], SamplingParams(temperature), max_tokens=400))
         engine.step()
@@ -271,7 +271,7 @@ def test_what_cannot_pay_is_tried_seldom(pair):
 
 
 def test_odds_are_put_right():
-    odds = Odds()
+    odds = CalibrationBins()
     assert odds.chance(0.5, greedy=True) == pytest.approx(0.53, abs=0.01)
     for i in range(2000):
         odds.observe(0.1, right=i % 2 == 0, greedy=False)
@@ -285,7 +285,7 @@ def test_odds_are_put_right():
 
 
 def test_a_line_finds_what_each_takes():
-    line, rng = Line(1.0, 1.0), np.random.default_rng(0)
+    line, rng = LinearCost(1.0, 1.0), np.random.default_rng(0)
     for _ in range(300):
         count = int(rng.integers(1, 6))
         line.observe(count, 0.3 + 0.1 * count + rng.normal(0, 0.01))

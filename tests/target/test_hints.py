@@ -11,7 +11,7 @@ from services.target.speculation.estimates.step_cost import StepCost
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
-CAUSES = ("undrafted", "unwanted", "late", "empty", "unpaid")
+CAUSES = ("steps_without_drafter", "steps_paused", "steps_late", "steps_empty", "steps_not_selected")
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,14 @@ def word(session_id, path, behind=0):
 
 
 def causes(engine):
-    load = engine.load().hints
+    load = engine.load().draft_stats
     return {cause: getattr(load, cause) for cause in CAUSES if getattr(load, cause)}
 
 
 def test_without_a_draft_nothing_is_counted(model):
     engine = engine_of(model)
     run(engine, [opening(1, [5, 6, 7])])
-    assert engine.load().hints is None
+    assert engine.load().draft_stats is None
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -46,9 +46,9 @@ def test_every_node_is_verified_or_wasted(model, seed):
         return [random_tree(rng, session_id, stale, 6, 5), random_tree(rng, session_id + 90, path, 6, 5)]
 
     result = run(engine, requests, hints)
-    load = engine.load().hints
-    assert load.nodes > load.unverified > 0
-    assert load.nodes - load.unverified == result.verified > 0
+    load = engine.load().draft_stats
+    assert load.received_tokens > load.unverified_tokens > 0
+    assert load.received_tokens - load.unverified_tokens == result.verified > 0
 
 
 def test_a_session_that_is_closed_leaves_its_nodes_unverified(model):
@@ -56,7 +56,7 @@ def test_a_session_that_is_closed_leaves_its_nodes_unverified(model):
     engine.open(opening(1, [5, 6, 7]))
     engine.receive([chain(1, [5, 6, 7], [8, 9])], ())
     engine.close(1)
-    assert (engine.load().hints.nodes, engine.load().hints.unverified) == (2, 2)
+    assert (engine.load().draft_stats.received_tokens, engine.load().draft_stats.unverified_tokens) == (2, 2)
 
 
 def test_why_a_step_had_none(model):
@@ -75,7 +75,7 @@ def test_why_a_step_had_none(model):
 
     run(engine, requests, hints)
     # The first step of each session is none that a hint could have helped.
-    assert causes(engine) == {"unwanted": 8, "empty": 9, "late": 10, "undrafted": 11}
+    assert causes(engine) == {"steps_paused": 8, "steps_empty": 9, "steps_late": 10, "steps_without_drafter": 11}
 
 
 def test_nodes_that_are_not_worth_their_rows(model):
@@ -87,7 +87,7 @@ def test_nodes_that_are_not_worth_their_rows(model):
 
     result = run(engine, [opening(1, [5, 6, 7], max_tokens=6)], hints)
     assert result.verified <= 1  # now and then one is tried all the same
-    assert causes(engine) == {"unpaid": 5 - result.verified}
+    assert causes(engine) == {"steps_not_selected": 5 - result.verified}
 
 
 def test_how_late_answers_come(model):
@@ -96,8 +96,8 @@ def test_how_late_answers_come(model):
     path = list(range(3, 60))
     for behind in (0, 0, 1, 3, 40):
         engine.receive([word(1, path, behind)], ())
-    load = engine.load().hints
-    assert load.lags == (2, 1, 0, 1, 0, 0, 0, 1)
+    load = engine.load().draft_stats
+    assert load.lag_histogram == (2, 1, 0, 1, 0, 0, 0, 1)
     assert load.lag_tokens == 44
 
 
@@ -107,7 +107,7 @@ def test_warm_up_leaves_no_trace(model):
     engine.receive(
         [Proposal(1, 2, path_hash(np.array([5, 6])), *(np.empty(0, t) for t in (np.uint32, np.int32, np.float32)))], ()
     )
-    assert engine.load().hints is not None
+    assert engine.load().draft_stats is not None
     engine.close(1)
     engine.forget_measurements()
-    assert engine.load().hints is None
+    assert engine.load().draft_stats is None

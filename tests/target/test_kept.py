@@ -1,4 +1,4 @@
-from services.target.speculation.estimates.cached_estimate import Kept
+from services.target.speculation.estimates.cached_estimate import CachedEstimate
 
 
 def test_a_value_serves_its_times_under_its_key():
@@ -8,7 +8,7 @@ def test_a_value_serves_its_times_under_its_key():
         asked.append(len(asked))
         return asked[-1]
 
-    kept = Kept[int](3)
+    kept = CachedEstimate[int](3)
     assert [kept.get("one", work_out) for _ in range(7)] == [0, 0, 0, 1, 1, 1, 2]
     assert kept.get("other", work_out) == 3
     assert kept.get("one", work_out) == 4  # nothing is remembered of a key that came before

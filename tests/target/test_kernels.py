@@ -21,7 +21,7 @@ from services.target.kernels.dispatch import plan
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache, LayerShape, pages_that_fit
 from services.target.kernels.reference import paged_attention
-from services.target.step.batch import Work, build
+from services.target.step.batch import SessionWork, build
 from services.target.step.layout import tree_mask
 from tests.target.driving import opening
 
@@ -52,7 +52,7 @@ def random_works(rng, page_size, sessions, longest=120, nodes=17):
         stop = int(rng.integers(start + 1, length + 1)) if kind == "chunk" else length
         draft = random_slice(rng, int(rng.integers(1, nodes)) if "tree" in kind else 0)
         session.table.reserve(stop + len(draft))
-        works.append(Work(Chunk(session, start, stop), draft))
+        works.append(SessionWork(Chunk(session, start, stop), draft))
     return works
 
 
@@ -223,7 +223,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats, mu
         }  # fmt: skip
         found = {}
         for name, (start, nodes, queries) in rows.items():
-            batch = build([Work(Chunk(session, start, length), random_slice(rng, nodes))], CPU)
+            batch = build([SessionWork(Chunk(session, start, length), random_slice(rng, nodes))], CPU)
             said = NativeAttention(batch)(
                 queries, cache.keys[0], cache.values[0], scaling=dims[0] ** -0.5, window=window
             )
@@ -240,7 +240,7 @@ def test_a_batch_lays_out_rows_positions_slots_and_draws():
     second.table.reserve(6)
     parents, depths = np.array([-1, 0, -1], np.int32), np.array([1, 2, 1], np.int32)
     draft = TreeSlice(np.array([7, 8, 9], np.uint32), parents, depths, np.zeros(3, np.float32))
-    batch = build([Work(Chunk(first, 1, 4)), Work(Chunk(second, 2, 3), draft)], CPU)
+    batch = build([SessionWork(Chunk(first, 1, 4)), SessionWork(Chunk(second, 2, 3), draft)], CPU)
     assert batch.ids.tolist() == [11, 12, 13, 22, 7, 8, 9]
     assert batch.positions.tolist() == [1, 2, 3, 2, 3, 4, 3]
     slots = [*first.table.slots(1, 4), *second.table.slots(2, 6)]

@@ -12,7 +12,7 @@ from services.target.kernels.dispatch import plan
 from services.target.kernels.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.kernels.reference import paged_attention
 from services.target.model.loading.load import load
-from services.target.speculation.draft_wait import HINTED
+from services.target.speculation.draft_wait import DRAFT_MODES
 from services.target.step.batch import build
 from tests.target.driving import GREEDY, chain, opening, random_tree, run
 from tests.target.test_kernels import random_works
@@ -86,7 +86,7 @@ def test_the_text_depends_on_the_format_alone(folder, flag):
     requests = [opening(i, head + rng.integers(3, VOCAB, 5 + 9 * i).tolist(), one) for i, one in enumerate(params)]
 
     def engine(**flags):
-        return TargetEngine(model, TargetConfig(**(vars(config) | flags)), HINTED)
+        return TargetEngine(model, TargetConfig(**(vars(config) | flags)), DRAFT_MODES)
 
     alone = {i: run(engine(disable_radix_cache=True), [one]).new[i] for i, one in enumerate(requests)}
     assert run(engine(), requests).new == alone

@@ -23,7 +23,7 @@ from services.target.model.loading import narrow
 from services.target.model.loading.load import load
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
-from services.target.step.batch import Work, build
+from services.target.step.batch import SessionWork, build
 from tests.target.decoders import MODELS, written
 from tests.target.driving import chain, engine_of, load_model, load_modules, opening, random_tree, run
 from tests.target.test_kernels import random_slice
@@ -55,7 +55,7 @@ class Sessions:
     def logits(self, *works):
         """Logits of (session, start, stop[, draft]) in one step."""
         made = [
-            Work(Chunk(self.sessions[i], start, stop), draft[0] if draft else EMPTY_SLICE)
+            SessionWork(Chunk(self.sessions[i], start, stop), draft[0] if draft else EMPTY_SLICE)
             for i, start, stop, *draft in works
         ]
         with torch.inference_mode():

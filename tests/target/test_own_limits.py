@@ -10,7 +10,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import Way
+from services.target.speculation.mode_selector import SpeculationMode
 from tests.checkpoints.heads import write_pair
 from tests.target.driving import engine_of, load_model, opening, run
 
@@ -35,9 +35,9 @@ def copy(tmp_path_factory):
 
 def drafting(model, gather=0.0):
     """An engine that drafts in every step, and to which all nodes are as good as free."""
-    flags = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": gather}
-    engine = TargetEngine(model, TargetConfig(**flags), (Way.SELF,))
-    engine.own.looks_back = False
+    flags = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": gather}
+    engine = TargetEngine(model, TargetConfig(**flags), (SpeculationMode.SELF_SPECULATE,))
+    engine.own.prompt_lookup = False
     engine.planner.budget.cost = StepCost({1: 1.0, 256: 1.001})
     chains = engine.own.chains
     chains.pays = lambda _: True

@@ -10,7 +10,7 @@ from outrider.speculation.acceptance import decode
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
 from services.target.sampling import penalties
-from services.target.sampling.penalties import Tally
+from services.target.sampling.penalties import PenaltyCounts
 from services.target.sampling.sampler import RowRequest, draw, gather
 from tests.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
@@ -58,7 +58,7 @@ def test_prompts_of_many_tokens(count, biased):
     bias = tuple((token, 1.0 + token) for token in range(biased))
     params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, logit_bias=bias)
     prompt, output = np.random.default_rng(0).permutation(count), np.array([count, 1, count + 1])
-    tally = Tally(params, np.concatenate([prompt, output[:1]]), count)
+    tally = PenaltyCounts(params, np.concatenate([prompt, output[:1]]), count)
     tally.append(output[1:])
     logits = np.random.default_rng(1).standard_normal(count + 5).astype(np.float32)
     tokens, scales, shifts = tally.shared()
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_oracle(sessions, seed):
         prompt, output = rng.integers(0, 10, rng.integers(1, 20)), rng.integers(0, 10, rng.integers(0, 20))
         draft = random_slice(rng, int(rng.integers(0, 7)))
         cut = int(rng.integers(0, len(output) + 1))
-        tally = Tally(params, np.concatenate([prompt, output[:cut]]), len(prompt))
+        tally = PenaltyCounts(params, np.concatenate([prompt, output[:cut]]), len(prompt))
         tally.append(output[cut:])  # as commits bring them
         rows = paths_of([*prompt.tolist(), *output.tolist()], draft)
         if params.adjusts:
@@ -116,7 +116,7 @@ def test_a_session_that_asks_for_nothing_has_no_tally():
             [
                 (
                     0,
-                    Tally(SamplingParams(presence_penalty=1), np.array([1]), 1),
+                    PenaltyCounts(SamplingParams(presence_penalty=1), np.array([1]), 1),
                     random_slice(np.random.default_rng(0), 0),
                 )
             ],

@@ -12,8 +12,8 @@ from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import Way
-from services.target.speculation.sources.prompt_lookup import LEAST, Repeats, find
+from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.sources.prompt_lookup import LEAST, PromptLookup, find
 from tests.target.driving import CACHES, GREEDY, engine_of, load_model, opening, run, run_as_plain
 from tests.tiny import write_model
 
@@ -35,8 +35,12 @@ def model(folder):
 
 def looking_back(model, **flags):
     """An engine that drafts by itself in every step, with its copy if it has one."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
-    engine = TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF if model.drafts else Way.PLAIN,))
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+    engine = TargetEngine(
+        model,
+        TargetConfig(**(small | flags)),
+        (SpeculationMode.SELF_SPECULATE if model.drafts else SpeculationMode.NONE,),
+    )
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1.2e-3})  # many rows cost little
     return engine
 
@@ -102,7 +106,7 @@ def test_a_copy_drafts_where_nothing_repeats(folder):
 def test_a_burst_ends_where_a_text_repeats(model):
     """So that what follows need not be computed token by token."""
     expected = run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=300)]).new[1]
-    engine = looking_back(model, gather_seconds=60.0)
+    engine = looking_back(model, coalesce_seconds=60.0)
     engine.open(opening(1, [5, 6, 7], max_tokens=300))
     said, ended = [], 0
     while not engine.idle:
@@ -144,13 +148,13 @@ def test_dear_rows_are_spent_on_likely_chains_alone(model):
 
 
 def test_chances_are_what_came_true():
-    repeats = Repeats()
+    repeats = PromptLookup()
     for _ in range(300):
         repeats.observe(3, 4, 1, goes_on=True)
         repeats.observe(9, 4, 4, goes_on=True)
     assert repeats.chance(3) == pytest.approx(0.5, abs=0.05)
     assert repeats.chance(9) > 0.97
-    assert repeats.chance(5) == Repeats().chance(5)
+    assert repeats.chance(5) == PromptLookup().chance(5)
 
 
 def test_what_sessions_ask_for_besides_stays_exact(model):
@@ -163,21 +167,21 @@ def test_what_sessions_ask_for_besides_stays_exact(model):
 
 
 def test_it_is_a_part_of_plain_steps(model):
-    engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, gather_seconds=0.0))
+    engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0))
     warm_up(engine)
-    assert engine._patience.way is Way.PLAIN
+    assert engine._patience.way is SpeculationMode.NONE
     assert engine.own.chains is None
     requests = [opening(1, [5, 6, 7], max_tokens=400)]
     assert run(engine, requests).new == run(engine_of(model), requests).new
 
 
 def test_flags(folder, tmp_path):
-    assert not load_model(folder).looks_back, "small models are left alone"
-    assert load_model(folder, self_draft="text", quantization="int4").looks_back
+    assert not load_model(folder).prompt_lookup, "small models are left alone"
+    assert load_model(folder, self_draft="text", quantization="int4").prompt_lookup
     with pytest.raises(ConfigError, match="--self-draft text: --speculative-num-draft-tokens"):
         load_model(folder, self_draft="text", speculative_num_draft_tokens=4)
     large = write_model(tmp_path, hidden_size=512, intermediate_size=4096)
     for flags, drafts in (({}, True), ({"quantization": "int4"}, False), ({"self_draft": "text"}, False)):
         loaded = load_model(large, **flags)
-        assert (loaded.looks_back, loaded.drafts) == (True, drafts)
-    assert not load_model(large, self_draft="off").looks_back
+        assert (loaded.prompt_lookup, loaded.drafts) == (True, drafts)
+    assert not load_model(large, self_draft="off").prompt_lookup

@@ -11,9 +11,9 @@ from outrider.serving.features import FeatureSpec
 from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from services.target.speculation.mode_selector import Way
+from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.sources import local_eagle_head as headdraft
-from services.target.step.batch import Worth
+from services.target.step.batch import DraftTokenValue
 from tests.checkpoints.heads import write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.draft.twin import Twin
@@ -78,8 +78,8 @@ def test_a_round_verifies_what_a_step_would(pair, monkeypatch, temperature, row)
     """Chains, second guesses and what the head says of them, round by round beside an engine that guesses in Python."""
     monkeypatch.setattr(headdraft, "_ROUNDS", 1)
     target, folder, _ = pair
-    model, worth = with_head(target, folder), Worth(0.6, 1.0, row, 0.01)
-    plainly, in_rounds = unlearning(drafting(model), worth), unlearning(drafting(model, gather_seconds=LONG), worth)
+    model, worth = with_head(target, folder), DraftTokenValue(0.6, 1.0, row, 0.01)
+    plainly, in_rounds = unlearning(drafting(model), worth), unlearning(drafting(model, coalesce_seconds=LONG), worth)
     request = opening(1, [5, 6, 7, 8], SamplingParams(temperature, seed=3), max_tokens=120)
     told, shapes = watched(in_rounds), set()
     for engine in (plainly, in_rounds):
@@ -105,7 +105,7 @@ def test_a_round_verifies_what_a_step_would(pair, monkeypatch, temperature, row)
 
 
 def test_thresholds_have_a_round_at_a_time(perfect):
-    engine = drafting(perfect, gather_seconds=LONG, speculative_accept_threshold_single=0.9)
+    engine = drafting(perfect, coalesce_seconds=LONG, speculative_accept_threshold_single=0.9)
     told = watched(engine)
     found = run(engine, [opening(1, CYCLE[:3], SamplingParams(1.0, seed=1), max_tokens=40)])
     assert len(found.new[1]) == 40
@@ -124,20 +124,20 @@ def test_texts_and_ends_are_those_of_plain_steps(pair, temperature, page_size):
         prompt = rng.integers(3, VOCAB, 5 * i).tolist()
         request = opening(i, prompt, SamplingParams(temperature, seed=i), max_tokens=count)
         expected = run(engine_of(model, page_size=page_size), [request])
-        engine = drafting(model, page_size=page_size, gather_seconds=LONG)
+        engine = drafting(model, page_size=page_size, coalesce_seconds=LONG)
         told = watched(engine)
         found = run(engine, [request])
         assert (found.new, found.reasons) == (expected.new, expected.reasons)
         assert count < 40 or max(map(len, told)) > 1
         stop = expected.new[i][count // 2]
         ended = opening(i, prompt, SamplingParams(temperature, seed=i), max_tokens=count, stop_token_ids=(stop,))
-        found = run(drafting(model, page_size=page_size, gather_seconds=LONG), [ended])
+        found = run(drafting(model, page_size=page_size, coalesce_seconds=LONG), [ended])
         assert found.new[i] == expected.new[i][: expected.new[i].index(stop) + 1]
         assert found.reasons[i] == FinishReason.STOP
 
 
 def test_what_can_be_known_is_known(perfect):
-    engine = drafting(perfect, gather_seconds=LONG)
+    engine = drafting(perfect, coalesce_seconds=LONG)
     told = watched(engine)
     found = run(engine, [opening(1, [int(CYCLE[3])] * 20, max_tokens=300)])
     assert found.new[1] == cycle_text(int(CYCLE[3]), 300)
@@ -152,7 +152,7 @@ def test_what_can_be_known_is_known(perfect):
 
 
 def test_rounds_end_when_somebody_calls_and_when_it_is_time(perfect):
-    engine = drafting(perfect, gather_seconds=LONG)
+    engine = drafting(perfect, coalesce_seconds=LONG)
     told = watched(engine)
     with calling(engine) as hang_up:
         engine.open(opening(1, [int(CYCLE[3])] * 20, max_tokens=600))
@@ -168,7 +168,7 @@ def test_rounds_end_when_somebody_calls_and_when_it_is_time(perfect):
 
 
 def test_rounds_end_where_the_text_repeats(perfect):
-    engine = drafting(perfect, gather_seconds=LONG)
+    engine = drafting(perfect, coalesce_seconds=LONG)
     told = watched(engine)
     engine.open(opening(1, [int(CYCLE[3])] * 20, max_tokens=600))
     engine.step()
@@ -184,7 +184,7 @@ def test_the_head_knows_what_it_has_written(pair):
     """Behind rounds it guesses as its twin does, from rows that it wrote in them, its own and another session's."""
     target, folder, made = pair
     twin = Twin.of("EAGLE3", *made, target)
-    engine = drafting(with_head(target, folder), gather_seconds=LONG)
+    engine = drafting(with_head(target, folder), coalesce_seconds=LONG)
     rows, prompt = engine.own.chains.rows, [5, 6, 7] * 9
     engine.open(opening(1, prompt, max_tokens=100))
     text = [*prompt]
@@ -205,7 +205,7 @@ def test_the_head_knows_what_it_has_written(pair):
 def test_who_is_not_alone_is_verified_step_by_step(pair):
     target, folder, _ = pair
     model = with_head(target, folder)
-    engine = drafting(model, gather_seconds=LONG)
+    engine = drafting(model, coalesce_seconds=LONG)
     told = watched(engine)
     requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in (1, 2)]
     for request in requests:
@@ -225,19 +225,19 @@ def test_who_is_not_alone_is_verified_step_by_step(pair):
 def test_hidden_states_are_not_lost(pair):
     """Where a drafter wants the states of all tokens, rounds would keep none; so there are none."""
     target, folder, _ = pair
-    engine = drafting(with_head(target, folder), gather_seconds=LONG)
+    engine = drafting(with_head(target, folder), coalesce_seconds=LONG)
     told = watched(engine)
     engine.features.configure(7, FeatureSpec((0, 1), final=True), b"")
     engine.open(replace(opening(1, list(range(4, 30)), max_tokens=40), feature_spec=7))
     engine._patience = patience = Resting()  # the drafter does
-    patience.way = Way.SELF
+    patience.way = SpeculationMode.SELF_SPECULATE
     rows = tokens = 0
     while not engine.idle:
         output = engine.step()
         tokens += sum(len(commit.tokens) for commit in output.commits)
         rows += sum(len(block.rows) for block in output.features)
         if tokens > 30:  # it wants them now
-            patience.way, patience.unwanted, patience.unhinted = Way.GO, False, False
+            patience.way, patience.unwanted, patience.unhinted = SpeculationMode.DRAFT_IF_READY, False, False
     assert tokens == 40
     assert rows >= 26 + 40 - 2, "of each token but the last"
     assert not told
@@ -245,7 +245,7 @@ def test_hidden_states_are_not_lost(pair):
 
 def test_undrawable_tokens_end_the_session_alone(pair):
     target, folder, _ = pair
-    engine = drafting(with_head(target, folder), gather_seconds=LONG)
+    engine = drafting(with_head(target, folder), coalesce_seconds=LONG)
     engine.open(opening(1, [5, 6, 7], max_tokens=40))
     engine.step()
     engine.cache.keys[0].fill_(float("nan"))

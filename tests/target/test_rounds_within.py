@@ -10,7 +10,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.sources import quantized_self_draft as copydraft
-from services.target.speculation.sources.quantized_self_draft import CopyDraft
+from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from tests.checkpoints.heads import write_pair
 from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
 from tests.target.driving import engine_of, load_model, opening, run
@@ -42,7 +42,7 @@ def copied(pair):
 
 def in_rounds(model, **flags):
     """An engine whose copy drafts in one go with its verification; a head guesses for it, whether that pays or not."""
-    engine = drafting(model, gather_seconds=LONG, **flags)
+    engine = drafting(model, coalesce_seconds=LONG, **flags)
     if engine.own.chains.head is not None:
         engine.own.chains.head.pays = lambda _: True
     return engine
@@ -249,7 +249,7 @@ def test_chains_are_longer_where_a_head_makes_them_cheap(both, monkeypatch):
     engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1.1e-3})
     draft = engine.own.chains
     draft._cost = StepCost({1: 8e-4, 64: 8e-4})
-    monkeypatch.setattr(CopyDraft, "acceptance", 0.8)
+    monkeypatch.setattr(QuantizedSelfDraft, "acceptance", 0.8)
     monkeypatch.setattr(draft.head, "rate", lambda *_: 1e3 / 0.2)
     cheap = draft._length(1, 0, 16)
     assert draft.rate(1, 0) > draft.rate(2, 0)

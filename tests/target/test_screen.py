@@ -17,8 +17,8 @@ from services.target.kernels.cpu.weights import Format, packed
 from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.model import native
 from services.target.model.native import ProgramRunner
-from services.target.sampling.sampling import draw_plan as plan_of
-from services.target.step.batch import DrawPlan, Work, build
+from services.target.sampling.sampling import sampling_plan as plan_of
+from services.target.step.batch import SamplingPlan, SessionWork, build
 from tests.target.driving import engine_of, load_model, opening, random_tree, run
 from tests.tiny import VOCAB, write_model
 
@@ -65,9 +65,9 @@ def drawn(program, tokens, params):
     for i, token in enumerate(tokens):
         session = Session(opening(i, [token]), prefix)
         session.table.reserve(1)
-        works.append(Work(Chunk(session, 0, 1)))
+        works.append(SessionWork(Chunk(session, 0, 1)))
     plan = plan_of(works, [_Entry(one) for one in params])
-    assert isinstance(plan, DrawPlan)
+    assert isinstance(plan, SamplingPlan)
     cache = KVCache([LayerShape(1, 16, 16)], len(tokens) + 1, 4, torch.float32, CPU)
     logits, _, found = program.run(build(works, CPU, None, plan), cache)
     return found.tolist(), logits.clone()
@@ -151,7 +151,7 @@ def test_an_engine_says_the_same_with_hints_bursts_and_new_weights(tmp_path, mon
 
     def texts(model):
         rng = np.random.default_rng(3)
-        found = [run(engine_of(model, gather_seconds=gather), requests).new for gather in (0.0, 60.0)]
+        found = [run(engine_of(model, coalesce_seconds=gather), requests).new for gather in (0.0, 60.0)]
         hinted = run(engine_of(model), requests, lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
         assert hinted.verified > 0
         assert found[0] == found[1] == hinted.new

@@ -20,8 +20,8 @@ from services.target.features import features
 from services.target.kernels.cpu import library, weights
 from services.target.process.warmup import warm_up
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.mode_selector import Way
-from services.target.speculation.sources.quantized_self_draft import CopyDraft
+from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from tests.target.driving import CACHES, GREEDY, chain, engine_of, load_model, opening, run, run_as_plain
 from tests.tiny import VOCAB, write_model, write_tokenizer
 
@@ -40,9 +40,9 @@ def model(folder):
 
 def drafting(model, **flags):
     """An engine that drafts by itself in every step."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "gather_seconds": 0.0}
-    engine = TargetEngine(model, TargetConfig(**(small | flags)), (Way.SELF,))
-    engine.own.looks_back = False  # tests/target/test_repeats.py has what texts repeat
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+    engine = TargetEngine(model, TargetConfig(**(small | flags)), (SpeculationMode.SELF_SPECULATE,))
+    engine.own.prompt_lookup = False  # tests/target/test_repeats.py has what texts repeat
     return engine
 
 
@@ -270,8 +270,8 @@ def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
                     rows[block.session_id, block.first + i] = row.tobytes()
         return rows, verified
 
-    plain = TargetEngine(model, TargetConfig(max_total_tokens=4096, gather_seconds=0.0), (Way.PLAIN,))
-    plain.own.looks_back = False
+    plain = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0), (SpeculationMode.NONE,))
+    plain.own.prompt_lookup = False
     (expected, none), (found, some) = states(plain), states(drafting(model))
     assert none == 0 < some
     both = expected.keys() & found.keys()
@@ -286,7 +286,7 @@ def test_new_weights_are_drafted_with(tmp_path, monkeypatch):
     model.runner.update(load_file(second / "model.safetensors"))
     requests = [opening(i, [5 + i, 6], max_tokens=50) for i in range(8)]
     other = drafting(load_model(second, self_draft="int4"))
-    monkeypatch.setattr(CopyDraft, "_length", lambda *_: 4)  # whatever steps take
+    monkeypatch.setattr(QuantizedSelfDraft, "_length", lambda *_: 4)  # whatever steps take
     found, fresh = run(engine, requests), run(other, requests)
     assert found.new == fresh.new
     assert (found.verified, found.accepted) == (fresh.verified, fresh.accepted)
@@ -294,7 +294,7 @@ def test_new_weights_are_drafted_with(tmp_path, monkeypatch):
 
 def test_hints_are_tried_beside_it(model):
     """A drafter that comes is asked, and one that is much better is what serves."""
-    engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, gather_seconds=0.0))
+    engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0))
     warm_up(engine)
     truth = run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=400)]).new[1]
     ways = set()
@@ -306,8 +306,8 @@ def test_hints_are_tried_beside_it(model):
 
     for _ in range(4):
         assert run(engine, [opening(1, [5, 6, 7], max_tokens=400)], hints).new[1] == truth
-    assert {Way.SELF, Way.PLAIN} <= ways
-    assert ways & {Way.WAIT, Way.GO}
+    assert {SpeculationMode.SELF_SPECULATE, SpeculationMode.NONE} <= ways
+    assert ways & {SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY}
 
 
 def test_the_warm_up_times_the_model_s_own_steps(model):
@@ -315,7 +315,7 @@ def test_the_warm_up_times_the_model_s_own_steps(model):
     warm_up(engine)
     assert engine.own.chains.cost._observed, "what the copy takes is known"
     assert engine.own.chains.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
-    assert engine._patience.way is Way.SELF
+    assert engine._patience.way is SpeculationMode.SELF_SPECULATE
 
 
 # --- flags ---

@@ -14,7 +14,7 @@ from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT, TreeSlice
 from services.target.sampling import sampler
 from services.target.sampling.thresholds import relax
-from services.target.step.batch import Work
+from services.target.step.batch import SessionWork
 from tests.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.tiny import write_model
 
@@ -113,7 +113,7 @@ def test_rows_of_a_step_are_relaxed_as_the_oracle_says():
     ]
     rows = sampler.gather(requests, CPU)
     tokens = sampler.draw(torch.from_numpy(logits), rows)
-    works = [Work(None, draft) for draft in drafts]
+    works = [SessionWork(None, draft) for draft in drafts]
     changed = 0
     for shift in range(40):  # many positions
         moved = [sampler.RowRequest(r.params, [t + 2 * shift for t in r.positions], r.banned) for r in requests]
@@ -176,7 +176,7 @@ def test_sampled_text_takes_hints_that_it_would_not_have_taken(model, caplog):
 
 
 def test_sampled_text_without_hints_stays_the_same_where_tokens_gather(model):
-    lossy = {"speculative_accept_threshold_single": 0.9, "gather_seconds": 60.0}
+    lossy = {"speculative_accept_threshold_single": 0.9, "coalesce_seconds": 60.0}
     requests = [opening(i, [5, i], SamplingParams(1.0, seed=i), max_tokens=20) for i in range(3)]
     assert run(engine_of(model, **lossy), requests).new == run(engine_of(model), requests).new
 

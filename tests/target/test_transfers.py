@@ -20,9 +20,9 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
 from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.model.base import Model, Outputs
-from services.target.sampling.sampling import Drawing
-from services.target.sampling.session import Entry
-from services.target.step.batch import Roots, Work, build
+from services.target.sampling.sampling import StepSampler
+from services.target.sampling.session import TargetSession
+from services.target.step.batch import Roots, SessionWork, build
 from services.target.step.download import Download
 from services.target.step.upload import Slab
 from tests.target.driving import engine_of, opening, random_tree
@@ -75,18 +75,18 @@ def step(params, nodes, **options):
     model = model_of()
     cache = KVCache(SHAPES, 64, 4, torch.bfloat16, DEVICE)
     features = SimpleNamespace(take=lambda *_: None)
-    drawing = Drawing(model, cache, features, Thresholds())
+    drawing = StepSampler(model, cache, features, Thresholds())
     prefix = PrefixCache(PageAllocator(64, 4))
     works, entries = [], {}
     for i in range(3):
         request = opening(i, rng.integers(0, 50, 9).tolist(), params, **options)
         session = Session(request, prefix)
-        entries[i] = Entry.of(request, session, frozenset({7}), model.vocab_size)
+        entries[i] = TargetSession.of(request, session, frozenset({7}), model.vocab_size)
         tree = SpeculationTree(request.tokens)
         tree.merge(random_tree(rng, i, request.tokens.tolist(), 5, 12))
         draft = tree.select(nodes) if nodes else EMPTY_SLICE
         session.table.reserve(session.length + len(draft))
-        works.append(Work(Chunk(session, session.length - 1, session.length), draft))
+        works.append(SessionWork(Chunk(session, session.length - 1, session.length), draft))
     return drawing, works, entries
 
 

@@ -23,7 +23,7 @@ from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache, LayerShape
 from services.target.kernels.reference import paged_attention
-from services.target.step.batch import Work, build, pad
+from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Layout, tree_mask
 from tests.target.driving import opening, random_tree, run
 from tests.target.interpreter import need_interpreter
@@ -397,7 +397,7 @@ def test_a_branchs_keys_are_added_in_the_order_of_plain_decoding():
     rng.shuffle(allocator._free)
     session = Session(opening(1, rng.integers(0, VOCAB, committed).tolist()), PrefixCache(allocator))
     session.table.reserve(committed + 11)
-    batch = build([Work(Chunk(session, committed - 1, committed), draft)], CPU)
+    batch = build([SessionWork(Chunk(session, committed - 1, committed), draft)], CPU)
     pools, q = torch.randn(2, 41, 4, 2, 16), torch.randn(len(batch), 4, 16)
     for options in ({}, {"window": 7}, {"sinks": torch.randn(4)}):
         found = TritonAttention(batch, SMALL, ordered=True)(q, *pools, scaling=0.25, **options)
@@ -414,7 +414,7 @@ def test_a_branchs_keys_are_added_in_the_order_of_plain_decoding():
             ]
             alone = Session(opening(1, rng.integers(0, VOCAB, committed + depth).tolist()), PrefixCache(allocator))
             alone.table._extend(session.table.pages.tolist())
-            row = build([Work(Chunk(alone, committed + depth - 1, committed + depth))], CPU)
+            row = build([SessionWork(Chunk(alone, committed + depth - 1, committed + depth))], CPU)
             decoded = TritonAttention(row, SMALL)(
                 q[node + 1 :][:1], *plain.unflatten(1, (41, 4)), scaling=0.25, **options
             )

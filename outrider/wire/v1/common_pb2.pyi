@@ -96,7 +96,7 @@ class Grammar(_message.Message):
     def __init__(self, kind: _Optional[_Union[GrammarKind, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "hints_unwanted", "priority", "max_draft_tokens", "traceparent")
+    __slots__ = ("session_id", "tokens", "prompt_length", "sampling", "stop", "cache_salt", "logprobs", "prompt_logprobs", "feature_spec", "features_from", "grammar", "drafting_paused", "priority", "max_draft_tokens", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -108,7 +108,7 @@ class OpenSession(_message.Message):
     FEATURE_SPEC_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FROM_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
-    HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_PAUSED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
@@ -123,11 +123,11 @@ class OpenSession(_message.Message):
     feature_spec: int
     features_from: int
     grammar: Grammar
-    hints_unwanted: bool
+    drafting_paused: bool
     priority: int
     max_draft_tokens: int
     traceparent: str
-    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., hints_unwanted: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., tokens: _Optional[bytes] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[StopConditions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., feature_spec: _Optional[int] = ..., features_from: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., drafting_paused: _Optional[bool] = ..., priority: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class FeatureSpec(_message.Message):
     __slots__ = ("spec_id", "layers", "final", "format", "norm_epsilon")
@@ -180,7 +180,7 @@ class ProposalBatch(_message.Message):
     def __init__(self, session_ids: _Optional[bytes] = ..., anchor_lengths: _Optional[bytes] = ..., anchor_hashes: _Optional[bytes] = ..., node_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., log_scores: _Optional[bytes] = ..., committed_lengths: _Optional[bytes] = ...) -> None: ...
 
 class CommitBatch(_message.Message):
-    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts", "wanted_counts")
+    __slots__ = ("session_ids", "base_lengths", "token_counts", "tokens", "root_hashes", "verified_counts", "accepted_counts", "finish_reasons", "cached_counts", "draft_budgets")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     BASE_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -190,7 +190,7 @@ class CommitBatch(_message.Message):
     ACCEPTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    WANTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_BUDGETS_FIELD_NUMBER: _ClassVar[int]
     session_ids: bytes
     base_lengths: bytes
     token_counts: bytes
@@ -200,8 +200,8 @@ class CommitBatch(_message.Message):
     accepted_counts: bytes
     finish_reasons: bytes
     cached_counts: bytes
-    wanted_counts: bytes
-    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ..., wanted_counts: _Optional[bytes] = ...) -> None: ...
+    draft_budgets: bytes
+    def __init__(self, session_ids: _Optional[bytes] = ..., base_lengths: _Optional[bytes] = ..., token_counts: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., root_hashes: _Optional[bytes] = ..., verified_counts: _Optional[bytes] = ..., accepted_counts: _Optional[bytes] = ..., finish_reasons: _Optional[bytes] = ..., cached_counts: _Optional[bytes] = ..., draft_budgets: _Optional[bytes] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "code", "message", "param")
@@ -216,7 +216,7 @@ class SessionError(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class EngineLoad(_message.Message):
-    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "hints_unwanted", "compilations", "online", "hints", "paused")
+    __slots__ = ("running_sessions", "waiting_sessions", "free_pages", "total_pages", "step_microseconds", "step_tokens", "cached_pages", "weight_version", "preemptions", "drafters", "drafting_paused", "compilations", "online", "draft_stats", "paused")
     RUNNING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -227,10 +227,10 @@ class EngineLoad(_message.Message):
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     DRAFTERS_FIELD_NUMBER: _ClassVar[int]
-    HINTS_UNWANTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_PAUSED_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
     ONLINE_FIELD_NUMBER: _ClassVar[int]
-    HINTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STATS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     running_sessions: int
     waiting_sessions: int
@@ -241,37 +241,37 @@ class EngineLoad(_message.Message):
     cached_pages: int
     weight_version: str
     preemptions: int
-    drafters: _containers.RepeatedCompositeFieldContainer[DrafterLoad]
-    hints_unwanted: bool
+    drafters: _containers.RepeatedCompositeFieldContainer[DrafterStats]
+    drafting_paused: bool
     compilations: int
-    online: OnlineLoad
-    hints: HintLoad
+    online: OnlineStats
+    draft_stats: DraftStats
     paused: bool
-    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterLoad, _Mapping]]] = ..., hints_unwanted: _Optional[bool] = ..., compilations: _Optional[int] = ..., online: _Optional[_Union[OnlineLoad, _Mapping]] = ..., hints: _Optional[_Union[HintLoad, _Mapping]] = ..., paused: _Optional[bool] = ...) -> None: ...
+    def __init__(self, running_sessions: _Optional[int] = ..., waiting_sessions: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., step_microseconds: _Optional[int] = ..., step_tokens: _Optional[int] = ..., cached_pages: _Optional[int] = ..., weight_version: _Optional[str] = ..., preemptions: _Optional[int] = ..., drafters: _Optional[_Iterable[_Union[DrafterStats, _Mapping]]] = ..., drafting_paused: _Optional[bool] = ..., compilations: _Optional[int] = ..., online: _Optional[_Union[OnlineStats, _Mapping]] = ..., draft_stats: _Optional[_Union[DraftStats, _Mapping]] = ..., paused: _Optional[bool] = ...) -> None: ...
 
-class HintLoad(_message.Message):
-    __slots__ = ("nodes", "unverified", "undrafted", "unwanted", "late", "empty", "unpaid", "lags", "lag_tokens")
-    NODES_FIELD_NUMBER: _ClassVar[int]
-    UNVERIFIED_FIELD_NUMBER: _ClassVar[int]
-    UNDRAFTED_FIELD_NUMBER: _ClassVar[int]
-    UNWANTED_FIELD_NUMBER: _ClassVar[int]
-    LATE_FIELD_NUMBER: _ClassVar[int]
-    EMPTY_FIELD_NUMBER: _ClassVar[int]
-    UNPAID_FIELD_NUMBER: _ClassVar[int]
-    LAGS_FIELD_NUMBER: _ClassVar[int]
+class DraftStats(_message.Message):
+    __slots__ = ("received_tokens", "unverified_tokens", "steps_without_drafter", "steps_paused", "steps_late", "steps_empty", "steps_not_selected", "lag_histogram", "lag_tokens")
+    RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNVERIFIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_WITHOUT_DRAFTER_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PAUSED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_LATE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_EMPTY_FIELD_NUMBER: _ClassVar[int]
+    STEPS_NOT_SELECTED_FIELD_NUMBER: _ClassVar[int]
+    LAG_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
     LAG_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    nodes: int
-    unverified: int
-    undrafted: int
-    unwanted: int
-    late: int
-    empty: int
-    unpaid: int
-    lags: _containers.RepeatedScalarFieldContainer[int]
+    received_tokens: int
+    unverified_tokens: int
+    steps_without_drafter: int
+    steps_paused: int
+    steps_late: int
+    steps_empty: int
+    steps_not_selected: int
+    lag_histogram: _containers.RepeatedScalarFieldContainer[int]
     lag_tokens: int
-    def __init__(self, nodes: _Optional[int] = ..., unverified: _Optional[int] = ..., undrafted: _Optional[int] = ..., unwanted: _Optional[int] = ..., late: _Optional[int] = ..., empty: _Optional[int] = ..., unpaid: _Optional[int] = ..., lags: _Optional[_Iterable[int]] = ..., lag_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, received_tokens: _Optional[int] = ..., unverified_tokens: _Optional[int] = ..., steps_without_drafter: _Optional[int] = ..., steps_paused: _Optional[int] = ..., steps_late: _Optional[int] = ..., steps_empty: _Optional[int] = ..., steps_not_selected: _Optional[int] = ..., lag_histogram: _Optional[_Iterable[int]] = ..., lag_tokens: _Optional[int] = ...) -> None: ...
 
-class OnlineLoad(_message.Message):
+class OnlineStats(_message.Message):
     __slots__ = ("steps", "rows", "kept", "rejected", "accept_length_before", "accept_length_after", "seconds")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -289,7 +289,7 @@ class OnlineLoad(_message.Message):
     seconds: float
     def __init__(self, steps: _Optional[int] = ..., rows: _Optional[int] = ..., kept: _Optional[int] = ..., rejected: _Optional[int] = ..., accept_length_before: _Optional[float] = ..., accept_length_after: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
-class DrafterLoad(_message.Message):
+class DrafterStats(_message.Message):
     __slots__ = ("name", "offered", "promised", "accepted", "chances")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OFFERED_FIELD_NUMBER: _ClassVar[int]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from outrider.serving.features import FeatureBlock, FeatureSpec
 from outrider.serving.messages import EngineLoad
-from outrider.telemetry import Progress, untold
+from outrider.telemetry import Progress, no_progress
 from services.draft.drafters.sharing import Sharing
 from services.draft.sessions.session import DraftSession
 
@@ -113,7 +113,7 @@ class Drafter(ABC):
         """Do a little of that work; called once a round."""
 
     @abstractmethod
-    def warm_up(self, tell: Progress = untold) -> None:
+    def warm_up(self, tell: Progress = no_progress) -> None:
         """Get ready before the first session. tell: called with how far that is."""
 
     def start(self) -> None:  # noqa: B027  (most drafters do nothing by themselves)

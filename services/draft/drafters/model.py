@@ -21,7 +21,7 @@ from outrider.paging.prefix import PrefixCache
 from outrider.serving.messages import EngineLoad
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT
-from outrider.telemetry import Progress, untold
+from outrider.telemetry import Progress, no_progress
 from services.draft.drafters.base import Drafter, Growth, Wish
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.sessions.batch import Job, Shape, build_inputs
@@ -90,7 +90,7 @@ class ModelDrafter(Drafter):
         self._growth_shapes = shapes
         self._most_rows = max(shape.rows for shape in shapes if shape.sessions == 1)
 
-    def warm_up(self, tell: Progress = untold) -> None:
+    def warm_up(self, tell: Progress = no_progress) -> None:
         """Compile and measure every shape."""
         self.runner.warm_up(self.shapes, tell)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider import native
 from outrider.errors import ConfigError
-from outrider.telemetry import Progress, untold
+from outrider.telemetry import Progress, no_progress
 from services.draft.drafters.base import Drafter, Growth, Wish
 from services.draft.ngrams.base import NO_LEAD, Continuations, NgramOptions, Ngrams
 from services.draft.sessions.session import DraftSession
@@ -130,7 +130,7 @@ class NgramDrafter(Drafter):
         """Look the best wishes up; the round is short, so that new roots do not wait for far leaves."""
         return [self._look_up(wish.session, wish.node) for wish in wishes[:_LOOKUPS_A_ROUND]]
 
-    def warm_up(self, tell: Progress = untold) -> None:
+    def warm_up(self, tell: Progress = no_progress) -> None:
         """Nothing to do."""
 
     def _look_up(self, session: DraftSession, node: int) -> Growth:

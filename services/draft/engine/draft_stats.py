@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outrider.serving.messages import DrafterLoad
+from outrider.serving.messages import DrafterStats
 from outrider.speculation.tree import ROOT
 from services.draft.sessions.session import DraftSession
 
@@ -35,9 +35,9 @@ class Record:
     chances: int = 0
     judged: bool = False
 
-    def load(self) -> DrafterLoad:
+    def load(self) -> DrafterStats:
         """As it is told."""
-        return DrafterLoad(self.name, self.offered, self.promised, self.accepted, self.chances)
+        return DrafterStats(self.name, self.offered, self.promised, self.accepted, self.chances)
 
     def judge(self) -> None:
         """Warn once, after the first promises, if nearly none was kept."""

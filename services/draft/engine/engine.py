@@ -178,11 +178,11 @@ class DraftEngine(Engine):
         elif known < len(commit.tokens):
             self._apply(session, commit, known)
         elif known == 0:  # no tokens yet: a word of whether hints are wanted
-            session.wanted = commit.wanted
+            session.draft_budget = commit.draft_budget
 
     def _apply(self, session: DraftSession, commit: Commit, known: int) -> None:
         tokens = commit.tokens[known:]
-        session.wanted = commit.wanted
+        session.draft_budget = commit.draft_budget
         path = session.path_of(tokens.tolist())
         observe(self._records, session, tokens.tolist(), path)
         ready = [places.will_commit(session, len(tokens), path) for places in self._places]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, decode, row_bytes
 from outrider.serving.messages import EngineLoad
-from outrider.telemetry import Progress, untold
+from outrider.telemetry import Progress, no_progress
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.online.background import Background
@@ -48,7 +48,7 @@ class OnlineDrafter(FeatureDrafter):
         self._ended: dict[int, tuple[Recording, NDArray[np.uint32]]] = {}  # whose last rows may come yet; all tokens
         self.swaps = 0
 
-    def warm_up(self, tell: Progress = untold) -> None:
+    def warm_up(self, tell: Progress = no_progress) -> None:
         """Learn once for nothing, so that nothing is compiled later; then as any drafter."""
         tell(1, 1 + len(self.shapes))
         self.learner.warm_up()

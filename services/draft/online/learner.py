@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from outrider.serving.messages import OnlineLoad
+from outrider.serving.messages import OnlineStats
 from services.draft.learning.algorithms.served import ServedHead
 from services.draft.learning.batches import Batch, PackShape, build, learnt_rows, plan
 from services.draft.learning.disk import write_whole
@@ -77,12 +77,12 @@ class Learner:
         schedule = Steady(_RISES, options.rate, 1.0, _DECAY, 1)
         self._trainer = Trainer(self._objective, schedule, shared, self._copy(self._serving))
         self._order = np.random.default_rng(0)
-        self._load = OnlineLoad()
+        self._load = OnlineStats()
         self._looked = 0  # steps at the last look
         self._forgotten = self._before = 0  # how often the ring was emptied; rows that were learnt before the last time
         self._worse = 0  # looks in a row at which the new weights were
 
-    def load(self) -> OnlineLoad:
+    def load(self) -> OnlineStats:
         """What was learnt so far; any thread may call."""
         return self._load
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outrider.serving.messages import OpenSession
 from outrider.speculation.noise import position_keys
-from outrider.speculation.proposal import ALL_WANTED, Proposal
+from outrider.speculation.proposal import UNLIMITED_DRAFT, Proposal
 from outrider.speculation.shape import TreeShape
 from outrider.speculation.tree import ROOT, SpeculationTree
 from services.draft.sessions.features import FeatureRows
@@ -53,7 +53,7 @@ class DraftSession:
         self.limits = limits
         self.tree = SpeculationTree(request.tokens, limits.nodes)
         self.frontiers = tuple(frontiers) or (Frontier(limits.nodes, limits.floor, from_parents=True),)
-        self.wanted = 0 if request.hints_unwanted else ALL_WANTED  # nodes, by the last commit
+        self.draft_budget = 0 if request.drafting_paused else UNLIMITED_DRAFT  # nodes, by the last commit
         self.answered = True  # the last commit has been followed by a proposal, if only an empty one
         self.features = FeatureRows()
         self._tokens = np.empty(len(request.tokens) + 256, dtype=np.uint32)
@@ -134,7 +134,7 @@ class DraftSession:
         frontier = self.frontiers[drafter]
         return (
             frontier.wants
-            and (frontier.urgent or (self.wanted > 0 and self.max_depth >= 1))
+            and (frontier.urgent or (self.draft_budget > 0 and self.max_depth >= 1))
             and (not frontier.root_expanded or len(self.tree) < self.tree.capacity)
         )
 
@@ -259,7 +259,7 @@ class DraftSession:
         self.max_depth = self._deepest()
         self._sent = [self._sent[old] for old in kept]
         self.origin = [self.origin[old] for old in kept]
-        self.answered = not self.wanted  # nobody waits for what is not wanted
+        self.answered = not self.draft_budget  # nobody waits for what is not wanted
         self._told = {}
         for frontier in self.frontiers:
             frontier.renumber(kept, root_expanded=root_expanded and frontier is self.frontiers[-1])
@@ -323,8 +323,8 @@ class DraftSession:
         tree, sent, floor = self.tree, self._sent, self.limits.log_floor
         chosen = self.frontiers[-1].chosen(tree)
         fresh = [i for i in chosen if tree.log_score[i] > sent[i] + _NEWS and tree.path_score[i] >= floor]
-        if len(fresh) > self.wanted:  # the best; no child is better than its parent
-            fresh = sorted(sorted(fresh, key=lambda i: -tree.path_score[i])[: self.wanted])
+        if len(fresh) > self.draft_budget:  # the best; no child is better than its parent
+            fresh = sorted(sorted(fresh, key=lambda i: -tree.path_score[i])[: self.draft_budget])
         groups: dict[int, list[int]] = {}  # by anchor, in the tree's order: parents first
         anchor_of: dict[int, int] = {}
         for node in fresh:

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.speculation.proposal import Commit, FinishReason
-from services.target.sampling.session import Entry
-from services.target.step.fused_loop import Round
+from services.target.sampling.session import TargetSession
+from services.target.step.fused_loop import LoopRound
 
 
-def first(commit: Commit, entry: Entry) -> Commit:
+def first(commit: Commit, entry: TargetSession) -> Commit:
     """The first commit of a session, with what it tells besides."""
     entry.session.first_at = time.time_ns()
     prompt = entry.prompt_scores
@@ -27,7 +27,7 @@ def first(commit: Commit, entry: Entry) -> Commit:
 
 
 def of_earlier_rounds(
-    entry: Entry, rounds: Sequence[Round], tokens: NDArray[np.uint32]
+    entry: TargetSession, rounds: Sequence[LoopRound], tokens: NDArray[np.uint32]
 ) -> tuple[list[Commit], NDArray[np.uint32]]:
     """A commit for each of a session's rounds but the last, whose tokens become its own, and the tokens of the last.
 
@@ -38,22 +38,22 @@ def of_earlier_rounds(
         part, tokens = tokens[: one.committed], tokens[one.committed :]
         base = entry.session.length
         entry.append(part)
-        commit = Commit(entry.session.id, base, part, entry.tree.root_hash, one.nodes, one.accepted, wanted=0)
+        commit = Commit(entry.session.id, base, part, entry.tree.root_hash, one.nodes, one.accepted, draft_budget=0)
         said.append(commit if base > entry.session.opened_length else first(commit, entry))
     return said, tokens
 
 
-def aborted(entry: Entry) -> Commit:
+def aborted(entry: TargetSession) -> Commit:
     """The last word of a session that is ended from outside."""
     return replace(_empty(entry), finish_reason=FinishReason.ABORT)
 
 
-def hush(entry: Entry) -> Commit:
+def hush(entry: TargetSession) -> Commit:
     """A word to drafters before the next commit, so that they leave a long prompt unread."""
     entry.session.hushed = True
-    return replace(_empty(entry), wanted=0)
+    return replace(_empty(entry), draft_budget=0)
 
 
-def _empty(entry: Entry) -> Commit:
+def _empty(entry: TargetSession) -> Commit:
     session = entry.session
     return Commit(session.id, session.length, np.empty(0, np.uint32), entry.tree.root_hash)

@@ -32,24 +32,24 @@ from outrider.speculation.proposal import Commit, FinishReason, Proposal
 from outrider.speculation.tree import SpeculationTree
 from outrider.tracing import Tracing
 from services.target.engine import commits, spans
-from services.target.engine.in_flight import Flight, expecting, undemanding
+from services.target.engine.in_flight import InFlightStep, expecting, undemanding
 from services.target.engine.limits import check_limits, scheduling, thresholds, weighed
 from services.target.engine.sessions import Sessions
-from services.target.engine.verifier import Verdict, settle
+from services.target.engine.verifier import StepOutcome, settle
 from services.target.features.features import Features
 from services.target.kernels.kv_cache import pages_that_fit
 from services.target.model.base import Model
 from services.target.sampling.compaction import Moves
-from services.target.sampling.sampling import Drawing, Draws
-from services.target.sampling.session import Entry
+from services.target.sampling.sampling import StepSampler, StepSamples
+from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import promised
-from services.target.speculation.draft_stats import HintRecord
-from services.target.speculation.draft_wait import AS_LONG_AS_IT_TAKES, Patience
-from services.target.speculation.mode_selector import HINTED, Way
-from services.target.speculation.multi_step import Bursts
+from services.target.speculation.draft_stats import DraftStatsRecorder
+from services.target.speculation.draft_wait import AS_LONG_AS_IT_TAKES, DraftWait
+from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
+from services.target.speculation.multi_step import MultiStepPlanner
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.self_speculation import OwnDrafts, self_draft
-from services.target.step.batch import Work, build
+from services.target.speculation.sources.self_speculation import SelfSpeculation, self_draft
+from services.target.step.batch import SessionWork, build
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ _GRAMMAR_WAIT = 0.01  # seconds that a step without work waits for a grammar
 class TargetEngine(Engine):
     """Sessions, pages and the speculation trees around a loaded model."""
 
-    def __init__(self, model: Model, config: TargetConfig, ways: Sequence[Way] = tuple(Way)) -> None:
+    def __init__(
+        self, model: Model, config: TargetConfig, ways: Sequence[SpeculationMode] = tuple(SpeculationMode)
+    ) -> None:
         """ways: those of working that are weighed. Raises ConfigError for limits that cannot be met."""
         check_limits(config)
         self.model = model
@@ -75,32 +77,32 @@ class TargetEngine(Engine):
         self.scheduler = Scheduler(prefix, scheduling(config, model.vocab_size, model.device))
         self.max_session_tokens = min(model.context_length, pages * config.page_size)
         self.features = Features(model, prefix, config.feature_cache_bytes)
-        self._drawing = Drawing(model, self.cache, self.features, thresholds(config))
+        self._drawing = StepSampler(model, self.cache, self.features, thresholds(config))
         self.sessions = Sessions(model, self.scheduler, self.features, self.max_session_tokens, self._ended)
         self._entries = self.sessions.entries
         self.planner = Planner(config, self.scheduler, self.max_session_tokens, self._entries)
-        at_once = config.gather_seconds if self._drawing.alongside else 0.0
-        self.bursts = Bursts(self.planner, self.scheduler, self._entries, at_once)
+        at_once = config.coalesce_seconds if self._drawing.alongside else 0.0
+        self.bursts = MultiStepPlanner(self.planner, self.scheduler, self._entries, at_once)
         parts = self.planner, self.scheduler, self._entries
-        self.own = OwnDrafts(self_draft(model, self.cache, prefix, *parts), *parts)
+        self.own = SelfSpeculation(self_draft(model, self.cache, prefix, *parts), *parts)
         self.hinted_only = False  # whatever measurements say
         self.overlap = model.device.type == "cuda" and config.tp_size == 1 and not config.disable_overlap_schedule
-        self._flight: Flight | None = None  # the step under way
+        self._flight: InFlightStep | None = None  # the step under way
         self._unsaid = StepOutput()  # what came of it, or of sessions that were ended from outside, between two steps
         self.tracing: Tracing | None = None  # where spans of sessions go
         self.weight_version = config.weight_version
         self._step_tokens = 0
         self._collected = 0.0  # when the last step was, by the clock
-        self._gather_seconds = config.gather_seconds
+        self._gather_seconds = config.coalesce_seconds
         self._ways = weighed(ways, config, model)
         self._longest = AS_LONG_AS_IT_TAKES if config.speculative_always else None
         self._patience = self._new_patience()
-        self._record = HintRecord()
+        self._record = DraftStatsRecorder()
         if self.max_session_tokens < model.context_length:
             log.info("the KV cache limits sessions to %d tokens", self.max_session_tokens)
 
-    def _new_patience(self) -> Patience:
-        return Patience(self._ways, longest=self._longest, dear=self._trees_are_dear)
+    def _new_patience(self) -> DraftWait:
+        return DraftWait(self._ways, longest=self._longest, dear=self._trees_are_dear)
 
     def _trees_are_dear(self) -> bool:
         return self.features.asked and self.planner.budget.trees_are_dear
@@ -114,7 +116,7 @@ class TargetEngine(Engine):
         """Forget a session and free its pages."""
         self.sessions.close(session_id)
 
-    def _ended(self, entry: Entry) -> None:
+    def _ended(self, entry: TargetSession) -> None:
         self._patience.forget(entry.session.id)
         self._record.ended(entry.session.id, entry.tree)
         if self.tracing is not None and entry.session.traceparent:
@@ -135,7 +137,7 @@ class TargetEngine(Engine):
                 known = entry.tree.merge(proposal)
             self._record.came(proposal, entry.session.length, len(entry.tree) - held, known)
 
-    def hints(self, session_id: int) -> SpeculationTree:
+    def draft_tree(self, session_id: int) -> SpeculationTree:
         """The speculation tree of a session that is open."""
         return self._entries[session_id].tree
 
@@ -143,7 +145,7 @@ class TargetEngine(Engine):
         """Begin anew with what sessions taught and left behind; the warm-up's own are no example."""
         self.flush()
         self.planner.calibrations.forget()
-        self._record = HintRecord()
+        self._record = DraftStatsRecorder()
         self._patience = self._new_patience()
         self.own.forget()
         self._step_tokens = 0
@@ -224,8 +226,8 @@ class TargetEngine(Engine):
             cached_pages=allocator.cached_pages,
             preemptions=self.scheduler.preemptions,
             weight_version=self.weight_version,
-            hints_unwanted=self._unwanted,
-            hints=self._record.load(),
+            drafting_paused=self._unwanted,
+            draft_stats=self._record.load(),
             paused=self.scheduler.held,
         )
 
@@ -235,11 +237,14 @@ class TargetEngine(Engine):
 
     # --- 1. plan ---
 
-    def _plan(self, *, hints: bool = True) -> Sequence[Work]:
-        works: Sequence[Work] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
+    def _plan(self, *, hints: bool = True) -> Sequence[SessionWork]:
+        works: Sequence[SessionWork] = self.planner.plan(hints=hints and not self._by_itself and not self._unwanted)
         if self._by_itself:
             alone = self._may_burst and not self.features.asked and self.bursts.alone(works)
-            guessing, seconds = self._patience.way is Way.SELF, self.bursts.seconds if alone else 0.0
+            guessing, seconds = (
+                self._patience.way is SpeculationMode.SELF_SPECULATE,
+                self.bursts.seconds if alone else 0.0,
+            )
             works = self.own.extend(works, self.listen, guessing=guessing, seconds=seconds)
         self.planner.count_misses(works, self._record, unwanted=self._unwanted)
         return works
@@ -247,7 +252,7 @@ class TargetEngine(Engine):
     @property
     def _by_itself(self) -> bool:
         """Steps verify drafts of the target's own, where they pay."""
-        return self.model.looks_back and self._patience.way not in HINTED and not self.hinted_only
+        return self.model.prompt_lookup and self._patience.way not in DRAFT_MODES and not self.hinted_only
 
     @property
     def _unwanted(self) -> bool:
@@ -257,8 +262,8 @@ class TargetEngine(Engine):
     # --- 2. launch ---
 
     def _launch(
-        self, works: Sequence[Work], behind: Flight | None = None, drawn: Sequence[Session] = ()
-    ) -> Flight | None:
+        self, works: Sequence[SessionWork], behind: InFlightStep | None = None, drawn: Sequence[Session] = ()
+    ) -> InFlightStep | None:
         """Start on a plan, if there is one. behind: the step under way, which draws the roots of `drawn`."""
         if not works:
             return None
@@ -270,13 +275,13 @@ class TargetEngine(Engine):
             if behind is not None:
                 batch = behind.roots(batch, works, drawn)
             self._step_tokens = len(batch)
-            flight = Flight(works, self._drawing.launch(batch, works, self._entries), started)
+            flight = InFlightStep(works, self._drawing.launch(batch, works, self._entries), started)
         self.own.computed(works)
         for work in works:
             work.chunk.session.computed = work.chunk.stop + flight.steps - 1
         return flight
 
-    def _same(self, works: Sequence[Work]) -> int:
+    def _same(self, works: Sequence[SessionWork]) -> int:
         """How many last tokens of a session must have stood in its text before for a burst to end there."""
         if not works or not self._by_itself:
             return 0
@@ -286,7 +291,7 @@ class TargetEngine(Engine):
     def _may_burst(self) -> bool:
         return not self.overlap and self._patience.unhinted and (self._unwanted or not self.features.asked)
 
-    def _launch_behind(self, flight: Flight) -> Flight | None:
+    def _launch_behind(self, flight: InFlightStep) -> InFlightStep | None:
         """Launch the next step before this one is read, unless it could gain by what this one says."""
         entries = self._entries.values()
         if not flight.plain or self.features.asked or not all(map(self._foreseeable, entries)):
@@ -295,13 +300,13 @@ class TargetEngine(Engine):
         with expecting(drawn):
             return self._launch(self._plan(hints=False), flight, drawn) if self.scheduler.fits() else None
 
-    def _foreseeable(self, entry: Entry) -> bool:
+    def _foreseeable(self, entry: TargetSession) -> bool:
         hinted = self._patience.drafted(entry.session.id) and not self._unwanted and self.planner.wanted(entry)
         return undemanding(entry) and not hinted
 
     # --- 3. collect ---
 
-    def _collect(self, flight: Flight, output: StepOutput) -> None:
+    def _collect(self, flight: InFlightStep, output: StepOutput) -> None:
         works, draws = flight.read(self._entries, self._flight)
         self._settle(works, draws, output)
         now = time.perf_counter()
@@ -316,7 +321,7 @@ class TargetEngine(Engine):
 
     # --- 4. settle ---
 
-    def _settle(self, works: Sequence[Work], draws: Draws, output: StepOutput) -> None:
+    def _settle(self, works: Sequence[SessionWork], draws: StepSamples, output: StepOutput) -> None:
         moves = Moves()
         hushed: list[Commit] = []
         first = 0
@@ -356,7 +361,7 @@ class TargetEngine(Engine):
             drafts = [work.draft for work in works if len(work.draft.tokens)]
             accepted = sum(commit.accepted for commit in output.commits) if drafts else 0
             self.planner.calibrations.overall.observe(sum(map(promised, drafts)), accepted)
-        waited_for = [commit.session_id for commit in output.commits if commit.wanted]
+        waited_for = [commit.session_id for commit in output.commits if commit.draft_budget]
         prompts = sum(len(work.chunk) for work in works) - len(works)  # a root a session is no part of them
         count = len(output.commits) - max(len(draws.rounds) - 1, 0)  # of sessions
         self._patience.end(waited_for, count, committed, prompts=prompts, steps=draws.turns)
@@ -368,9 +373,9 @@ class TargetEngine(Engine):
     def _is_urgent(self, commit: Commit, session: Session) -> bool:
         """True for the first commit of a session and the last, and for one that a drafter waits for."""
         begins, ends = commit.base_length == session.opened_length, commit.finish_reason != FinishReason.RUNNING
-        return begins or ends or (commit.wanted > 0 and self._patience.drafted(session.id))
+        return begins or ends or (commit.draft_budget > 0 and self._patience.drafted(session.id))
 
-    def _commit(self, entry: Entry, work: Work, verdict: Verdict, draws: Draws) -> Commit:
+    def _commit(self, entry: TargetSession, work: SessionWork, verdict: StepOutcome, draws: StepSamples) -> Commit:
         session, tree, draft = entry.session, entry.tree, work.draft
         base = session.length
         told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
@@ -394,6 +399,6 @@ class TargetEngine(Engine):
         wanted = self.planner.tell(entry, unwanted=self._unwanted, unread=unread) if goes_on else 0
         commit = Commit(
             session.id, base, verdict.tokens, tree.root_hash, verified, accepted, verdict.reason,
-            wanted=wanted, logprobs=told,
+            draft_budget=wanted, logprobs=told,
         )  # fmt: skip
         return commit if base > session.opened_length else commits.first(commit, entry)

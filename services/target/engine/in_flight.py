@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from outrider.serving.session import Session
-from services.target.sampling.sampling import Draws, Launched
-from services.target.sampling.session import Entry
-from services.target.step.batch import Batch, Roots, Work
+from services.target.sampling.sampling import LaunchedStep, StepSamples
+from services.target.sampling.session import TargetSession
+from services.target.step.batch import Batch, Roots, SessionWork
 
 
 @dataclass
-class Flight:
+class InFlightStep:
     """A step that was launched and has not been read.
 
     started: when it was, by the clock
@@ -36,8 +36,8 @@ class Flight:
     spoiled: sessions whose roots turned out to be others than the device took
     """
 
-    works: Sequence[Work]
-    launched: Launched
+    works: Sequence[SessionWork]
+    launched: LaunchedStep
     started: float
     rows: Sequence[int] = ()
     spoiled: set[int] = field(default_factory=set)
@@ -65,11 +65,13 @@ class Flight:
         """True if it commits one token in each session that it draws for, or ends it."""
         return not any(len(work.draft) for work in self.works)
 
-    def drawing(self, entries: Mapping[int, Entry]) -> list[Session]:
+    def drawing(self, entries: Mapping[int, TargetSession]) -> list[Session]:
         """Sessions that get tokens from it."""
         return [work.chunk.session for work in self.works if work.chunk.last and self._kept(work, entries)]
 
-    def read(self, entries: Mapping[int, Entry], behind: Flight | None) -> tuple[Sequence[Work], Draws]:
+    def read(
+        self, entries: Mapping[int, TargetSession], behind: InFlightStep | None
+    ) -> tuple[Sequence[SessionWork], StepSamples]:
         """The works that still count, and their draws. Waits for the device.
 
         behind: the next step, if it has been launched; roots of it that turn out to be wrong are spoiled.
@@ -87,12 +89,12 @@ class Flight:
         works = [work for work, keep in zip(self.works, kept, strict=True) if keep]
         return works, replace(draws, tokens=draws.tokens[np.repeat(kept, self.rows)])
 
-    def _kept(self, work: Work, entries: Mapping[int, Entry]) -> bool:
+    def _kept(self, work: SessionWork, entries: Mapping[int, TargetSession]) -> bool:
         """False if the session has ended, also if another one was opened in its place, or if its root was wrong."""
         entry = entries.get(work.chunk.session.id)
         return entry is not None and entry.session is work.chunk.session and entry.session.id not in self.spoiled
 
-    def roots(self, batch: Batch, works: Sequence[Work], sessions: Sequence[Session]) -> Batch:
+    def roots(self, batch: Batch, works: Sequence[SessionWork], sessions: Sequence[Session]) -> Batch:
         """The batch of the step behind, with the tokens that this one draws for these sessions in their places."""
         place = {work.chunk.session.id: row for work, row in zip(self.works, np.cumsum(self.rows) - 1, strict=True)}
         taken = {session.id: place[session.id] for session in sessions}
@@ -124,7 +126,7 @@ def expecting(sessions: Sequence[Session]) -> Iterator[None]:
             session.unexpect()
 
 
-def undemanding(entry: Entry) -> bool:
+def undemanding(entry: TargetSession) -> bool:
     """True for a session of which nothing but its length must be known to plan and draw its next token."""
     return (
         entry.tally is None

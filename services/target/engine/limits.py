@@ -14,7 +14,7 @@ from outrider.speculation.acceptance import Thresholds
 from services.target.model.base import Model
 from services.target.sampling.logprobs import scored_rows
 from services.target.speculation.draft_wait import ALWAYS
-from services.target.speculation.mode_selector import HINTED, Way
+from services.target.speculation.mode_selector import DRAFT_MODES, SpeculationMode
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _LEAST = {
     "max_running_requests": 1,
     "max_prefill_tokens": 1,
     "max_queued_requests": 0,
-    "gather_seconds": 0,
+    "coalesce_seconds": 0,
     "max_total_tokens": 1,
     "speculative_num_steps": 0,
     "speculative_eagle_topk": 1,
@@ -69,11 +69,11 @@ def scheduling(config: TargetConfig, vocab_size: int, device: torch.device) -> L
     )
 
 
-def weighed(ways: Iterable[Way], config: TargetConfig, model: Model) -> list[Way]:
+def weighed(ways: Iterable[SpeculationMode], config: TargetConfig, model: Model) -> list[SpeculationMode]:
     """Those ways of working that a model has and the flags leave open, the one to begin with first."""
-    if config.fixed_hints:
-        ways = ALWAYS if config.speculative_always else HINTED
-    open_ways = [way for way in ways if model.drafts or way is not Way.SELF]
-    if model.looks_back:
-        open_ways.sort(key=lambda way: way in HINTED)
+    if config.verifies_all_draft_tokens:
+        ways = ALWAYS if config.speculative_always else DRAFT_MODES
+    open_ways = [way for way in ways if model.drafts or way is not SpeculationMode.SELF_SPECULATE]
+    if model.prompt_lookup:
+        open_ways.sort(key=lambda way: way in DRAFT_MODES)
     return open_ways

@@ -11,8 +11,8 @@ from outrider.serving.session import Session
 from services.target.features.features import Features
 from services.target.grammar.matcher import Grammars
 from services.target.model.base import Model
-from services.target.sampling.session import Entry
-from services.target.step.batch import Work
+from services.target.sampling.session import TargetSession
+from services.target.step.batch import SessionWork
 
 
 class Sessions:
@@ -23,10 +23,15 @@ class Sessions:
     """
 
     def __init__(
-        self, model: Model, scheduler: Scheduler, features: Features, longest: int, ended: Callable[[Entry], None]
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        features: Features,
+        longest: int,
+        ended: Callable[[TargetSession], None],
     ) -> None:
         """ended: told of a session that is open no more, and whose pages are home."""
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, TargetSession] = {}
         self.longest = longest
         self._vocab_size = model.vocab_size
         self._eos = tuple(token for token in model.eos_token_ids if token < model.vocab_size)
@@ -39,7 +44,7 @@ class Sessions:
         self.close(request.session_id)
         session = Session(self._features.open(request), self._scheduler.prefix)
         try:
-            entry = Entry.of(request, session, stop_ids, self._vocab_size)
+            entry = TargetSession.of(request, session, stop_ids, self._vocab_size)
             if request.grammar is None:
                 self._scheduler.add(session)
             else:
@@ -88,7 +93,7 @@ class Sessions:
                     self.close(session_id)
         return failures
 
-    def stuck(self, work: Work, fault: EngineFault) -> list[SessionFailure]:
+    def stuck(self, work: SessionWork, fault: EngineFault) -> list[SessionFailure]:
         """Nothing could be drawn for a session: it ends, unless another automaton of its grammar may lead further."""
         session = work.chunk.session
         matcher = self.entries[session.id].matcher

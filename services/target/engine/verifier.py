@@ -16,7 +16,7 @@ from outrider.speculation.tree import TreeSlice
 _NOT_FINITE = "the model's logits are not finite; the session cannot go on"
 
 
-class Verdict(NamedTuple):
+class StepOutcome(NamedTuple):
     """What one step commits in one session.
 
     path:   accepted nodes that are committed, as indices into the draft
@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     reason: FinishReason
 
 
-def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> Verdict:
+def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> StepOutcome:
     """Walk the draft along the samples, and stop behind the first token that ends the session.
 
     sampled: [N + 1], the tokens drawn after the root and after each node; -1 where nothing could be drawn. Without a
@@ -43,12 +43,12 @@ def settle(draft: TreeSlice, sampled: NDArray[np.integer], stop_ids: AbstractSet
     tokens = [*draft.tokens[path].tolist(), bonus]
     for count, token in enumerate(tokens[:room], start=1):
         if token in stop_ids:
-            return Verdict(path[:count], np.array(tokens[:count], np.uint32), FinishReason.STOP)
+            return StepOutcome(path[:count], np.array(tokens[:count], np.uint32), FinishReason.STOP)
     reason = FinishReason.LENGTH if len(tokens) >= room else FinishReason.RUNNING
-    return Verdict(path[:room], np.array(tokens[:room], np.uint32), reason)
+    return StepOutcome(path[:room], np.array(tokens[:room], np.uint32), reason)
 
 
-def _settle_plain(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> Verdict:
+def _settle_plain(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room: int) -> StepOutcome:
     """Without a draft: most sessions of most steps."""
     tokens = sampled.tolist()
     assert len(tokens) <= room, "no more is drawn than may be committed"
@@ -56,6 +56,6 @@ def _settle_plain(sampled: NDArray[np.integer], stop_ids: AbstractSet[int], room
         raise EngineFault(_NOT_FINITE)
     for count, token in enumerate(tokens, start=1):
         if token in stop_ids:
-            return Verdict([], sampled[:count].astype(np.uint32), FinishReason.STOP)
+            return StepOutcome([], sampled[:count].astype(np.uint32), FinishReason.STOP)
     reason = FinishReason.LENGTH if room <= len(tokens) else FinishReason.RUNNING
-    return Verdict([], sampled.astype(np.uint32), reason)
+    return StepOutcome([], sampled.astype(np.uint32), reason)

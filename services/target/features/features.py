@@ -36,7 +36,7 @@ from services.target.features.fusion import Fusion
 from services.target.features.store import FeatureStore
 from services.target.kernels.cpu.weights import PackedWeight
 from services.target.model.base import Model
-from services.target.step.batch import Batch, Capture, Work
+from services.target.step.batch import Batch, Capture, SessionWork
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class Features:
 
     # --- a step ---
 
-    def capture(self, works: Sequence[Work], *, late: bool = False) -> Capture | None:
+    def capture(self, works: Sequence[SessionWork], *, late: bool = False) -> Capture | None:
         """The states of a step's rows that somebody wants; None if nobody does.
 
         late: no hints are wanted, and what is verified are drafts of the target's own
@@ -220,7 +220,7 @@ class Features:
         fusion = next(iter(chosen)).layer if len(chosen) == 1 else None  # as in most steps
         return _capture(chosen, [row for rows in chosen.values() for row in rows], fusion)
 
-    def _capture_late(self, works: Sequence[Work]) -> Capture:
+    def _capture_late(self, works: Sequence[SessionWork]) -> Capture:
         """The states of all rows; mostly as many of them as in the step before."""
         rows = 0
         drafts = any(work.own for work in works)
@@ -258,7 +258,7 @@ class Features:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def settle(self, work: Work, path: Sequence[int], *, goes_on: bool) -> None:
+    def settle(self, work: SessionWork, path: Sequence[int], *, goes_on: bool) -> None:
         """Take over a session's committed rows. path: accepted nodes; goes_on: False if the session ends here."""
         session_id = work.chunk.session.id
         if not goes_on and session_id in self._wanted:
@@ -276,7 +276,7 @@ class Features:
         if rows:
             self._keep(session_id, share.position, self._host[share.fusion].numpy()[rows])
 
-    def _settle_late(self, work: Work, path: Sequence[int], first: int) -> None:
+    def _settle_late(self, work: SessionWork, path: Sequence[int], first: int) -> None:
         """As `settle`, of a session whose states wait. first: where its rows begin."""
         chunk, usual, states = work.chunk, self._usual, self._late_states
         assert usual is not None, "captured before"

@@ -15,7 +15,7 @@ from torch import Tensor
 from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
 from services.target.model.head import Head
 from services.target.step.batch import Batch
-from services.target.step.fused_loop import Round
+from services.target.step.fused_loop import LoopRound
 
 
 class Outputs(NamedTuple):
@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
     logits: Tensor
     features: Tensor | None = None
     tokens: NDArray[np.int64] | None = None
-    rounds: Sequence[Round] = ()
+    rounds: Sequence[LoopRound] = ()
 
 
 class Runner(Protocol):
@@ -64,7 +64,7 @@ class Model:
     tokenizer_file: tokenizer.json of its folder, if it has one
     copied: True if the runner computes narrow bursts, with a copy of the weights in fewer bits
     head: what drafts behind it, if anything
-    looks_back: True if what a session's own text repeats is verified, too
+    prompt_lookup: True if what a session's own text repeats is verified, too
     """
 
     runner: Runner
@@ -80,7 +80,7 @@ class Model:
     tokenizer_file: Path | None = None
     copied: bool = False
     head: Head | None = None
-    looks_back: bool = False
+    prompt_lookup: bool = False
 
     @property
     def drafts(self) -> bool:

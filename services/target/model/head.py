@@ -27,7 +27,7 @@ from outrider.errors import ConfigError
 from services.target.kernels.cpu.attention import serves
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.program import Activation, Buffer, Norm, Program
-from services.target.kernels.cpu.sampling import Guesses
+from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.cpu.weights import Format, PackedWeight, interleaved, packed
 from services.target.kernels.kv_cache import KVCache, LayerShape, States
 from services.target.model.linear import plain_format
@@ -215,6 +215,6 @@ class Head:
         ids = None if len(weights.ids) == vocab else torch.from_numpy(weights.ids.astype(np.int32))
         program.head(head, weights.norm("norm"), ids=ids)
 
-    def draft(self, batch: Batch, cache: KVCache) -> Guesses:
+    def draft(self, batch: Batch, cache: KVCache) -> HeadDraftTokens:
         """The tokens of a batch's burst; see `Program.follow`."""
         return self.program.follow(batch, cache)

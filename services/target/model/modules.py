@@ -13,7 +13,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model import attention
 from services.target.model.base import Outputs
 from services.target.model.capture import Taps, joined
-from services.target.model.weight_slots import Places
+from services.target.model.weight_slots import WeightSlots
 from services.target.step.batch import Batch
 
 
@@ -57,8 +57,8 @@ class ModuleRunner:
 
     def weights(self) -> Mapping[str, tuple[int, ...]]:
         """Names and shapes of the weights, as checkpoints have them."""
-        return Places(self.module).shapes
+        return WeightSlots(self.module).shapes
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
         """Replace weights in place; what is tied or packed follows."""
-        Places(self.module).write(tensors)
+        WeightSlots(self.module).write(tensors)

@@ -66,14 +66,14 @@ class ProgramRunner:
         pools: torch.dtype,
         copied: Format | None = None,
         *,
-        looks_back: bool = False,
+        prompt_lookup: bool = False,
         head: HeadWeights | None = None,
     ) -> None:
         """module: a model for which there is no `reason_against`; its linear layers lose their weights.
 
         number_format: of the weights; None is the model's own. positions: most tokens of a session;
         pools: dtype of the KV cache. copied: the narrow format of a copy of the weights, for bursts that draft.
-        looks_back: as of Model. head: what drafts behind it.
+        prompt_lookup: as of Model. head: what drafts behind it.
         """
         own = plain_format(module.dtype)
         assert own is not None, "other formats are a reason against"
@@ -83,7 +83,7 @@ class ProgramRunner:
         self.threads = torch.get_num_threads()
         self._program = Program(self.threads, module.dtype, pools, module.config.hidden_size)
         self.weight_bytes = self.draft_bytes = 0  # that a step reads, and one that drafts
-        self.copied, self.looks_back = copied is not None, looks_back
+        self.copied, self.prompt_lookup = copied is not None, prompt_lookup
         kept = () if head is None else head.layers
         table = _Builder(self, module, probe, number_format or own, positions, copied, kept).build()
         self.head: Head | None = None

@@ -25,7 +25,7 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EVERY = ".*."  # in a converter's pattern: the number of an expert
 
 
-class Places:
+class WeightSlots:
     """The places of a model's weights. `shapes` is empty for a model that has none."""
 
     def __init__(self, module: Any) -> None:

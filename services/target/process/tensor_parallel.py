@@ -46,13 +46,15 @@ _FOR_EVER = timedelta(days=3650)  # an idle engine says nothing for as long as i
 _LAST_WORDS = 5.0  # seconds that a follower has to end
 
 
-def load_split(folder: Path, config: TargetConfig, on_death: Callable[[str], None]) -> tuple[Model, Followers]:
+def load_split(
+    folder: Path, config: TargetConfig, on_death: Callable[[str], None]
+) -> tuple[Model, TensorParallelWorkers]:
     """Start the other ranks and load a model split among all. Raises ConfigError.
 
-    on_death: told why if a follower ends before `Followers.stop`; from a thread of its own.
+    on_death: told why if a follower ends before `TensorParallelWorkers.stop`; from a thread of its own.
     """
     check_devices(config.tp_size, config.device)
-    followers = Followers(folder, config, on_death)
+    followers = TensorParallelWorkers(folder, config, on_death)
     try:
         channel = join(followers.store, 0, config)
         model = load(folder, dataclasses.replace(config, device=_device(config, 0)))
@@ -85,7 +87,7 @@ def _threads(ranks: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
-class Followers:
+class TensorParallelWorkers:
     """The processes of ranks 1 and up, as rank 0 holds them."""
 
     def __init__(self, folder: Path, config: TargetConfig, on_death: Callable[[str], None]) -> None:

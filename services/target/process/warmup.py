@@ -34,11 +34,11 @@ def warm_up(engine: TargetEngine) -> None:
         _run(engine)
     engine.forget_measurements()
     if engine.model.drafts:
-        engine.own.looks_back = False  # it is the copy that is to be measured
+        engine.own.prompt_lookup = False  # it is the copy that is to be measured
         _open(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
-        engine.own.looks_back = True
+        engine.own.prompt_lookup = True
         engine.forget_measurements()
 
 
@@ -74,7 +74,7 @@ def _open(engine: TargetEngine, prompt: int, max_tokens: int, params: SamplingPa
 
 
 def _draft_chain(engine: TargetEngine, nodes: int) -> None:
-    tree = engine.hints(_ID)
+    tree = engine.draft_tree(_ID)
     tree.clear()
     for depth in range(nodes):
         tree.add(depth - 1, 0, 0.0)  # below the node added last, or below the root

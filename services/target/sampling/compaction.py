@@ -16,8 +16,8 @@ from torch import Tensor
 
 from outrider.serving.session import Session
 from services.target.kernels.kv_cache import KVCache
-from services.target.step.batch import Batch, Work
-from services.target.step.upload import Parcel, upload
+from services.target.step.batch import Batch, SessionWork
+from services.target.step.upload import UploadBatch, upload
 
 
 class Moves:
@@ -78,7 +78,7 @@ class Trees:
         return slots[:, :nowhere].unflatten(1, (self.sessions, self.depths))
 
 
-def lay_out(works: Sequence[Work], batch: Batch, parcel: Parcel) -> Callable[[], Trees]:
+def lay_out(works: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> Callable[[], Trees]:
     """The trees of sessions that are drawn for, in a parcel that is to be sent. There must be nodes."""
     drafts = [work.draft for work in works]
     counts = np.array([len(draft) for draft in drafts])

@@ -24,7 +24,7 @@ _MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
-class Guided:
+class GrammarRows:
     """The rows of one session that a grammar binds, row `first` being the root's.
 
     banned: for each row, token ids that may not be drawn unless the grammar leaves no other
@@ -45,7 +45,7 @@ class Masks:
         self._executor = LLExecutor(min(torch.get_num_threads(), _MOST_THREADS))
         self._buffer = self._allocate(64)
 
-    def fill(self, sessions: Sequence[Guided]) -> TokenMask:
+    def fill(self, sessions: Sequence[GrammarRows]) -> TokenMask:
         """What may be drawn after each row of these sessions. A matcher that meets a limit gets its fault set.
 
         The step before must have been waited for.
@@ -76,7 +76,7 @@ class Masks:
         return torch.empty(rows, self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
-def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: Guided) -> None:
+def _ban(bits: NDArray[np.int32], rows: NDArray[np.int64], guided: GrammarRows) -> None:
     """Take banned tokens out of a session's masks that have others."""
     for row, tokens in enumerate(guided.banned, start=guided.first):
         if tokens:

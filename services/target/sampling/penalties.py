@@ -1,6 +1,6 @@
 """Penalties and bias: what a session's own tokens do to its logits, entry by entry, never over the vocabulary.
 
-A session that asks for them keeps a `Tally` of the tokens that occur, one entry a token; a commit touches only the
+A session that asks for them keeps `PenaltyCounts` of the tokens that occur, one entry a token; a commit touches only the
 entries of its tokens. All rows of the session share these entries. A draft node's row differs in the tokens on its own
 path below the root, and carries these few as entries of its own.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target.step.upload import Parcel
+from services.target.step.upload import UploadBatch
 
 
-class Tally:
+class PenaltyCounts:
     """How one session's logits are changed below its committed path: for each of D tokens a scale and a shift."""
 
     def __init__(self, params: SamplingParams, tokens: NDArray[np.integer], prompt_length: int) -> None:
@@ -116,15 +116,17 @@ class Adjustments:
     pairs: int
 
 
-def gather(sessions: Sequence[tuple[int, Tally, TreeSlice]], device: torch.device) -> Adjustments | None:
+def gather(sessions: Sequence[tuple[int, PenaltyCounts, TreeSlice]], device: torch.device) -> Adjustments | None:
     """Lay out the entries of a step's sessions; None if there are none. sessions: first row, tally, draft."""
-    parcel = Parcel()
+    parcel = UploadBatch()
     adjustments = lay_out(sessions, parcel)
     parcel.send(device)
     return adjustments()
 
 
-def lay_out(sessions: Sequence[tuple[int, Tally, TreeSlice]], parcel: Parcel) -> Callable[[], Adjustments | None]:
+def lay_out(
+    sessions: Sequence[tuple[int, PenaltyCounts, TreeSlice]], parcel: UploadBatch
+) -> Callable[[], Adjustments | None]:
     """As `gather`, in a parcel that is to be sent."""
     shared = [tally.shared() for _, tally, _ in sessions]
     own = [(first + row, *entry) for first, tally, draft in sessions for row, *entry in tally.own(draft)]

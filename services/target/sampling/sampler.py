@@ -23,7 +23,7 @@ from outrider.speculation.sampling import SamplingParams
 from services.target.sampling import masks, penalties
 from services.target.sampling.penalties import Adjustments
 from services.target.step.token_mask import TokenMask
-from services.target.step.upload import Parcel
+from services.target.step.upload import UploadBatch
 
 # The winner is among the best of the approximate scores: these err by less than 0.3, and the chance that as many
 # tokens as this come within that of the best one is below 1e-20.
@@ -124,13 +124,13 @@ class RowRequest:
 
 def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
     """Lay out the sessions' requests row by row."""
-    parcel = Parcel()
+    parcel = UploadBatch()
     rows = lay_out(requests, parcel)
     parcel.send(device)
     return rows()
 
 
-def lay_out(requests: Sequence[RowRequest], parcel: Parcel) -> Callable[[], RowParams]:
+def lay_out(requests: Sequence[RowRequest], parcel: UploadBatch) -> Callable[[], RowParams]:
     """As `gather`, in a parcel that is to be sent."""
     counts = [len(request.positions) for request in requests]
     params = [request.params for request in requests]

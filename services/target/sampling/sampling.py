@@ -26,20 +26,20 @@ from services.target.model.base import Model
 from services.target.sampling import compaction, logprobs, penalties, sampler
 from services.target.sampling.compaction import Trees
 from services.target.sampling.logprobs import Scores
-from services.target.sampling.masks import Guided, Masks
-from services.target.sampling.session import Entry
+from services.target.sampling.masks import GrammarRows, Masks
+from services.target.sampling.session import TargetSession
 from services.target.sampling.thresholds import relax
-from services.target.step.batch import Batch, DrawPlan, Work
+from services.target.step.batch import Batch, SamplingPlan, SessionWork
 from services.target.step.download import Download
-from services.target.step.fused_loop import Round
+from services.target.step.fused_loop import LoopRound
 from services.target.step.token_mask import TokenMask
-from services.target.step.upload import Parcel, upload, use_device
+from services.target.step.upload import UploadBatch, upload, use_device
 
 _IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 
 
 @dataclass(frozen=True)
-class Draws:
+class StepSamples:
     """What a step drew. tokens: [R], after each root and its nodes, session by session; of a burst [steps * R].
 
     steps:   more than one for a burst; tokens of its session, if it was rounds
@@ -54,7 +54,7 @@ class Draws:
     redrawn: NDArray[np.bool_] | None = None
     moved: bool = False
     steps: int = 1
-    rounds: Sequence[Round] = ()
+    rounds: Sequence[LoopRound] = ()
 
     @property
     def turns(self) -> int:
@@ -65,7 +65,7 @@ class Draws:
         """What was drawn in rows first .. stop - 1: after a root and each node, or after a root in each step."""
         return self.tokens[first:stop] if self.steps == 1 else self.tokens[first :: len(self.tokens) // self.steps]
 
-    def logprobs(self, entry: Entry, path: Sequence[int], count: int) -> Logprobs | None:
+    def logprobs(self, entry: TargetSession, path: Sequence[int], count: int) -> Logprobs | None:
         """Of the `count` first tokens along the accepted nodes of a session that is about to commit them."""
         session = entry.session
         if self.scores is None or entry.top is None:
@@ -83,7 +83,7 @@ class _Scored:
     firsts: Mapping[int, int]
 
 
-class Launched:
+class LaunchedStep:
     """A step that the device has been given: its draws can be read once, when it is done."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Launched:
         prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
         redraw: Callable[[], Tensor] | None = None,
         steps: int = 1,
-        rounds: Sequence[Round] = (),
+        rounds: Sequence[LoopRound] = (),
     ) -> None:
         """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host.
 
@@ -109,12 +109,16 @@ class Launched:
         scores = [part for part in (scored and scored.scores, prompts and prompts[0]) if part]
         self._download = Download([self.tokens, *(tensor for part in scores for tensor in part)])
 
-    def read(self) -> Draws:
+    def read(self) -> StepSamples:
         """What was drawn. Waits for this step alone, the only time in it, unless it must redraw."""
-        return self._download_draws() if self._here is None else Draws(self._here, steps=self.steps, rounds=self.rounds)
+        return (
+            self._download_draws()
+            if self._here is None
+            else StepSamples(self._here, steps=self.steps, rounds=self.rounds)
+        )
 
     @torch.inference_mode()
-    def _download_draws(self) -> Draws:
+    def _download_draws(self) -> StepSamples:
         tensors = self._download.read()
         tokens: NDArray[np.int64] = np.asarray(tensors.pop(0).numpy())
         scores = Scores(*(tensors.pop(0) for _ in range(3))) if self._scored else None
@@ -123,10 +127,10 @@ class Launched:
         redrawn = None
         if self._redraw is not None and (tokens == sampler.UNSURE).any():
             redrawn, tokens = tokens == sampler.UNSURE, self._redraw().cpu().numpy()
-        return Draws(tokens, scores, self._scored.firsts if self._scored else {}, redrawn, self.moved)
+        return StepSamples(tokens, scores, self._scored.firsts if self._scored else {}, redrawn, self.moved)
 
 
-class Drawing:
+class StepSampler:
     """Opens entries, and draws the tokens of steps with a model."""
 
     def __init__(self, model: Model, cache: KVCache, features: Features, thresholds: Thresholds) -> None:
@@ -144,16 +148,16 @@ class Drawing:
         """Whether a runner may draw along with the logits, without which it cannot go on to another step by itself."""
         return self._compiled
 
-    def plan(self, works: Sequence[Work], entries: Mapping[int, Entry]) -> DrawPlan | None:
+    def plan(self, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> SamplingPlan | None:
         """What a step's runner may draw along with the logits; None if there is more to do than that, or nothing."""
         if not self._compiled:
             return None
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        return draw_plan(drawing, drawn) if drawing and all(map(_IS_PLAIN, drawn)) else None
+        return sampling_plan(drawing, drawn) if drawing and all(map(_IS_PLAIN, drawn)) else None
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, works: Sequence[Work], entries: Mapping[int, Entry]) -> Launched:
+    def launch(self, batch: Batch, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> LaunchedStep:
         """Have a batch computed, and tokens drawn after its roots and nodes, without waiting for the device.
 
         works: those of the batch. entries: of their sessions, by id.
@@ -167,15 +171,15 @@ class Drawing:
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
         if not drawing:
-            return Launched(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
+            return LaunchedStep(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
         if batch.draws is not None:
             if tokens is None:
                 tokens = compiled.draw(logits[: batch.drawn].float(), batch.draws)
-            return Launched(tokens, None, prompts, steps=len(tokens) // batch.drawn, rounds=rounds)
+            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, rounds=rounds)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
-        parcel = Parcel()
+        parcel = UploadBatch()
         requests = list(map(_request, drawing, drawn))
         laid_rows, laid_adjustments = sampler.lay_out(requests, parcel), self._adjustments(drawing, drawn, parcel)
         laid_trees = self._trees(drawing, batch, parcel)
@@ -194,13 +198,13 @@ class Drawing:
             # Logits of captured steps last until the next one is launched, which may be before the draws are read.
             kept = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
             redraw = partial(sampler.pick, kept, rows)
-        launched = Launched(picked, scored, prompts, redraw)
+        launched = LaunchedStep(picked, scored, prompts, redraw)
         if laid_trees is not None and redraw is None:
             self._cache.move_paths(laid_trees().moves(picked))
             launched.moved = True
         return launched
 
-    def _trees(self, drawing: Sequence[Work], batch: Batch, parcel: Parcel) -> Callable[[], Trees] | None:
+    def _trees(self, drawing: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> Callable[[], Trees] | None:
         """The trees, if they can be walked on the device. With several ranks the host tells all what moves."""
         if not self._walks or self._cache.on_move is not None or not any(len(work.draft) for work in drawing):
             return None
@@ -210,20 +214,22 @@ class Drawing:
         self,
         batch: Batch,
         logits: Tensor,
-        works: Sequence[Work],
-        drawn: Sequence[Entry],
+        works: Sequence[SessionWork],
+        drawn: Sequence[TargetSession],
         prompts: tuple[Scores, Callable[[Scores], None]] | None,
-    ) -> Launched:
+    ) -> LaunchedStep:
         """The kernel's draws. works, drawn: the sessions, row after row."""
-        parcel = Parcel()
+        parcel = UploadBatch()
         laid = self._adjustments(works, drawn, parcel)
         parcel.send(logits.device)
         mask = self._mask(works, drawn)
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
-        tokens = compiled.draw(adjusted.float(), draw_plan(works, drawn), mask)
-        return Launched(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
+        tokens = compiled.draw(adjusted.float(), sampling_plan(works, drawn), mask)
+        return LaunchedStep(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 
-    def _score(self, logits: Tensor, tokens: Tensor, works: Sequence[Work], drawn: Sequence[Entry]) -> _Scored | None:
+    def _score(
+        self, logits: Tensor, tokens: Tensor, works: Sequence[SessionWork], drawn: Sequence[TargetSession]
+    ) -> _Scored | None:
         """Log-probabilities of the drawn tokens of sessions that asked."""
         tops = [entry.top for entry in drawn if entry.top is not None]
         if not tops:
@@ -242,7 +248,7 @@ class Drawing:
         return _Scored(logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts)
 
     def _score_prompts(
-        self, logits: Tensor, first: int, works: Sequence[Work], entries: Mapping[int, Entry]
+        self, logits: Tensor, first: int, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]
     ) -> tuple[Scores, Callable[[Scores], None]]:
         """The log-probabilities of prompts, and what keeps them. first: the first row that is only scored."""
         asked = [(entries[work.chunk.session.id], work.scored) for work in works if work.scored]
@@ -261,21 +267,21 @@ class Drawing:
 
         return logprobs.score(logits, rows, tokens, top), keep
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[Round]]:
+    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopRound]]:
         """The logits of the sampled rows, [R, V], tokens and rounds as of Outputs; features are set out before."""
         outputs = self._model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
         return outputs.logits, outputs.tokens, outputs.rounds
 
-    def _mask(self, works: Sequence[Work], drawn: Sequence[Entry]) -> TokenMask | None:
+    def _mask(self, works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> TokenMask | None:
         """What grammars allow; computed while the device is busy with the forward pass."""
         if all(entry.matcher is None for entry in drawn):
             return None
-        guided: list[Guided] = []
+        guided: list[GrammarRows] = []
         row = 0
         for work, entry in zip(works, drawn, strict=True):
             if entry.matcher is not None:
-                guided.append(Guided(row, entry.matcher, work.draft, _banned(work, entry)))
+                guided.append(GrammarRows(row, entry.matcher, work.draft, _banned(work, entry)))
             row += len(work.draft) + 1
         if self._masks is None:
             self._masks = Masks(self._model.vocab_size, self._model.device)
@@ -283,7 +289,7 @@ class Drawing:
 
     @staticmethod
     def _adjustments(
-        works: Sequence[Work], drawn: Sequence[Entry], parcel: Parcel
+        works: Sequence[SessionWork], drawn: Sequence[TargetSession], parcel: UploadBatch
     ) -> Callable[[], penalties.Adjustments | None]:
         if all(entry.tally is None for entry in drawn):
             return lambda: None
@@ -296,7 +302,7 @@ class Drawing:
         return penalties.lay_out(tallies, parcel)
 
 
-def draw_plan(works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
+def sampling_plan(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> SamplingPlan:
     """What the kernel is to draw. works, drawn: the sessions, row after row."""
     counts, positions = array("q"), array("q")
     for work in works:
@@ -304,10 +310,10 @@ def draw_plan(works: Sequence[Work], drawn: Sequence[Entry]) -> DrawPlan:
         counts.append(len(depths) + 1)
         positions.append(stop)
         positions.extend([stop + depth for depth in depths])
-    return DrawPlan(b"".join(map(_SAMPLING, drawn)), counts, positions)
+    return SamplingPlan(b"".join(map(_SAMPLING, drawn)), counts, positions)
 
 
-def _request(work: Work, entry: Entry) -> sampler.RowRequest:
+def _request(work: SessionWork, entry: TargetSession) -> sampler.RowRequest:
     session = work.chunk.session
     positions = [session.length, *(session.length + work.draft.depths).tolist()]
     # A grammar's mask takes banned tokens in.
@@ -315,7 +321,7 @@ def _request(work: Work, entry: Entry) -> sampler.RowRequest:
     return sampler.RowRequest(session.sampling, positions, banned)
 
 
-def _bans(works: Sequence[Work], drawn: Sequence[Entry]) -> tuple[Tensor, Tensor] | None:
+def _bans(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> tuple[Tensor, Tensor] | None:
     """Rows and tokens that may not be drawn there, of sessions without a grammar."""
     pairs: list[tuple[int, int]] = []
     row = 0
@@ -329,7 +335,7 @@ def _bans(works: Sequence[Work], drawn: Sequence[Entry]) -> tuple[Tensor, Tensor
     return rows, tokens
 
 
-def _banned(work: Work, entry: Entry) -> list[list[int]]:
+def _banned(work: SessionWork, entry: TargetSession) -> list[list[int]]:
     """For each row of a session, the tokens that may not be drawn yet."""
     missing = entry.session.lacking
     stop_ids = sorted(entry.stop_ids) if missing > 0 else []

@@ -16,11 +16,11 @@ from outrider.speculation.tree import SpeculationTree
 from services.target.grammar.matcher import Matcher
 from services.target.kernels.cpu import sampling as compiled
 from services.target.sampling.logprobs import PromptScores
-from services.target.sampling.penalties import Tally
+from services.target.sampling.penalties import PenaltyCounts
 
 
 @dataclass(frozen=True)
-class Entry:
+class TargetSession:
     """Of a session that is open.
 
     tree:          its hints
@@ -37,7 +37,7 @@ class Entry:
     session: Session
     tree: SpeculationTree
     stop_ids: frozenset[int]
-    tally: Tally | None
+    tally: PenaltyCounts | None
     matcher: Matcher | None
     top: int | None
     prompt_scores: PromptScores | None
@@ -51,7 +51,7 @@ class Entry:
         object.__setattr__(self, "plain", plain)
 
     @classmethod
-    def of(cls, request: OpenSession, session: Session, stop_ids: frozenset[int], vocab_size: int) -> Entry:
+    def of(cls, request: OpenSession, session: Session, stop_ids: frozenset[int], vocab_size: int) -> TargetSession:
         """What a session needs besides its pages; without its grammar, which is still to be compiled."""
         params = request.sampling
         tell_prompt = request.prompt_logprobs is not None and session.new_tokens == 0
@@ -59,7 +59,7 @@ class Entry:
             session,
             SpeculationTree(request.tokens),
             stop_ids,
-            Tally(params, request.tokens, request.prompt_length) if params.adjusts else None,
+            PenaltyCounts(params, request.tokens, request.prompt_length) if params.adjusts else None,
             None,
             None if request.logprobs is None else min(request.logprobs, vocab_size),
             PromptScores(request.prompt_length, min(request.prompt_logprobs or 0, vocab_size)) if tell_prompt else None,
@@ -75,7 +75,7 @@ class Entry:
         if self.matcher is not None and int(tokens[-1]) not in self.stop_ids:
             self.matcher.commit(tokens.tolist())
 
-    def guided(self, start: LLMatcher | InvalidRequest, grammar: Grammar) -> Entry:
+    def guided(self, start: LLMatcher | InvalidRequest, grammar: Grammar) -> TargetSession:
         """With its grammar, once it is compiled. Raises InvalidRequest for one that cannot be, or that is not met."""
         if isinstance(start, InvalidRequest):
             raise start

@@ -15,7 +15,7 @@ from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from services.target.sampling import sampler
 from services.target.sampling.sampler import RowParams, RowRequest
-from services.target.step.batch import Work
+from services.target.step.batch import SessionWork
 
 
 def relax(
@@ -23,14 +23,14 @@ def relax(
     logits: Tensor,
     rows: RowParams,
     tokens: Tensor,
-    works: Sequence[Work],
+    works: Sequence[SessionWork],
     requests: Sequence[RowRequest],
 ) -> Tensor:
     """The drawn tokens, some of which are replaced by a drafted one. Waits for the device.
 
     logits: [R, V], adjusted; tokens: [R] int64, drawn after them; works, requests: the sessions, row after row.
     """
-    lenient: list[tuple[int, Work, RowRequest]] = []
+    lenient: list[tuple[int, SessionWork, RowRequest]] = []
     first = 0
     for work, request in zip(works, requests, strict=True):
         if len(work.draft) and not request.params.greedy:

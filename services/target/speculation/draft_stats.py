@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from outrider.serving.messages import HintLoad
+from outrider.serving.messages import DraftStats
 from outrider.serving.session import Session
 from outrider.speculation.proposal import Proposal
 from outrider.speculation.tree import SpeculationTree
 
-LAG_BOUNDS = (0, 1, 2, 4, 8, 16, 32)  # tokens; those of the wire's HintLoad.lags
+LAG_BOUNDS = (0, 1, 2, 4, 8, 16, 32)  # tokens; those of the wire's DraftStats.lags
 
 
-class HintRecord:
+class DraftStatsRecorder:
     """Counts since the start. unverified: nodes that were dropped without having been verified."""
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class HintRecord:
         self.unverified += len(tree)
         self._answers.pop(session_id, None)
 
-    def load(self) -> HintLoad | None:
+    def load(self) -> DraftStats | None:
         """What is told of it; None before the first answer."""
         if not self.begun:
             return None
-        return HintLoad(
+        return DraftStats(
             self._nodes, self.unverified, self._undrafted, self._unwanted, self._late, self._empty, self._unpaid,
             tuple(self._lags), self._lag_tokens,
         )  # fmt: skip

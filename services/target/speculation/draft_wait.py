@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from services.target.speculation.mode_selector import HINTED, TURN, Contest, Prompts, Way
+from services.target.speculation.mode_selector import DRAFT_MODES, TURN, ModeSelector, PrefillCost, SpeculationMode
 
 # Steps at the beginning of a turn that are not measured: drafters have yet to be told, or do first what they do once.
 _SETTLING = 2
@@ -27,17 +27,17 @@ _MANY = 2  # as of `_contests`: three sessions and more
 LONGEST = 0.05  # seconds that a step is held at most, and no longer than ...
 _HELD_STEPS = 2  # ... so many steps take: a draft that is further away hardly pays, and trying it costs more
 
-DRAFTED = (*HINTED, Way.PLAIN)  # all ways of a target that has no drafts of its own
-ALWAYS = (Way.WAIT,)
+SERVICE_MODES = (*DRAFT_MODES, SpeculationMode.NONE)  # all ways of a target that has no drafts of its own
+ALWAYS = (SpeculationMode.WAIT_FOR_DRAFT,)
 AS_LONG_AS_IT_TAKES = 10.0  # seconds, in which a long prompt is read; for drafters that are measured, not to help
 
 
-class Patience:
+class DraftWait:
     """Decides for one engine; knows sessions by id."""
 
     def __init__(
         self,
-        ways: Sequence[Way] = DRAFTED,
+        ways: Sequence[SpeculationMode] = SERVICE_MODES,
         clock: Callable[[], float] = time.perf_counter,
         longest: float | None = None,
         dear: Callable[[], bool] = lambda: False,
@@ -50,15 +50,15 @@ class Patience:
         """
         self._clock = clock
         self._ways = ways
-        self._own_ways = [way for way in ways if way not in HINTED]  # as long as there is no drafter
+        self._own_ways = [way for way in ways if way not in DRAFT_MODES]  # as long as there is no drafter
         self._first = ways[0]
         self._longest = longest
         self._dear = dear
-        self._contests: dict[int, Contest] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on
-        self._prompts = Prompts()
+        self._contests: dict[int, ModeSelector] = {}  # by the number of sessions: 1, 2, 3 to 5, 6 to 11, and so on
+        self._prompts = PrefillCost()
         self._load = self._coming = -1  # logarithms of sessions: of those that are measured, and that are here
         self._begin_turn()
-        self._usual: dict[Way, float] = {}  # seconds of a measured step at this load
+        self._usual: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
         self._has_drafter = False
         self._silent = False  # a step was held for the longest time, and nobody has ever answered
         self._awaited: set[int] = set()
@@ -69,7 +69,7 @@ class Patience:
         self._ended = self._began = self._deadline = clock()
 
     @property
-    def way(self) -> Way:
+    def way(self) -> SpeculationMode:
         """How to work at present."""
         contest = self._contests.get(self._load)
         return contest.way if contest is not None else self._first
@@ -120,7 +120,7 @@ class Patience:
     @property
     def unwanted(self) -> bool:
         """True if drafters are told that no hints are wanted. Until one answers, all are asked."""
-        return self._has_drafter and self.way not in HINTED
+        return self._has_drafter and self.way not in DRAFT_MODES
 
     @property
     def unhinted(self) -> bool:
@@ -161,7 +161,7 @@ class Patience:
         awaited = drafted
         if self._longest is not None and not self._silent:
             awaited = {one for one in wanted if self._missed.get(one, 0) < _MISSED}
-        if self.way is Way.WAIT and awaited:
+        if self.way is SpeculationMode.WAIT_FOR_DRAFT and awaited:
             self._awaited = awaited
             self._deadline = now + (self._longest or min(_HELD_STEPS * (self._computing or computing), LONGEST))
 
@@ -180,7 +180,7 @@ class Patience:
     def _judges(self, drafted: bool) -> bool:
         # A drafter that has not answered a session yet may have its prompt to read: that is no measure of its hints,
         # unless it goes on like that.
-        if drafted or self.way not in HINTED:
+        if drafted or self.way not in DRAFT_MODES:
             return True
         self._unanswered += 1
         return self._unanswered > _UNANSWERED * TURN
@@ -194,7 +194,7 @@ class Patience:
             known = max((known for known in self._contests if known < load), default=-1)
             fewer, many = self._contests.get(known), load >= _MANY or self._dear()
             ways = self._ways if self._has_drafter else self._own_ways
-            self._contests[load] = Contest(ways, way, self._prompts, fewer, load - known, many=many)
+            self._contests[load] = ModeSelector(ways, way, self._prompts, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long. A long chain is, too, so that each way has its own measure.

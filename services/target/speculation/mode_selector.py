@@ -37,19 +37,19 @@ _KEPT_PROMPTS = 0.98  # ... of what is known of prompts, with each step that rea
 _PRIOR_ROWS = 512  # of prompts, for which what all ways took counts
 
 
-class Way(Enum):
+class SpeculationMode(Enum):
     """A way of working."""
 
-    WAIT = auto()
-    GO = auto()
-    SELF = auto()
-    PLAIN = auto()
+    WAIT_FOR_DRAFT = auto()
+    DRAFT_IF_READY = auto()
+    SELF_SPECULATE = auto()
+    NONE = auto()
 
 
-HINTED = (Way.WAIT, Way.GO)  # what needs drafters
+DRAFT_MODES = (SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY)  # what needs drafters
 
 
-class Prompts:
+class PrefillCost:
     """What a row of a prompt takes, in seconds, where drafters read it, too, and where not; and how many a token needs.
 
     Prompts of one turn may be twice as dear as those of another, so that ways are told apart by nothing else.
@@ -61,9 +61,9 @@ class Prompts:
         self._all_rows = 0.0
         self._tokens = 0.0  # committed, as long as all rows are remembered
 
-    def read(self, way: Way, rows: int, seconds: float) -> None:
+    def read(self, way: SpeculationMode, rows: int, seconds: float) -> None:
         """Take in a step. seconds: that its prompts took."""
-        hinted = way in HINTED
+        hinted = way in DRAFT_MODES
         self._rows[hinted] = self._rows[hinted] * _KEPT_PROMPTS + rows
         self._seconds[hinted] = self._seconds[hinted] * _KEPT_PROMPTS + seconds
         self._all_rows = self._all_rows * _KEPT_PROMPTS + rows
@@ -73,13 +73,13 @@ class Prompts:
         """Take in tokens of all sessions together."""
         self._tokens += tokens
 
-    def seconds(self, way: Way) -> float:
+    def seconds(self, way: SpeculationMode) -> float:
         """A token's share of prompts: the seconds that they take under a way."""
         rows = sum(self._rows.values())
         if not rows or not self._tokens:
             return 0.0
         usual = sum(self._seconds.values()) / rows
-        hinted = way in HINTED
+        hinted = way in DRAFT_MODES
         own = (self._seconds[hinted] + _PRIOR_ROWS * usual) / (self._rows[hinted] + _PRIOR_ROWS)
         return own * self._all_rows / self._tokens
 
@@ -119,7 +119,7 @@ class _Measured:
         self.turn = turn
 
 
-class Contest:
+class ModeSelector:
     """The ways at one load; `way` is that of the present turn.
 
     gain: rate of the better way with hints over that without; until it is known, what fewer sessions make of it
@@ -128,10 +128,10 @@ class Contest:
 
     def __init__(
         self,
-        ways: Sequence[Way],
-        first: Way,
-        prompts: Prompts,
-        fewer: Contest | None = None,
+        ways: Sequence[SpeculationMode],
+        first: SpeculationMode,
+        prompts: PrefillCost,
+        fewer: ModeSelector | None = None,
         doublings: int = 1,
         *,
         many: bool = False,
@@ -141,7 +141,7 @@ class Contest:
         doublings: how often their number fits into this one's. many: a first turn with hints has many prompts to read,
         or dear rows. The load must last for a while to be worth that, unless fewer sessions have gained much.
         """
-        self._measured = {way: _Measured() for way in sorted(ways, key=lambda way: way is not Way.PLAIN)}
+        self._measured = {way: _Measured() for way in sorted(ways, key=lambda way: way is not SpeculationMode.NONE)}
         self._prompts = prompts
         self._turns = 0
         self._elapsed = 0.0  # seconds in steps
@@ -153,14 +153,14 @@ class Contest:
         self._doubt = _FIRST_REST if many else _DOUBT
         self._rest = self._first_rest(many)
         # Many sessions come with prompts, whose steps are not measured: what does not pay would last till all are read.
-        guessed = many and first is Way.SELF and Way.PLAIN in self._measured
-        self.way = Way.PLAIN if guessed or (self._rest and first in HINTED) else first
+        guessed = many and first is SpeculationMode.SELF_SPECULATE and SpeculationMode.NONE in self._measured
+        self.way = SpeculationMode.NONE if guessed or (self._rest and first in DRAFT_MODES) else first
 
     def _first_rest(self, many: bool) -> float:
         """Seconds after which hints are tried first."""
         if self.hopeless is not None:
             return _pause(self.hopeless, _SHARE)
-        return _FIRST_REST if many and self.gain < 1.0 and Way.PLAIN in self._measured else 0.0
+        return _FIRST_REST if many and self.gain < 1.0 and SpeculationMode.NONE in self._measured else 0.0
 
     @property
     def steps(self) -> int:
@@ -185,16 +185,16 @@ class Contest:
         """
         self._turns += 1
         present = self._measured[self.way]
-        rested = self._rest > 0.0 and self.way in HINTED and not present.turn
+        rested = self._rest > 0.0 and self.way in DRAFT_MODES and not present.turn
         present.add(self._turns, tokens, seconds, steps)
         present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
         rates = {way: self._rate(way) for way, measured in self._measured.items() if measured.turn}
-        for way in rates.keys() & set(HINTED):  # hints that are never right made no turn a fast one
+        for way in rates.keys() & set(DRAFT_MODES):  # hints that are never right made no turn a fast one
             if not self._measured[way].brings:
-                rates[way] = min(rates[way], rates.get(Way.PLAIN, math.inf))
-        best = max(rates, key=lambda way: rates[way] * (1.0 if way in HINTED else _LEAD))
+                rates[way] = min(rates[way], rates.get(SpeculationMode.NONE, math.inf))
+        best = max(rates, key=lambda way: rates[way] * (1.0 if way in DRAFT_MODES else _LEAD))
         # Hints that come after a rest are at first chosen by scores that are not calibrated, and the next trial may be
         # a quarter of a minute away: a first turn that is not far behind is followed by another one.
         hope = _FAR_BEHIND if rested and self.way is not best else 1.0
@@ -205,47 +205,49 @@ class Contest:
         self.way = due[0] if due else best
         self._short = self.way is not best and rates.get(self.way, math.inf) < _FAR_BEHIND * rates[best]
 
-    def _judge_hints(self, rates: dict[Way, float]) -> None:
-        hinted = [way for way in rates if way in HINTED]
-        plain = rates.get(Way.PLAIN)
+    def _judge_hints(self, rates: dict[SpeculationMode, float]) -> None:
+        hinted = [way for way in rates if way in DRAFT_MODES]
+        plain = rates.get(SpeculationMode.NONE)
         if not plain or not hinted:
             return
         self.gain = max(map(rates.__getitem__, hinted)) / plain
         self.hopeless = max(self._lost(way, plain) for way in hinted) if self.gain < _FAR_BEHIND else None
 
-    def _due(self, way: Way, rates: dict[Way, float], best: Way) -> float:
+    def _due(self, way: SpeculationMode, rates: dict[SpeculationMode, float], best: SpeculationMode) -> float:
         """When a way that is not the best has its next turn; seconds at this load."""
         measured = self._measured[way]
-        others = [other for other in rates if other in HINTED]
+        others = [other for other in rates if other in DRAFT_MODES]
         if not measured.turn:
-            if way not in HINTED:  # drafters have nothing to catch up on
+            if way not in DRAFT_MODES:  # drafters have nothing to catch up on
                 return 0.0
             if not others or self.hopeless is None:
                 return self._rest
             return max(self._measured[o].trial.ended for o in others) + _pause(self.hopeless, _SHARE_OF_WORST)
         if measured.hopeful:
             return measured.trial.ended
-        worst = best not in HINTED and len(others) > 1 and rates[way] == min(rates.values())
+        worst = best not in DRAFT_MODES and len(others) > 1 and rates[way] == min(rates.values())
         lost = self._lost(way, max(rates.values()))
         pause = _pause(lost, _SHARE_OF_WORST if worst else _SHARE, measured.trial.seconds)
-        if way is Way.PLAIN and best is Way.SELF:  # nobody but the target itself takes part in either
+        if (
+            way is SpeculationMode.NONE and best is SpeculationMode.SELF_SPECULATE
+        ):  # nobody but the target itself takes part in either
             return measured.trial.ended + pause
         doubt = max(self._doubt, _SOONEST * self._measured[best].trial.seconds)
         doubts = min(max(measured.behind - 1 + worst, 0), _MOST_DOUBTS)
         return measured.trial.ended + min(pause, doubt * _DOUBTS_LESS**doubts)
 
-    def _lost(self, way: Way, rate: float) -> float:
+    def _lost(self, way: SpeculationMode, rate: float) -> float:
         """Seconds that a way's last turn cost beside one of so many tokens a session and second."""
         trial = self._measured[way].trial
         prompts = self._sessions * self._prompts.seconds(way)
         return trial.seconds + trial.tokens * (prompts - 1.0 / rate) if rate else 0.0
 
-    def _rate(self, way: Way) -> float:
+    def _rate(self, way: SpeculationMode) -> float:
         """Tokens a session and second, prompts counted in."""
         measured = self._measured[way]
         return self._rate_of(measured.seconds / measured.tokens, way) if measured.tokens else 0.0
 
-    def _rate_of(self, seconds: float, way: Way) -> float:
+    def _rate_of(self, seconds: float, way: SpeculationMode) -> float:
         """seconds: of a session's token in steps without prompts."""
         return 1.0 / (seconds + self._sessions * self._prompts.seconds(way))
 

@@ -15,22 +15,22 @@ from dataclasses import replace
 
 from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Scheduler
-from services.target.sampling.session import Entry
+from services.target.sampling.session import TargetSession
 from services.target.speculation.planner import Planner
-from services.target.step.batch import Burst, Texts, Work
+from services.target.step.batch import MultiStep, SessionWork, Texts
 
 _MOST = 16  # steps
 
 
-def burst_of(
-    entries: Sequence[Entry],
+def multi_step_of(
+    entries: Sequence[TargetSession],
     steps: int,
     files: Sequence[int],
     *,
     narrow: bool = False,
     same: int = 0,
     room: int = 0,
-) -> Burst:
+) -> MultiStep:
     """Steps of some sessions; see Burst. same: as of Texts; 0 to go on where texts repeat.
 
     room: for tokens behind the texts, where they are wanted whether they repeat or not
@@ -38,22 +38,24 @@ def burst_of(
     stops = [entry.stops for entry in entries]
     counts = array("q", [len(stop) // 8 for stop in stops])
     texts = _texts(entries, room or steps, same) if same or room else None
-    return Burst(steps, b"".join(stops), counts, array("i", files), narrow, texts=texts)
+    return MultiStep(steps, b"".join(stops), counts, array("i", files), narrow, texts=texts)
 
 
-def _texts(entries: Sequence[Entry], room: int, same: int) -> Texts:
+def _texts(entries: Sequence[TargetSession], room: int, same: int) -> Texts:
     sessions = [entry.session for entry in entries]
     places = array("q", [session.tokens_with_room(room) for session in sessions])
     return Texts(places, array("q", [session.length for session in sessions]), same)
 
 
-class Bursts:
+class MultiStepPlanner:
     """Decides for one engine.
 
     seconds: in which tokens gather; 0 is no bursts
     """
 
-    def __init__(self, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry], seconds: float) -> None:
+    def __init__(
+        self, planner: Planner, scheduler: Scheduler, entries: Mapping[int, TargetSession], seconds: float
+    ) -> None:
         """entries: of the sessions that are open, by id."""
         self._planner = planner
         self._scheduler = scheduler
@@ -62,11 +64,11 @@ class Bursts:
 
     @contextmanager
     def planned(
-        self, works: Sequence[Work], listen: Listen, same: int = 0, rounds: Burst | None = None
-    ) -> Iterator[Burst | None]:
+        self, works: Sequence[SessionWork], listen: Listen, same: int = 0, rounds: MultiStep | None = None
+    ) -> Iterator[MultiStep | None]:
         """The steps that may follow one of so many roots at once, with pages for their tokens; None for none.
 
-        listen: how somebody who calls is heard while the context lasts. same: as of `burst_of`. rounds: what is to
+        listen: how somebody who calls is heard while the context lasts. same: as of `multi_step_of`. rounds: what is to
         follow instead.
         """
         if rounds is not None:
@@ -80,9 +82,9 @@ class Bursts:
             return
         entries = [self._entries[work.chunk.session.id] for work in works]
         with listen() as files:
-            yield burst_of(entries, steps, files, same=same)
+            yield multi_step_of(entries, steps, files, same=same)
 
-    def alone(self, works: Sequence[Work]) -> bool:
+    def alone(self, works: Sequence[SessionWork]) -> bool:
         """True for sessions that nobody waits beside, and of which nothing but their next tokens is wanted."""
         entries = self._entries
         if not self.seconds or not works or len(works) != len(entries):  # somebody waits for a place, or a grammar
@@ -93,7 +95,7 @@ class Bursts:
             return False  # somebody waits for a first token
         return all(entry.plain for entry in entries.values())
 
-    def _steps(self, works: Sequence[Work]) -> int:
+    def _steps(self, works: Sequence[SessionWork]) -> int:
         """How many steps take as long as tokens gather, if nothing else is to be done in that time."""
         if not self.alone(works):
             return 0
@@ -102,7 +104,7 @@ class Bursts:
         room = min(self._planner.room(work.chunk.session) for work in works)
         return min(math.ceil(self.seconds / seconds), room, _MOST)
 
-    def _reserve(self, works: Sequence[Work], steps: int) -> bool:
+    def _reserve(self, works: Sequence[SessionWork], steps: int) -> bool:
         """Lease pages for tokens that nobody has drawn yet; what is too many is given back when they are known."""
         return all(
             self._scheduler.reserve_spare(work.chunk.session, work.chunk.session.length + steps - 1) for work in works

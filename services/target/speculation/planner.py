@@ -13,11 +13,11 @@ from outrider.config import TargetConfig
 from outrider.serving.scheduler import Chunk, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
-from services.target.sampling.session import Entry
+from services.target.sampling.session import TargetSession
 from services.target.speculation.budget import Budget, least_score
-from services.target.speculation.draft_stats import HintRecord
+from services.target.speculation.draft_stats import DraftStatsRecorder
 from services.target.speculation.estimates.calibration import Calibrations
-from services.target.step.batch import Work
+from services.target.step.batch import SessionWork
 
 # Most rows of a session in a step, root included, where no flag says it; which of them pay is for the budget to say.
 _ROWS_PER_SESSION = 16
@@ -29,16 +29,18 @@ _ROWS_A_TOKEN = 40
 class Planner:
     """Plans one engine's steps.
 
-    budget: measured by the warm-up; max_rows: of a session in a step, root included; fixed_rows: all hints are
-    verified, whether they pay or not
+    budget: measured by the warm-up; max_rows: of a session in a step, root included
+    fixed_tokens_per_session: all draft tokens are verified, whether they pay or not
     """
 
-    def __init__(self, config: TargetConfig, scheduler: Scheduler, longest: int, entries: Mapping[int, Entry]) -> None:
+    def __init__(
+        self, config: TargetConfig, scheduler: Scheduler, longest: int, entries: Mapping[int, TargetSession]
+    ) -> None:
         """longest: tokens that a session may have; entries: of the sessions that are open, by id."""
         self.budget = Budget()
         self.calibrations = Calibrations()
-        self.max_rows = config.fixed_rows or _ROWS_PER_SESSION
-        self.fixed_rows = config.fixed_hints
+        self.max_rows = config.fixed_tokens_per_session or _ROWS_PER_SESSION
+        self.fixed_tokens_per_session = config.verifies_all_draft_tokens
         self._max_depth = config.speculative_num_steps
         self._max_children = config.speculative_eagle_topk
         self._scheduler = scheduler
@@ -46,16 +48,16 @@ class Planner:
         self._entries = entries
         self._least = 0.0  # probability below which no node paid in the last step
 
-    def plan(self, *, hints: bool) -> list[Work]:
+    def plan(self, *, hints: bool) -> list[SessionWork]:
         """Work for one step; none if there is nothing to do. hints: may be verified."""
         chunks = self._scheduler.plan()
         rows, keys = sum(map(len, chunks)), sum(chunk.stop for chunk in chunks)
         self._least = self.budget.least_probability(rows, sum(chunk.last for chunk in chunks), keys)
         hints = hints and any(entry.tree for entry in self._entries.values())
         drafts = self._drafts(chunks, rows, keys) if hints else {}
-        return [Work(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
+        return [SessionWork(chunk, drafts.get(chunk.session.id, EMPTY_SLICE)) for chunk in chunks]
 
-    def count_misses(self, works: Sequence[Work], record: HintRecord, *, unwanted: bool) -> None:
+    def count_misses(self, works: Sequence[SessionWork], record: DraftStatsRecorder, *, unwanted: bool) -> None:
         """Tell the record whose tokens are drawn without a node to verify. unwanted: drafters were told to rest."""
         if not record.begun:
             return
@@ -76,14 +78,14 @@ class Planner:
         depth = self.room(session) - 1  # the bonus token needs a place too
         return depth if self._max_depth is None else min(depth, self._max_depth)
 
-    def wanted(self, entry: Entry) -> int:
+    def wanted(self, entry: TargetSession) -> int:
         """Nodes that the next step could verify with profit, judged by this one: none, one to try, or all."""
         most = min(entry.session.max_draft_tokens, self.max_rows - 1)
-        if self.fixed_rows or min(self.calibrations[entry.session.id].ratio, 1.0) > self._least:
+        if self.fixed_tokens_per_session or min(self.calibrations[entry.session.id].ratio, 1.0) > self._least:
             return most
         return min(int(self.calibrations[entry.session.id].due), most)
 
-    def tell(self, entry: Entry, *, unwanted: bool, unread: bool) -> int:
+    def tell(self, entry: TargetSession, *, unwanted: bool, unread: bool) -> int:
         """Nodes that drafters hear are wanted for the next step, with a session's commit.
 
         unwanted: none are, of any session. unread: a head has not read this one, as far as is known. If it heard so far
@@ -97,8 +99,8 @@ class Planner:
     def _drafts(self, chunks: Sequence[Chunk], rows: int, keys: int) -> dict[int, TreeSlice]:
         """The nodes to verify, by session: those that pay in this step, as far as there is room."""
         entries = [self._entries[chunk.session.id] for chunk in chunks if chunk.last]
-        drafts = [self._candidates(entry, 0.0 if self.fixed_rows else self._least) for entry in entries]
-        if not self.fixed_rows:
+        drafts = [self._candidates(entry, 0.0 if self.fixed_tokens_per_session else self._least) for entry in entries]
+        if not self.fixed_tokens_per_session:
             ratios = [self.calibrations[entry.session.id].ratio for entry in entries]
             counts = self.budget.choose(drafts, ratios, rows, keys)
             drafts = [
@@ -109,7 +111,7 @@ class Planner:
             entry.session.id: self._reserve(entry.session, draft) for entry, draft in zip(entries, drafts, strict=True)
         }
 
-    def _candidates(self, entry: Entry, least: float) -> TreeSlice:
+    def _candidates(self, entry: TargetSession, least: float) -> TreeSlice:
         """The likeliest nodes of a session, least: in probability, unless one is due to be tried."""
         depth = self.depth(entry.session)
         most = min(entry.session.max_draft_tokens, self.max_rows - 1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from outrider.paging.allocator import NULL_PAGE
 from outrider.serving.scheduler import Chunk
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
-from services.target.step.fused_loop import Rounds
+from services.target.step.fused_loop import FusedLoop
 from services.target.step.layout import Layout, Span
 from services.target.step.upload import upload
 
@@ -32,7 +32,7 @@ class WeightHandle(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class SessionWork:
     """What one session wants of a step: a chunk of committed tokens, and draft nodes if the chunk is its last.
 
     own: True for nodes that no drafter has proposed, but the target itself (speculation/sources/base.py)
@@ -68,7 +68,7 @@ class Capture:
 
 
 @dataclass(frozen=True)
-class DrawPlan:
+class SamplingPlan:
     """How tokens are drawn after a batch's drawn rows.
 
     sessions:  what each asked for, packed as compiled kernels read it, one after the other
@@ -95,7 +95,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Worth:
+class DraftTokenValue:
     """What guesses cost and bring, in seconds.
 
     next:  of a token of which nothing is known yet but that those before it are right
@@ -111,7 +111,7 @@ class Worth:
 
 
 @dataclass(frozen=True)
-class Burst:
+class MultiStep:
     """Plain steps that may be computed one behind the other, by runners that can; others compute one.
 
     A burst ends with a step in which a session does or its text repeats, and with one in which somebody calls. One
@@ -136,10 +136,10 @@ class Burst:
     files: array[int]
     narrow: bool = False
     follows: bool = False
-    worth: Worth | None = None
+    worth: DraftTokenValue | None = None
     odds: array[float] | None = None
     texts: Texts | None = None
-    rounds: Rounds | None = None
+    rounds: FusedLoop | None = None
 
     @property
     def more(self) -> int:
@@ -202,8 +202,8 @@ class Batch:
     device: torch.device
     drawn: int
     capture: Capture | None = None
-    draws: DrawPlan | None = None
-    burst: Burst | None = None
+    draws: SamplingPlan | None = None
+    burst: MultiStep | None = None
     roots: Roots | None = None
     placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
 
@@ -251,11 +251,11 @@ class Batch:
 
 
 def build(
-    works: Sequence[Work],
+    works: Sequence[SessionWork],
     device: torch.device,
     capture: Capture | None = None,
-    draws: DrawPlan | None = None,
-    burst: Burst | None = None,
+    draws: SamplingPlan | None = None,
+    burst: MultiStep | None = None,
     ahead: int = 0,
 ) -> Batch:
     """Lay out a step's work. The page tables must hold start + rows tokens of every session, and one more for each step
@@ -319,7 +319,7 @@ def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _scored(work: Work, first: int) -> Sequence[int]:
+def _scored(work: SessionWork, first: int) -> Sequence[int]:
     """Rows of a chunk that are only scored. first: that of its span."""
     away = first - work.chunk.start
     return range(away + work.scored.start, away + work.scored.stop) if work.chunk.session.to_score else ()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Rounds:
+class FusedLoop:
     """For a session that is alone.
 
     seconds:     after which no round begins
@@ -40,7 +40,7 @@ class Rounds:
     second_odds: array[float] | None = None
 
 
-class Round(NamedTuple):
+class LoopRound(NamedTuple):
     """What came of one.
 
     written:             rows of committed tokens that the head computed first
@@ -65,7 +65,7 @@ class Round(NamedTuple):
     verifying: float
     odds: Sequence[tuple[float, float]]
     known: int
-    within: Sequence[Round] = ()
+    within: Sequence[LoopRound] = ()
 
     @property
     def nodes(self) -> int:

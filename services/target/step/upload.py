@@ -30,7 +30,7 @@ def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[
     return [view(buffer, start, array) for start, array in zip(starts, arrays, strict=False)]
 
 
-class Parcel:
+class UploadBatch:
     """Arrays of several parties that go to a device together."""
 
     def __init__(self) -> None:

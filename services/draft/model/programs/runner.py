@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.telemetry import Progress, untold
+from outrider.telemetry import Progress, no_progress
 from services.draft.kernels.base import Backend, Paging
 from services.draft.model.fusion import Fusion, compiled_fusion
 from services.draft.model.layers.config import ModelConfig
@@ -101,7 +101,7 @@ class ModelRunner:
         """Layers that stand side by side; 0 for other models."""
         return len(self.config.layers) if self.config.stacked else 0
 
-    def warm_up(self, shapes: list[Shape], tell: Progress = untold) -> None:
+    def warm_up(self, shapes: list[Shape], tell: Progress = no_progress) -> None:
         """Compile every shape and measure it. tell: called before each one."""
         start = time.perf_counter()
         self.move([(0, 0)])

@@ -231,7 +231,7 @@ class Writer:
         stop = StopConditions(new, ignore_eos=True)
         tokens = np.array(prompt, np.uint32)
         request = OpenSession(
-            number, tokens, len(prompt), sampling, stop, feature_spec=self.spec.id(b""), hints_unwanted=True
+            number, tokens, len(prompt), sampling, stop, feature_spec=self.spec.id(b""), drafting_paused=True
         )
         self._outbox.put_nowait(Message(opens=[request]))
         try:

@@ -67,7 +67,7 @@ class DrawCall(ctypes.Structure):
     )
 
 
-class Burst(ctypes.Structure):
+class MultiStep(ctypes.Structure):
     """Plain steps, one behind the other; see csrc/program.h."""
 
     _fields_ = (
@@ -88,7 +88,7 @@ class Burst(ctypes.Structure):
     )
 
 
-class Round(ctypes.Structure):
+class LoopRound(ctypes.Structure):
     """What came of a round; see csrc/rounds.h."""
 
     _fields_ = (
@@ -107,7 +107,7 @@ class Round(ctypes.Structure):
     )
 
 
-class Rounds(ctypes.Structure):
+class FusedLoop(ctypes.Structure):
     """Guesses and their verification, round after round; see csrc/rounds.h."""
 
     _fields_ = (
@@ -209,10 +209,10 @@ _SIGNATURES: native.Signatures = {
         c_int64,
         (
             c_void_p, _BATCH, *(c_void_p,) * 3, c_int64, c_void_p, POINTER(DrawCall), *(c_void_p,) * 2, c_int64,
-            c_void_p, c_int64, *(c_void_p,) * 3, POINTER(Burst),
+            c_void_p, c_int64, *(c_void_p,) * 3, POINTER(MultiStep),
         ),
     ),
-    "program_rounds": (c_int64, (*(c_void_p,) * 5, c_int64, c_void_p, POINTER(Rounds))),
+    "program_rounds": (c_int64, (*(c_void_p,) * 5, c_int64, c_void_p, POINTER(FusedLoop))),
     "read_bandwidth": (c_double, (c_void_p, c_char_p, c_int64, Clock)),
 }  # fmt: skip
 

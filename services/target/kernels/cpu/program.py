@@ -21,13 +21,13 @@ from outrider.native import freed_with
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
 from services.target.kernels.cpu.library import AttentionShape
-from services.target.kernels.cpu.sampling import Draws, Guesses
+from services.target.kernels.cpu.sampling import HeadDraftTokens, SampledRows
 from services.target.kernels.cpu.screen import Screen
 from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kernels.kv_cache import KVCache
-from services.target.step.batch import Batch, Burst
-from services.target.step.fused_loop import Round, Rounds
+from services.target.step.batch import Batch, MultiStep
+from services.target.step.fused_loop import FusedLoop, LoopRound
 
 _NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
 _PASSING_ROWS = 64  # most rows of logits for which there is room all the time
@@ -246,7 +246,7 @@ class Program:
         keys, values, *states = self._pools(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
         logits, address = self._logits(rows, passing=batch.draws is not None)
-        draws = None if batch.draws is None else Draws(address, self._vocab, batch.draws, steps=steps)
+        draws = None if batch.draws is None else SampledRows(address, self._vocab, batch.draws, steps=steps)
         pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
         if capture is None:
             done = self._functions.outrider_program_run(
@@ -269,7 +269,7 @@ class Program:
         )  # fmt: skip
         return (logits, fused, tokens) if done == steps else (logits, fused[: done * len(taken)], tokens[: done * rows])
 
-    def follow(self, batch: Batch, cache: KVCache) -> Guesses:
+    def follow(self, batch: Batch, cache: KVCache) -> HeadDraftTokens:
         """Draft a burst of a head: its rows are committed tokens, `ahead` by one (see `build`), those of later steps a
         row a session. Keys and values are written."""
         assert batch.burst is not None, "drafts are drawn one behind the other"
@@ -277,7 +277,7 @@ class Program:
         sessions = len(batch.rows.sampled)
         view, (keys, values, *states) = View(batch), self._pools(cache)
         _, address = self._logits(sessions, passing=True)
-        draws = Draws(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True, ids=self._ids)
+        draws = SampledRows(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True, ids=self._ids)
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, draws.pointer, *_NOTHING, _burst(batch.burst)
         )
@@ -285,7 +285,7 @@ class Program:
 
     def rounds(
         self, head: Program | None, batch: Batch, cache: KVCache
-    ) -> tuple[Tensor, NDArray[np.int64], Sequence[Round]]:
+    ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopRound]]:
         """Draft, with a head or with the narrow copy or with both, and verify, round after round.
 
         The batch is the root of one session.
@@ -299,9 +299,9 @@ class Program:
         assert draws is not None, "tokens are drawn"
         rounds, mover = burst.rounds, cache.mover
         logits, address = self._logits(_PASSING_ROWS, passing=True)
-        tokens, told = np.empty(rounds.room, np.int64), (library.Round * burst.steps)()
-        within = (library.Round * (burst.steps * rounds.chain))()
-        call = library.Rounds(
+        tokens, told = np.empty(rounds.room, np.int64), (library.LoopRound * burst.steps)()
+        within = (library.LoopRound * (burst.steps * rounds.chain))()
+        call = library.FusedLoop(
             burst.steps, rounds.seconds, burst.texts.places[0], burst.texts.lengths[0], rounds.room, rounds.known,
             rounds.depth, rounds.others, rounds.chain, rounds.longest, draws.sessions, burst.stops,
             burst.stop_counts[0], *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data,
@@ -318,7 +318,7 @@ class Program:
         came = [_round(one, [_round(next(inner)) for _ in range(one.within)]) for one in told[:done]]
         return logits, tokens[: sum(one.committed for one in came)], came
 
-    def _guess_in(self, call: library.Rounds, burst: Burst, rounds: Rounds) -> None:
+    def _guess_in(self, call: library.FusedLoop, burst: MultiStep, rounds: FusedLoop) -> None:
         """Say how a head guesses in rounds."""
         assert burst.worth is not None, "what a guess is worth decides how many there are"
         assert burst.odds is not None, "odds decide, too"
@@ -358,19 +358,19 @@ class Program:
         return self._caches[id(cache)][1:]
 
 
-def _round(told: library.Round, within: Sequence[Round] = ()) -> Round:
+def _round(told: library.LoopRound, within: Sequence[LoopRound] = ()) -> LoopRound:
     others = [place for place in range(told.chain) if told.beside >> place & 1]
     odds = [(one[0], one[1]) for one in told.odds[: told.chain]]
-    return Round(
+    return LoopRound(
         told.written, told.guesses, told.chain, others, told.right, told.accepted, told.committed, told.guessing,
         told.verifying, odds, told.known, within,
     )  # fmt: skip
 
 
-def _burst(burst: Burst) -> object:
+def _burst(burst: MultiStep) -> object:
     """What the kernels take."""
     (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
-    told = library.Burst(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
+    told = library.MultiStep(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
     told.follows = burst.follows
     if burst.worth is not None and burst.odds is not None:
         worth = burst.worth

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.pool import shared_pool
-from services.target.step.batch import DrawPlan
+from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 
 _SAMPLING = struct.Struct("<dddqQ")  # csrc/draw.h
@@ -32,7 +32,7 @@ def pack(params: SamplingParams) -> bytes:
 
 
 @dataclass(frozen=True)
-class Guesses:
+class HeadDraftTokens:
     """Drafts of n steps, for S sessions.
 
     tokens: [n, S] int64, -1 where none could be drawn; seconds: [n, S] int64, what would be drawn if those were not
@@ -44,14 +44,14 @@ class Guesses:
     odds: NDArray[np.float32]
 
 
-class Draws:
+class SampledRows:
     """A call of the kernel. `pointer` is what it takes, `tokens` [R] int64 where it puts them."""
 
     def __init__(
         self,
         logits: int,
         vocab: int,
-        plan: DrawPlan,
+        plan: SamplingPlan,
         mask: TokenMask | None = None,
         steps: int = 1,
         *,
@@ -85,16 +85,16 @@ class Draws:
         )  # fmt: skip
         self.pointer = ctypes.byref(self._call)
 
-    def guesses(self, steps: int) -> Guesses:
+    def guesses(self, steps: int) -> HeadDraftTokens:
         """What so many steps drew, with second ones."""
         assert self._seconds is not None, "they were asked for"
         assert self._odds is not None, "they were asked for"
         count, shape = steps * self._rows, (steps, self._rows)
         tokens, seconds = self.tokens[:count].reshape(shape), self._seconds[:count].reshape(shape)
-        return Guesses(tokens, seconds, self._odds[: 2 * count].reshape(*shape, 2))
+        return HeadDraftTokens(tokens, seconds, self._odds[: 2 * count].reshape(*shape, 2))
 
 
-def draw(logits: Tensor, plan: DrawPlan, mask: TokenMask | None = None) -> NDArray[np.int64]:
+def draw(logits: Tensor, plan: SamplingPlan, mask: TokenMask | None = None) -> NDArray[np.int64]:
     """The token after each row. Returns [R]; -1 where logits are not finite.
 
     logits: [R, V] float32, with penalties and bias; mask: what grammars allow
@@ -102,6 +102,6 @@ def draw(logits: Tensor, plan: DrawPlan, mask: TokenMask | None = None) -> NDArr
     assert logits.is_contiguous(), "the kernel walks through memory in order"
     assert logits.dtype == torch.float32, "the kernel reads these"
     assert len(logits) >= len(plan.positions), "one position a row"
-    draws = Draws(logits.data_ptr(), logits.shape[1], plan, mask)
+    draws = SampledRows(logits.data_ptr(), logits.shape[1], plan, mask)
     library.load().outrider_draw(shared_pool().handle, draws.pointer)
     return draws.tokens

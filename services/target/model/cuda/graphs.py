@@ -263,7 +263,7 @@ def wrap(runner: ModuleRunner, config: TargetConfig, device: torch.device) -> Ru
     elif config.enable_torch_compile:
         from services.target.model.cuda.compiled import compiled
 
-        most = config.torch_compile_max_bs * (config.fixed_rows or 1)
+        most = config.torch_compile_max_bs * (config.fixed_tokens_per_session or 1)
         runner = compiled(runner, most)
         if not captured:  # compiled programs want fixed sizes all the same
             return GraphRunner(runner, [count for count in rows if count <= most], direct, padding=padding)
@@ -279,7 +279,7 @@ def sizes(config: TargetConfig) -> list[int]:
         sessions = list(range(1, most + 1))
     else:
         sessions = [*(size for size in _SMALL if size < most), *range(_EVERY * 2, most, _EVERY), most]
-    fixed = config.fixed_rows
+    fixed = config.fixed_tokens_per_session
     if fixed is not None:
         rows = [*sessions, *(count * fixed for count in sessions)]
     elif config.cuda_graph_bs is None:

@@ -24,7 +24,7 @@ from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.model.base import Model
-from services.target.step.batch import Batch, Work, build
+from services.target.step.batch import Batch, SessionWork, build
 
 _TOKENS = 6  # of the session that is watched
 _PROMPT = 3  # of these, computed as a chunk; the others are draft nodes
@@ -68,7 +68,7 @@ class _Scene:
         session = self._session(self._tokens[:_TOKENS])
         for token in range(_TOKENS):
             session.length = token + 1
-            batch = build([Work(Chunk(session, token, token + 1))], self._model.device)
+            batch = build([SessionWork(Chunk(session, token, token + 1))], self._model.device)
             logits.append(self._run(batch, [0], seen))
         if seen is not None:
             del seen[: _PROMPT - 1]
@@ -106,16 +106,16 @@ class _Scene:
         session.table.reserve(len(tokens) + len(_PARENTS))
         return session
 
-    def _watched(self) -> Work:
+    def _watched(self) -> SessionWork:
         nodes = self._tokens[: len(_PARENTS)] ^ 1  # wrong ones
         nodes = np.minimum(nodes, self._model.vocab_size - 1)
         nodes[list(_RIGHT)] = self._tokens[_PROMPT:_TOKENS]
         parents, depths = np.array(_PARENTS, np.int32), np.array(_DEPTHS, np.int32)
         draft = TreeSlice(nodes, parents, depths, np.zeros(len(nodes), np.float32))
-        return Work(Chunk(self._session(self._tokens[:_PROMPT]), 0, _PROMPT), draft)
+        return SessionWork(Chunk(self._session(self._tokens[:_PROMPT]), 0, _PROMPT), draft)
 
-    def _company(self, rows: int) -> Work:
-        return Work(Chunk(self._session(self._tokens[::-1][:rows].copy()), 0, rows), EMPTY_SLICE)
+    def _company(self, rows: int) -> SessionWork:
+        return SessionWork(Chunk(self._session(self._tokens[::-1][:rows].copy()), 0, rows), EMPTY_SLICE)
 
     def _run(self, batch: Batch, rows: list[int], seen: list[Rows] | None) -> Tensor:
         """Logits of some rows, [n, V]. seen: takes what each module made of these rows."""

@@ -25,7 +25,7 @@ from services.target.model import attention, latent, native
 from services.target.model.base import Model, Runner
 from services.target.model.cuda import graphs
 from services.target.model.deterministic import selection as deterministic
-from services.target.model.deterministic.batch_invariance import check as check_company
+from services.target.model.deterministic.batch_invariance import check as check_batch_invariance
 from services.target.model.head import read_head
 from services.target.model.linear import pack
 from services.target.model.loading import positions, quantized, shards, support
@@ -84,11 +84,11 @@ def load(folder: Path, config: TargetConfig) -> Model:
         tokenizer_file=file if (file := folder / "tokenizer.json").is_file() else None,
         copied=program is not None and program.copied,
         head=None if program is None else program.head,
-        looks_back=program is not None and program.looks_back,
+        prompt_lookup=program is not None and program.prompt_lookup,
     )
     selfcheck.check(model)
     if config.deterministic:
-        check_company(model)
+        check_batch_invariance(model)
     return model
 
 
@@ -116,7 +116,7 @@ def _runner(
                 head = read_head(means.head, len(probe.shapes), hidden, vocab, context_length)
             runner = native.ProgramRunner(
                 module, probe, number_format, context_length, cache_dtype, means.copied,
-                looks_back=means.looks_back, head=head,
+                prompt_lookup=means.prompt_lookup, head=head,
             )  # fmt: skip
             unit = " and a matrix unit (AMX)" if library.load().outrider_has_matrix_unit() else ""
             log.info(

@@ -18,7 +18,7 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.sampling import SamplingParams, StopConditions
 from services.target.model.base import Model
-from services.target.step.batch import Work, build
+from services.target.step.batch import SessionWork, build
 
 _TOKENS = 12
 _CUT = 7  # where the second way cuts them
@@ -42,7 +42,7 @@ def check(model: Model) -> None:
     def last_logits(*stops: int) -> torch.Tensor:
         logits, start = torch.empty(0), 0
         for stop in stops:
-            batch = build([Work(Chunk(session, start, stop))], model.device)
+            batch = build([SessionWork(Chunk(session, start, stop))], model.device)
             logits, start = model.runner.forward(batch, cache).logits, stop
         return logits[-1].float()
 

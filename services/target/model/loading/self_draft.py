@@ -19,12 +19,12 @@ _LEAST_BYTES = 32e6  # of linear layers: smaller ones are read from caches, wher
 
 @dataclass(frozen=True)
 class Means:
-    """looks_back: from what texts repeat; copied: with a copy of the weights in a narrow format; head: with a head.
+    """prompt_lookup: from what texts repeat; copied: with a copy of the weights in a narrow format; head: with a head.
 
     Of both, the head guesses for the copy.
     """
 
-    looks_back: bool = False
+    prompt_lookup: bool = False
     copied: Format | None = None
     head: Path | None = None
 
@@ -38,7 +38,7 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
         return Means()
     wanted = choice if choice != "auto" else _best(config, folder)
     against = reason
-    if against is None and config.fixed_hints:
+    if against is None and config.verifies_all_draft_tokens:
         against = "--speculative-num-draft-tokens and --speculative-always say what is verified"
     narrower = wanted in ("int4", "int8") and config.quantization not in ("int4", wanted)
     if against is None and choice in ("int4", "int8") and not narrower:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 _Value = TypeVar("_Value")
 
 
-class Kept(Generic[_Value]):
+class CachedEstimate(Generic[_Value]):
     """A value that serves so many times, as long as it is asked for under one key."""
 
     def __init__(self, times: int) -> None:

@@ -9,7 +9,7 @@ _PRIOR = 4.0  # guesses that count as tried in a bin before the first
 _MOST = 400.0  # of a bin; beyond, what was long ago counts less
 
 
-class Odds:
+class CalibrationBins:
     """Chances by what a draft said, for greedy sessions and for sampled ones.
 
     table: [2, 16] float32 ("f"), those of greedy sessions first, by sixteenths of the probability; kernels read it

@@ -7,7 +7,7 @@ _PRIOR = 4.0  # measurements that each end of the prior line counts for
 _ENDS = (1.0, 6.0)
 
 
-class Line:
+class LinearCost:
     """seconds = once + each * count, fitted to what was measured lately."""
 
     def __init__(self, once: float, each: float) -> None:

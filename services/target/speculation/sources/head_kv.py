@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
-from services.target.step.batch import Work
+from services.target.step.batch import SessionWork
 
 
-class HeadRows:
+class HeadKV:
     """The book of one engine's head; a `PageObserver`."""
 
     def __init__(self, prefix: PrefixCache) -> None:
@@ -29,9 +29,9 @@ class HeadRows:
         if prefix.enabled:
             prefix.observers.append(self)
 
-    def lacking(self, session: Session) -> Work:
+    def lacking(self, session: Session) -> SessionWork:
         """A session's rows that are to be written: at least the last one, after which the head draws."""
-        return Work(Chunk(session, min(self._known.get(session.id, 0), session.length - 2), session.length - 1))
+        return SessionWork(Chunk(session, min(self._known.get(session.id, 0), session.length - 2), session.length - 1))
 
     def wrote(self, chunk: Chunk) -> None:
         """The head has written what `lacking` said."""
@@ -40,7 +40,7 @@ class HeadRows:
             self._written[int(session.table.pages[index])] = True
         self._known[session.id] = chunk.stop
 
-    def computed(self, works: Sequence[Work]) -> None:
+    def computed(self, works: Sequence[SessionWork]) -> None:
         """The model writes rows: what the head knew of them is no longer true."""
         known = self._known
         for work in works:

@@ -26,18 +26,18 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.model.head import Guesses, Head
-from services.target.sampling.session import Entry
-from services.target.speculation.estimates.cached_estimate import Kept
-from services.target.speculation.estimates.calibration_bins import Odds
-from services.target.speculation.estimates.linear_cost import Line
+from services.target.model.head import Head, HeadDraftTokens
+from services.target.sampling.session import TargetSession
+from services.target.speculation.estimates.cached_estimate import CachedEstimate
+from services.target.speculation.estimates.calibration_bins import CalibrationBins
+from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.multi_step import burst_of
+from services.target.speculation.multi_step import multi_step_of
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import LONGEST, SelfDraft, drawable
-from services.target.speculation.sources.head_kv import HeadRows
-from services.target.step.batch import Burst, DrawPlan, Work, Worth, build
-from services.target.step.fused_loop import Round, Rounds
+from services.target.speculation.sources.base import LONGEST, DraftSource, drawable
+from services.target.speculation.sources.head_kv import HeadKV
+from services.target.step.batch import DraftTokenValue, MultiStep, SamplingPlan, SessionWork, build
+from services.target.step.fused_loop import FusedLoop, LoopRound
 
 SPARE = 2  # guesses beside which another may stand
 _NODES_A_SPARE = 4  # that a session must allow for each of them: of few, those of the chain itself bring more
@@ -81,7 +81,7 @@ class _Kind:
         self.accepted += _NEW * (accepted - self.accepted)
 
 
-class HeadDraft(SelfDraft):
+class LocalEagleHead(DraftSource):
     """Drafts for one engine's sessions."""
 
     def __init__(
@@ -92,34 +92,37 @@ class HeadDraft(SelfDraft):
         prefix: PrefixCache,
         planner: Planner,
         scheduler: Scheduler,
-        entries: Mapping[int, Entry],
+        entries: Mapping[int, TargetSession],
         cost: Callable[[], StepCost] | None = None,
     ) -> None:
         """entries: of the sessions that are open, by id. cost: of what verifies, if that is not the model."""
         super().__init__(planner, scheduler, entries)
         self._cost = cost or (lambda: planner.budget.cost)
         self._device, self._head, self._cache = model.device, head, cache
-        self.rows = HeadRows(prefix)
-        self._lines: dict[int, Line] = {}  # what guesses take, by sessions
+        self.rows = HeadKV(prefix)
+        self._lines: dict[int, LinearCost] = {}  # what guesses take, by sessions
         self._chains: dict[int, _Chain] = {}
-        self._paying, self._priced = Kept[bool](_AGAIN), Kept[Worth](_AGAIN)  # by sessions
+        self._paying, self._priced = (
+            CachedEstimate[bool](_AGAIN),
+            CachedEstimate[DraftTokenValue](_AGAIN),
+        )  # by sessions
         self._unpaid = 0  # steps without guesses
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
-        self.guesses, self.others = Odds(), Odds()
+        self.guesses, self.others = CalibrationBins(), CalibrationBins()
         self._kinds = [_Kind(*prior) for prior in _PRIOR]
 
-    def computed(self, works: Sequence[Work]) -> None:
-        """As of SelfDraft."""
+    def computed(self, works: Sequence[SessionWork]) -> None:
+        """As of DraftSource."""
         self.rows.computed(works)
 
     def close(self, session_id: int) -> None:
-        """As of SelfDraft."""
+        """As of DraftSource."""
         self.rows.close(session_id)
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
-        """As of SelfDraft."""
+        """As of DraftSource."""
         del draft  # is the chain that was kept
         chain = self._chains.pop(session_id)
         right = sum(node < len(chain.odds) for node in path)
@@ -135,15 +138,15 @@ class HeadDraft(SelfDraft):
             if right in chain.others:
                 self.others.observe(chain.others[right], right=accepted > right, greedy=chain.greedy)
 
-    def rounds(self, work: Work, seconds: float) -> Burst | None:
-        """As of SelfDraft."""
+    def rounds(self, work: SessionWork, seconds: float) -> MultiStep | None:
+        """As of DraftSource."""
         depth = self._depth(work)
         if depth < 1 or len(self.rows.lacking(work.chunk.session).chunk) > self._at_once:
             return None
         room = min(self._planner.room(work.chunk.session), _ROUNDS * (depth + 1))
-        return self._guessing(work, depth, Rounds(seconds, room)) if self._reserve([work], room + SPARE) else None
+        return self._guessing(work, depth, FusedLoop(seconds, room)) if self._reserve([work], room + SPARE) else None
 
-    def beside(self, work: Work, rounds: Rounds) -> Burst | None:
+    def beside(self, work: SessionWork, rounds: FusedLoop) -> MultiStep | None:
         """Rounds of a copy in which the head guesses, if that promises more; some rows may be written before it does.
 
         There is room for `SPARE` tokens more than rounds commit.
@@ -153,7 +156,7 @@ class HeadDraft(SelfDraft):
             return None
         return self._guessing(work, depth, rounds)
 
-    def _depth(self, work: Work) -> int:
+    def _depth(self, work: SessionWork) -> int:
         """Guesses of a round, at most, for a session that is alone."""
         session = work.chunk.session
         if session.length < 2:
@@ -168,16 +171,16 @@ class HeadDraft(SelfDraft):
         """Guesses beside which another may stand."""
         return min(SPARE, self._nodes(session) // _NODES_A_SPARE)
 
-    def _guessing(self, work: Work, depth: int, rounds: Rounds) -> Burst:
+    def _guessing(self, work: SessionWork, depth: int, rounds: FusedLoop) -> MultiStep:
         session = work.chunk.session
-        burst = burst_of([self._entries[session.id]], _ROUNDS, (), room=rounds.room)
+        burst = multi_step_of([self._entries[session.id]], _ROUNDS, (), room=rounds.room)
         known = self.rows.lacking(session).chunk.start
         others = self._others(session)
         guessing = replace(rounds, known=known, depth=depth, others=others, second_odds=self.others.table)
         return replace(burst, worth=self._worth([work]), odds=self.guesses.table, rounds=guessing)
 
-    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
-        """As of SelfDraft."""
+    def learn(self, session: Session, rounds: Sequence[LoopRound], *, goes_on: bool) -> None:
+        """As of DraftSource."""
         self.wrote(session, rounds[-1].known)
         self.saw(rounds, greedy=session.sampling.greedy, goes_on=goes_on)
         length, cost = session.length, self._cost()
@@ -191,7 +194,7 @@ class HeadDraft(SelfDraft):
         if known > start:
             self.rows.wrote(Chunk(session, start, known))
 
-    def saw(self, rounds: Sequence[Round], *, greedy: bool, goes_on: bool) -> None:
+    def saw(self, rounds: Sequence[LoopRound], *, greedy: bool, goes_on: bool) -> None:
         """What came of rounds in which the head guessed, and how long that took. goes_on: as of `learn`."""
         kind = self._kinds[greedy]
         for place, one in enumerate(rounds, 1):
@@ -201,8 +204,8 @@ class HeadDraft(SelfDraft):
             if one.written <= _USUAL_ROWS:
                 self._line(1).observe(one.guesses, one.guessing)
 
-    def chains(self, works: Sequence[Work], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
-        """As of SelfDraft."""
+    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
+        """As of DraftSource."""
         self._chains.clear()
         works = self._caught_up([work for work in works if work.chunk.session.length > 1])
         if not works:
@@ -224,20 +227,20 @@ class HeadDraft(SelfDraft):
                 kind.got(0)
         return chains
 
-    def pays(self, works: Sequence[Work]) -> bool:
-        """As of SelfDraft. Where it does not, it is tried now and then all the same."""
+    def pays(self, works: Sequence[SessionWork]) -> bool:
+        """As of DraftSource. Where it does not, it is tried now and then all the same."""
         pays = self._paying.get(len(works), lambda: self._promise(works))
         self._unpaid = 0 if pays or self._unpaid >= _TRIAL else self._unpaid + 1
         return not self._unpaid
 
-    def _promise(self, works: Sequence[Work]) -> bool:
+    def _promise(self, works: Sequence[SessionWork]) -> bool:
         """True if guesses promise enough over plain steps."""
         keys = sum(work.chunk.stop for work in works)
         step, _ = self._cost().step(len(works), keys)
         return self.rate(len(works), keys) > _LEAD / step
 
     def rate(self, sessions: int, keys: int) -> float:
-        """As of SelfDraft."""
+        """As of DraftSource."""
         cost = self._cost()
         greedy = sum(entry.session.sampling.greedy for entry in self._entries.values()) / max(len(self._entries), 1)
         accepted = drafted = verified = 0.0
@@ -248,32 +251,32 @@ class HeadDraft(SelfDraft):
         verifying = float(cost.seconds(round(sessions * (1.0 + verified)), keys))
         return (1.0 + accepted) / (self._line(sessions).seconds(drafted) + verifying)
 
-    def _line(self, sessions: int) -> Line:
+    def _line(self, sessions: int) -> LinearCost:
         """What guesses of so many sessions take."""
         if sessions not in self._lines:
             step, _ = self._cost().step(sessions, 0)
-            self._lines[sessions] = Line(*(share * step for share in _PRIOR_SHARES))
+            self._lines[sessions] = LinearCost(*(share * step for share in _PRIOR_SHARES))
         return self._lines[sessions]
 
-    def _worth(self, works: Sequence[Work], beside: int = 0) -> Worth:
+    def _worth(self, works: Sequence[SessionWork], beside: int = 0) -> DraftTokenValue:
         """What guesses cost and bring, as of one of the last steps. beside: rows of others"""
         sessions, keys = len(works), sum(work.chunk.stop for work in works)
         return self._priced.get((sessions, beside > 0), lambda: self._price(sessions, keys, beside))
 
-    def _price(self, sessions: int, keys: int, beside: int = 0) -> Worth:
+    def _price(self, sessions: int, keys: int, beside: int = 0) -> DraftTokenValue:
         cost = self._cost()
         few, more = cost.seconds(beside + sessions * np.array([2, 4]), keys).tolist()
         token = 1.0 / (self.rate(sessions, keys) * sessions)
-        return Worth(_NEXT * token, token, max(more - few, 0.0) / (2 * sessions), self._line(sessions).each)
+        return DraftTokenValue(_NEXT * token, token, max(more - few, 0.0) / (2 * sessions), self._line(sessions).each)
 
     @property
     def _at_once(self) -> int:
         """Rows that a head may write at once, as long as those of a step of the model may be: others wait meanwhile."""
         return self._scheduler.limits.step_tokens or sys.maxsize
 
-    def _caught_up(self, works: Sequence[Work]) -> list[Work]:
+    def _caught_up(self, works: Sequence[SessionWork]) -> list[SessionWork]:
         """Those whose rows the head can write now; of the first other, such as a long prompt, it writes some."""
-        ready: list[Work] = []
+        ready: list[SessionWork] = []
         behind: Chunk | None = None
         room = self._at_once
         for work in works:
@@ -291,21 +294,23 @@ class HeadDraft(SelfDraft):
     def _write(self, chunk: Chunk) -> None:
         """Some rows, and nothing drawn behind them that anybody reads."""
         entry = self._entries[chunk.session.id]
-        draws = DrawPlan(entry.sampling, array("q", [1]), array("q", [chunk.session.length]))
-        burst = replace(burst_of([entry], 1, ()), follows=True)
-        self._head.draft(build([Work(chunk)], self._device, draws=draws, burst=burst, ahead=1), self._cache)
+        draws = SamplingPlan(entry.sampling, array("q", [1]), array("q", [chunk.session.length]))
+        burst = replace(multi_step_of([entry], 1, ()), follows=True)
+        self._head.draft(build([SessionWork(chunk)], self._device, draws=draws, burst=burst, ahead=1), self._cache)
         self.rows.wrote(chunk)
 
     @torch.inference_mode()
-    def _draft(self, works: Sequence[Work], most: int, worth: Worth, listen: Listen) -> Guesses:
+    def _draft(
+        self, works: Sequence[SessionWork], most: int, worth: DraftTokenValue, listen: Listen
+    ) -> HeadDraftTokens:
         """Guesses of each session, as long as another one is worth its time."""
         started = time.perf_counter()
         entries = [self._entries[work.chunk.session.id] for work in works]
         lacking = [self.rows.lacking(work.chunk.session) for work in works]
         places = array("q", [work.chunk.session.length for work in works])
-        draws = DrawPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), places)
+        draws = SamplingPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), places)
         with listen() as files:
-            burst = replace(burst_of(entries, most, files), follows=True, worth=worth, odds=self.guesses.table)
+            burst = replace(multi_step_of(entries, most, files), follows=True, worth=worth, odds=self.guesses.table)
             batch = build(lacking, self._device, draws=draws, burst=burst, ahead=1)
             drafts = self._head.draft(batch, self._cache)
         for work in lacking:
@@ -314,7 +319,7 @@ class HeadDraft(SelfDraft):
             self._line(len(works)).observe(len(drafts.tokens), time.perf_counter() - started)
         return drafts
 
-    def _chosen(self, session_id: int, place: int, drafts: Guesses, worth: Worth) -> TreeSlice:
+    def _chosen(self, session_id: int, place: int, drafts: HeadDraftTokens, worth: DraftTokenValue) -> TreeSlice:
         """Those of a session's guesses whose verification is worth its time. place: of the session among all."""
         entry = self._entries[session_id]
         greedy = entry.session.sampling.greedy

@@ -46,7 +46,7 @@ def _same(tokens: NDArray[np.uint32], place: int) -> int:
     return count - 1 - int(unlike[-1]) if len(unlike) else count
 
 
-class Repeats:
+class PromptLookup:
     """How often texts went on as they had before."""
 
     def __init__(self) -> None:

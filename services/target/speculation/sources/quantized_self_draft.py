@@ -24,15 +24,15 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.sampling.sampling import draw_plan
-from services.target.sampling.session import Entry
+from services.target.sampling.sampling import sampling_plan
+from services.target.sampling.session import TargetSession
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.speculation.multi_step import burst_of
+from services.target.speculation.multi_step import multi_step_of
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import LONGEST, SelfDraft, chain_of
-from services.target.speculation.sources.local_eagle_head import SPARE, HeadDraft
-from services.target.step.batch import Burst, Work, build
-from services.target.step.fused_loop import Round, Rounds
+from services.target.speculation.sources.base import LONGEST, DraftSource, chain_of
+from services.target.speculation.sources.local_eagle_head import SPARE, LocalEagleHead
+from services.target.step.batch import MultiStep, SessionWork, build
+from services.target.step.fused_loop import FusedLoop, LoopRound
 
 _KEPT = 0.97  # what remains of the evidence after a chain
 _PRIOR_SHARE = 0.5  # what a step of the copy takes of one of the model, as long as nobody knows
@@ -40,7 +40,7 @@ _PRIOR_RIGHT, _PRIOR = 6.4, 8.0  # tokens of the copy that count as right before
 _ROUNDS = 4  # in one go, at most
 
 
-class CopyDraft(SelfDraft):
+class QuantizedSelfDraft(DraftSource):
     """Drafts for one engine's sessions."""
 
     def __init__(
@@ -50,13 +50,13 @@ class CopyDraft(SelfDraft):
         prefix: PrefixCache,
         planner: Planner,
         scheduler: Scheduler,
-        entries: Mapping[int, Entry],
+        entries: Mapping[int, TargetSession],
     ) -> None:
         """entries: of the sessions that are open, by id."""
-        self.head: HeadDraft | None = None
+        self.head: LocalEagleHead | None = None
         if model.head is not None:
             parts = planner, scheduler, entries
-            self.head = HeadDraft(model, model.head, cache, prefix, *parts, cost=lambda: self.cost)
+            self.head = LocalEagleHead(model, model.head, cache, prefix, *parts, cost=lambda: self.cost)
         self._cost: StepCost | None = None
         super().__init__(planner, scheduler, entries)
         self._model, self._cache = model, cache
@@ -80,7 +80,7 @@ class CopyDraft(SelfDraft):
         return self._cost
 
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
-        """As of SelfDraft."""
+        """As of DraftSource."""
         del session_id
         self._observe(len(draft), len(path), goes_on=goes_on)
 
@@ -89,31 +89,31 @@ class CopyDraft(SelfDraft):
         self._right = self._right * _KEPT + accepted
         self._tried = self._tried * _KEPT + accepted + (goes_on and accepted < drafted)
 
-    def computed(self, works: Sequence[Work]) -> None:
-        """As of SelfDraft."""
+    def computed(self, works: Sequence[SessionWork]) -> None:
+        """As of DraftSource."""
         if self.head is not None:
             self.head.computed(works)
 
     def close(self, session_id: int) -> None:
-        """As of SelfDraft."""
+        """As of DraftSource."""
         if self.head is not None:
             self.head.close(session_id)
 
-    def rounds(self, work: Work, seconds: float) -> Burst | None:
-        """As of SelfDraft."""
+    def rounds(self, work: SessionWork, seconds: float) -> MultiStep | None:
+        """As of DraftSource."""
         session = work.chunk.session
         most = min(self._most([work]), self._planner.max_rows - 1)
         chain = self._length(1, work.chunk.stop, most)
         room = min(self._planner.room(session), _ROUNDS * (most + 1))
         if not self._reserve([work], room + SPARE):
             return None
-        rounds = Rounds(seconds, room, chain, most)
+        rounds = FusedLoop(seconds, room, chain, most)
         if self.head is not None and (burst := self.head.beside(work, rounds)) is not None:
             return burst
-        return replace(burst_of([self._entries[session.id]], _ROUNDS, (), room=room), rounds=rounds)
+        return replace(multi_step_of([self._entries[session.id]], _ROUNDS, (), room=room), rounds=rounds)
 
-    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
-        """As of SelfDraft."""
+    def learn(self, session: Session, rounds: Sequence[LoopRound], *, goes_on: bool) -> None:
+        """As of DraftSource."""
         length, cost = session.length, self._planner.budget.cost
         for place, one in enumerate(rounds, 1):
             self._observe(one.chain, one.right, goes_on=goes_on or place < len(rounds))
@@ -127,8 +127,8 @@ class CopyDraft(SelfDraft):
         if self.head is not None:
             self.head.wrote(session, rounds[-1].known)
 
-    def chains(self, works: Sequence[Work], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
-        """As of SelfDraft."""
+    def chains(self, works: Sequence[SessionWork], listen: Listen, beside: int = 0) -> dict[int, TreeSlice]:
+        """As of DraftSource."""
         steps = self._length(len(works), sum(work.chunk.stop for work in works), self._most(works), beside)
         if not steps or not self._reserve(works, steps):
             return {}
@@ -139,7 +139,7 @@ class CopyDraft(SelfDraft):
         }
 
     def rate(self, sessions: int, keys: int) -> float:
-        """As of SelfDraft."""
+        """As of DraftSource."""
         return float(self._rates(sessions, keys, LONGEST).max())
 
     def _length(self, sessions: int, keys: int, most: int, beside: int = 0) -> int:
@@ -169,13 +169,13 @@ class CopyDraft(SelfDraft):
         return step
 
     @torch.inference_mode()
-    def _draft(self, works: Sequence[Work], steps: int, listen: Listen) -> NDArray[np.int64]:
+    def _draft(self, works: Sequence[SessionWork], steps: int, listen: Listen) -> NDArray[np.int64]:
         """Up to so many tokens of each session, [n, S]. Less if one of them ends, or somebody calls."""
         entries = [self._entries[work.chunk.session.id] for work in works]
         started = time.perf_counter()
         with listen() as files:
-            burst = burst_of(entries, steps, files, narrow=True)
-            batch = build(works, self._model.device, draws=draw_plan(works, entries), burst=burst)
+            burst = multi_step_of(entries, steps, files, narrow=True)
+            batch = build(works, self._model.device, draws=sampling_plan(works, entries), burst=burst)
             drawn = self._model.runner.forward(batch, self._cache).tokens
         assert drawn is not None, "a model that drafts draws its tokens"
         tokens = drawn.reshape(-1, len(works))

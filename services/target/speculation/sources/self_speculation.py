@@ -18,15 +18,15 @@ from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.sampling.session import Entry
-from services.target.speculation.estimates.cached_estimate import Kept
+from services.target.sampling.session import TargetSession
+from services.target.speculation.estimates.cached_estimate import CachedEstimate
 from services.target.speculation.planner import Planner
-from services.target.speculation.sources.base import LONGEST, SelfDraft, chain_of
-from services.target.speculation.sources.local_eagle_head import HeadDraft
-from services.target.speculation.sources.prompt_lookup import LEAST, Repeats, find
-from services.target.speculation.sources.quantized_self_draft import CopyDraft
-from services.target.step.batch import Burst, Work
-from services.target.step.fused_loop import Round
+from services.target.speculation.sources.base import LONGEST, DraftSource, chain_of
+from services.target.speculation.sources.local_eagle_head import LocalEagleHead
+from services.target.speculation.sources.prompt_lookup import LEAST, PromptLookup, find
+from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
+from services.target.step.batch import MultiStep, SessionWork
+from services.target.step.fused_loop import LoopRound
 
 # That a chain from the text must have over plain steps, whose burst it ends for all sessions. With a lead of 1.02 eight
 # at once in int8 had 0.97 times the tokens of plain steps at temperature 1, with 1.08 0.99, with 1.15 1.00.
@@ -34,21 +34,21 @@ _LEAD = 1.1
 _AGAIN = 64  # steps after which what pays is judged again
 
 
-class OwnDrafts:
+class SelfSpeculation:
     """Drafts for one engine's sessions."""
 
     def __init__(
-        self, chains: SelfDraft | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, Entry]
+        self, chains: DraftSource | None, planner: Planner, scheduler: Scheduler, entries: Mapping[int, TargetSession]
     ) -> None:
         """chains: of models that guess. entries: of the sessions that are open, by id."""
         self.chains = chains
-        self.repeats = Repeats()
-        self.looks_back = True
+        self.repeats = PromptLookup()
+        self.prompt_lookup = True
         self._planner, self._scheduler, self._entries = planner, scheduler, entries
         self._same: dict[int, int] = {}  # of the chains under way that are from texts, by session
         self._guessing = False  # in the step at hand
-        self._rounds: Burst | None = None  # in its place
-        self._least = Kept[int](_AGAIN)  # by sessions, with guesses or without
+        self._rounds: MultiStep | None = None  # in its place
+        self._least = CachedEstimate[int](_AGAIN)  # by sessions, with guesses or without
 
     def forget(self) -> None:
         """Begin anew with what texts taught."""
@@ -65,7 +65,7 @@ class OwnDrafts:
         elif self.chains is not None:
             self.chains.observe(session_id, draft, path, goes_on=goes_on)
 
-    def computed(self, works: Sequence[Work]) -> None:
+    def computed(self, works: Sequence[SessionWork]) -> None:
         """A step is launched that writes these rows."""
         if self.chains is not None:
             self.chains.computed(works)
@@ -75,12 +75,14 @@ class OwnDrafts:
         if self.chains is not None:
             self.chains.close(session_id)
 
-    def learn(self, session: Session, rounds: Sequence[Round], *, goes_on: bool) -> None:
-        """Take in what came of a session's rounds; see SelfDraft."""
+    def learn(self, session: Session, rounds: Sequence[LoopRound], *, goes_on: bool) -> None:
+        """Take in what came of a session's rounds; see DraftSource."""
         assert self.chains is not None, "it guessed in them"
         self.chains.learn(session, rounds, goes_on=goes_on)
 
-    def extend(self, works: Sequence[Work], listen: Listen, *, guessing: bool, seconds: float = 0.0) -> Sequence[Work]:
+    def extend(
+        self, works: Sequence[SessionWork], listen: Listen, *, guessing: bool, seconds: float = 0.0
+    ) -> Sequence[SessionWork]:
         """The works of a step, with chains to verify for those sessions that only decode.
 
         listen: how somebody who calls is heard meanwhile. guessing: chains may be guessed where texts say nothing.
@@ -92,7 +94,7 @@ class OwnDrafts:
         serving = [work for work in works if self._serves(work)]
         if not serving:
             return works
-        chains = self._repeated(serving, works) if self.looks_back else {}
+        chains = self._repeated(serving, works) if self.prompt_lookup else {}
         rest = [work for work in serving if work.chunk.session.id not in chains]
         if rest and self._guessing and self.chains is not None:
             self._rounds = self.chains.rounds(rest[0], seconds) if seconds and len(works) == len(rest) == 1 else None
@@ -103,7 +105,7 @@ class OwnDrafts:
         none = works[0].draft  # nobody has any yet
         return [replace(work, draft=chains.get(work.chunk.session.id, none), own=True) for work in works]
 
-    def take_rounds(self) -> Burst | None:
+    def take_rounds(self) -> MultiStep | None:
         """What is to be computed in the place of a step that was extended, if that is rounds; said once."""
         rounds, self._rounds = self._rounds, None
         return rounds
@@ -113,7 +115,7 @@ class OwnDrafts:
 
         A burst of plain steps ends there. keys: of all sessions together.
         """
-        if not self.looks_back:
+        if not self.prompt_lookup:
             return 0
         return self._least.get((sessions, self._guessing), lambda: self._judge(sessions, keys))
 
@@ -125,7 +127,7 @@ class OwnDrafts:
         pays = (same for same, one in chances if self._gain(one, 1, LONGEST, sessions, sessions, keys)[1] > rate)
         return next(pays, 0)
 
-    def _serves(self, work: Work) -> bool:
+    def _serves(self, work: SessionWork) -> bool:
         """True for a session that only wants its next tokens. What a grammar allows, nobody here knows."""
         chunk = work.chunk
         session = chunk.session
@@ -133,13 +135,13 @@ class OwnDrafts:
             return False
         return self._entries[session.id].matcher is None and self._planner.depth(session) > 0
 
-    def _repeated(self, serving: Sequence[Work], works: Sequence[Work]) -> dict[int, TreeSlice]:
+    def _repeated(self, serving: Sequence[SessionWork], works: Sequence[SessionWork]) -> dict[int, TreeSlice]:
         """Chains from the texts of some sessions, where they pay."""
         rows, keys = sum(len(work.chunk) for work in works), sum(work.chunk.stop for work in works)
         least = self.least(len(works), keys)
         if not least:
             return {}
-        found: list[tuple[Work, int, NDArray[np.uint32]]] = []
+        found: list[tuple[SessionWork, int, NDArray[np.uint32]]] = []
         for work in serving:
             session = work.chunk.session
             most = min(self._planner.depth(session), session.max_draft_tokens, self._planner.max_rows - 1, LONGEST)
@@ -180,9 +182,9 @@ def self_draft(
     prefix: PrefixCache,
     planner: Planner,
     scheduler: Scheduler,
-    entries: Mapping[int, Entry],
-) -> SelfDraft | None:
+    entries: Mapping[int, TargetSession],
+) -> DraftSource | None:
     """What guesses for a model's sessions, if it has anything that does."""
     if model.copied:
-        return CopyDraft(model, cache, prefix, planner, scheduler, entries)
-    return None if model.head is None else HeadDraft(model, model.head, cache, prefix, planner, scheduler, entries)
+        return QuantizedSelfDraft(model, cache, prefix, planner, scheduler, entries)
+    return None if model.head is None else LocalEagleHead(model, model.head, cache, prefix, planner, scheduler, entries)

@@ -1,4 +1,4 @@
-"""Where connections for frames come in (unix_frames.py), and how each finds the call that it belongs to."""
+"""Where connections for frames come in (frame_socket.py), and how each finds the call that it belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import grpc
 
 from outrider.errors import Unavailable
 from outrider.process.ports import refuse_used_socket
-from outrider.transport.unix_frames import METADATA, PATIENCE, TOKEN_BYTES, Pipe, socket_beside
+from outrider.transport.frame_socket import METADATA, PATIENCE, TOKEN_BYTES, FrameSocket, socket_beside
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,11 @@ _BACKLOG = 100  # connections that wait to be taken
 _PAUSE = 1.0  # seconds after a failure to take one
 
 
-class PipeDoor:
+class SocketAcceptor:
     """Takes connections, and finds the one that belongs to a call. Lives in the network thread."""
 
     def __init__(self) -> None:
-        self._met: dict[str, asyncio.Future[Pipe]] = {}  # by token; either side may come first
+        self._met: dict[str, asyncio.Future[FrameSocket]] = {}  # by token; either side may come first
         self._server: asyncio.Task[None] | None = None
         self._visitors: set[asyncio.Task[None]] = set()
         self._path = ""
@@ -60,7 +60,7 @@ class PipeDoor:
         for token in list(self._met):
             self._forget(token)
 
-    async def pipe_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> Pipe | None:
+    async def pipe_of(self, context: grpc.aio.ServicerContext[Any, Any]) -> FrameSocket | None:
         """The connection for a call's frames; None if they come through the call. Raises Unavailable without it."""
         token = dict(context.invocation_metadata() or ()).get(METADATA)
         if token is None:
@@ -98,9 +98,9 @@ class PipeDoor:
             if place is None or place.done():
                 connection.close()
             else:
-                place.set_result(Pipe(connection))
+                place.set_result(FrameSocket(connection))
 
-    def _place(self, token: str) -> asyncio.Future[Pipe]:
+    def _place(self, token: str) -> asyncio.Future[FrameSocket]:
         return self._met.setdefault(token, asyncio.get_running_loop().create_future())
 
     def _forget(self, token: str) -> None:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from outrider.errors import InvalidRequest
 from outrider.serving.inbox import Inbox
 from outrider.serving.messages import Message, SessionFailure, StepOutput
+from outrider.transport.frame_socket import FrameSocket, message_of
 from outrider.transport.outbox import Outbox, Routes
-from outrider.transport.unix_frames import Pipe, message_of
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ Encode = Callable[[StepOutput], Response]
 Ended = Callable[[Exception | None], object]
 
 
-class PipedStream:
+class SocketStream:
     """One stream. Its owner is the engine thread."""
 
-    def __init__(self, pipe: Pipe, kind: Any, ended: Ended) -> None:
+    def __init__(self, pipe: FrameSocket, kind: Any, ended: Ended) -> None:
         """kind: of the messages that come. ended: told, once, that the connection has ended, or why it must."""
         self.pipe = pipe
         self.kind = kind
@@ -41,7 +41,7 @@ class PipedStream:
         self.outbox = Outbox(lambda: None)
 
 
-class PipedStreams:
+class SocketStreams:
     """All such streams of an engine. Called in the engine thread alone."""
 
     def __init__(self, inbox: Inbox[Any], decode: Decode[Any], encode: Encode[Any]) -> None:
@@ -50,15 +50,15 @@ class PipedStreams:
         self._decode = decode
         self._encode = encode
         self._routes = Routes()
-        self._streams: dict[Outbox, PipedStream] = {}
+        self._streams: dict[Outbox, SocketStream] = {}
 
-    def begin(self, stream: PipedStream) -> None:
+    def begin(self, stream: SocketStream) -> None:
         """Read and write a stream from here on."""
         self._streams[stream.outbox] = stream
         self._routes.enter(stream.outbox)
         self._watch(stream)
 
-    def end(self, stream: PipedStream) -> None:
+    def end(self, stream: SocketStream) -> None:
         """Close a stream, and the sessions that are still its own. Does nothing for one that has ended."""
         if self._streams.pop(stream.outbox, None) is None:
             return
@@ -75,17 +75,17 @@ class PipedStreams:
 
     # --- one stream ---
 
-    def _watch(self, stream: PipedStream) -> None:
+    def _watch(self, stream: SocketStream) -> None:
         self._inbox.watch(stream.pipe.file, lambda what: self._attend(stream, what), writes=stream.pipe.unsent)
 
-    def _attend(self, stream: PipedStream, what: int) -> None:
+    def _attend(self, stream: SocketStream, what: int) -> None:
         """A connection has something to say, or room for more."""
         if what & select.POLLOUT:
             self._guard(self._go_on, stream)
         if what & ~select.POLLOUT and stream.outbox in self._streams:
             self._guard(self._read, stream)
 
-    def _guard(self, work: Callable[[PipedStream], None], stream: PipedStream) -> None:
+    def _guard(self, work: Callable[[SocketStream], None], stream: SocketStream) -> None:
         """Whatever goes wrong ends the stream, and harms nobody else."""
         try:
             work(stream)
@@ -98,11 +98,11 @@ class PipedStreams:
             log.exception("a frame of a stream was not understood")
             self._lose(stream, error)
 
-    def _lose(self, stream: PipedStream, why: Exception | None = None) -> None:
+    def _lose(self, stream: SocketStream, why: Exception | None = None) -> None:
         self.end(stream)
         stream.ended(why)
 
-    def _read(self, stream: PipedStream) -> None:
+    def _read(self, stream: SocketStream) -> None:
         for frame in stream.pipe.receive():
             message, failures = self._decode(message_of(stream.kind, frame))
             self._routes.note(message, stream.outbox)
@@ -111,14 +111,14 @@ class PipedStreams:
                 stream.outbox.fail(failures)
         self._write(stream)
 
-    def _write(self, stream: PipedStream) -> None:
+    def _write(self, stream: SocketStream) -> None:
         """Send what there is to say, unless a frame is still on its way."""
         while stream.outbox.full and not stream.pipe.unsent:
             stream.pipe.send(self._encode(stream.outbox.take()).SerializeToString())
             if stream.pipe.unsent:
                 self._wait(stream)
 
-    def _wait(self, stream: PipedStream) -> None:
+    def _wait(self, stream: SocketStream) -> None:
         """A frame is longer than what the socket holds: let the reader take some of it, again and again."""
         room, until = select.poll(), time.monotonic() + _WAIT
         room.register(stream.pipe.file, select.POLLOUT)
@@ -126,7 +126,7 @@ class PipedStreams:
             stream.pipe.flush()
         self._watch(stream)
 
-    def _go_on(self, stream: PipedStream) -> None:
+    def _go_on(self, stream: SocketStream) -> None:
         stream.pipe.flush()
         if not stream.pipe.unsent:
             self._watch(stream)

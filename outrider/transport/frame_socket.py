@@ -5,7 +5,7 @@ several tenths of a millisecond of processor time and changes threads twice, whi
 way. So a service that listens on a Unix domain socket has a second socket beside it, over which frames go as they are,
 each behind its length in 4 bytes, little-endian:
 
-    client   connects to it and writes a token ──► service keeps the connection (unix_acceptor.py)
+    client   connects to it and writes a token ──► service keeps the connection (socket_acceptor.py)
     client   opens the stream, the same token in its metadata ──► service finds the connection; frames go over it
     either   closes the connection when its call has ended, and ends the call when the connection has
 
@@ -57,7 +57,7 @@ def message_of(kind: Any, frame: bytes) -> Any:
         raise InvalidRequest(f"a frame is no {kind.DESCRIPTOR.name}") from None
 
 
-class Pipe:
+class FrameSocket:
     """A connection over which whole frames go. Nothing here waits: who wants to must watch its `file`."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -132,10 +132,10 @@ class Pipe:
         self._socket.close()
 
 
-class PipedCall:
+class SocketCall:
     """The client's side: a stream call, read and written like grpc.aio's, whose frames go past it."""
 
-    def __init__(self, call: Any, pipe: Pipe, kind: Any) -> None:
+    def __init__(self, call: Any, pipe: FrameSocket, kind: Any) -> None:
         """kind: of the messages that come."""
         self._call = call
         self._pipe = pipe
@@ -220,14 +220,14 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
         waiting.set_result(None)
 
 
-class PipeKey(NamedTuple):
+class FrameSocketKey(NamedTuple):
     """A connection that was made, and the metadata of the call that shall have it."""
 
-    pipe: Pipe
+    pipe: FrameSocket
     metadata: tuple[tuple[str, str], ...]
 
 
-async def connect_beside(address: str) -> PipeKey | None:
+async def connect_beside(address: str) -> FrameSocketKey | None:
     """A connection for frames to the service at a gRPC address; None if it has none to offer."""
     path = socket_beside(address)
     if path is None:
@@ -241,4 +241,4 @@ async def connect_beside(address: str) -> PipeKey | None:
     except OSError:
         connection.close()
         return None
-    return PipeKey(Pipe(connection), ((METADATA, token),))
+    return FrameSocketKey(FrameSocket(connection), ((METADATA, token),))
