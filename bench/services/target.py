@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> None:
         "of floor: floor / step; against plain: a step with so many rows / one with a single row, taken in turns",
     ]
     hints.notes += [
-        f"hints of {PROPOSED} tokens that claim to be right {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
+        f"hints of {PROPOSED} tokens that claim {CLAIMED:.0%} of the time; good: {GOOD:.0%}, useless: never",
         "plain: tokens a second of the engine; two engines of one model, one with hints and one without, take their "
         "steps in turns, so that the machine's moods cancel",
         "at first: while the engine learns what the hints are worth; the others are what it does after "
