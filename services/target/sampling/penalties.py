@@ -1,8 +1,8 @@
 """Penalties and bias: what a session's own tokens do to its logits, entry by entry, never over the vocabulary.
 
 A session that asks for them keeps `PenaltyCounts` of the tokens that occur, one entry a token; a commit touches only
-the entries of its tokens. All rows of the session share these entries. A draft node's row differs in the tokens on its own
-path below the root, and carries these few as entries of its own.
+the entries of its tokens. All logits rows of the session share these entries. The row of a draft token differs in the
+tokens on its own path below the root, and carries these few as entries of its own.
 """
 
 from __future__ import annotations
