@@ -30,7 +30,8 @@ settings.load_profile("outrider")
 
 gc.set_threshold(50_000, 20, 10)  # the libraries' millions of objects stay: looking through them again took a tenth
 
-_STARTING = ("bench", "gateway", "ops", "system")  # folders of tests that start processes
+# Folders of tests that start processes.
+_STARTING = frozenset({"bench", "gateway", "ops", "system", "supervisor", "process"})
 
 
 def pytest_collection_modifyitems(items):
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(items):
         files.setdefault(item.path, []).append(item)
     places: dict[Path, float] = {}
     for starts in (True, False):
-        some = [path for path in files if (path.parent.name in _STARTING) == starts]
+        some = [path for path in files if bool(_STARTING.intersection(path.parts)) == starts]
         places |= {path: (i + 0.5) / len(some) * (0.8 if starts else 1.0) for i, path in enumerate(some)}
     items[:] = [item for path in sorted(files, key=places.__getitem__) for item in files[path]]
 

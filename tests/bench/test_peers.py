@@ -12,8 +12,8 @@ from bench.peers.base import Facts, Peer, Reply
 from bench.peers.figures import median_and_quartiles, ratios, same_texts
 from bench.peers.run import _arguments, _plot, add_rates, add_ratios, ask_in_turns, catalogue
 from bench.peers.servers import Server
-from tests.bench.server import STEP, in_a_thread
-from tests.tiny import write_model, write_tokenizer
+from tests.support.bench.server import STEP, in_a_thread
+from tests.support.tiny import write_model, write_tokenizer
 
 
 def reply(text, tokens, first, seconds):

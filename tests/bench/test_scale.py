@@ -23,7 +23,7 @@ from bench.scale.theory import expected_tokens, going_on, speedup, waiting
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from tests.tiny import write_model, write_tokenizer
+from tests.support.tiny import write_model, write_tokenizer
 
 TEXT = np.arange(100, 400, dtype=np.uint32)
 

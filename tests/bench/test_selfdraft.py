@@ -6,7 +6,7 @@ import pytest
 from bench.services.self_speculation import compare, engines_of, write_noisy
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
-from tests.tiny import write_model
+from tests.support.tiny import write_model
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="drafts of its own are of compiled programs")
 

@@ -9,7 +9,7 @@ from bench.__main__ import main
 from bench.harness.prompts import Prompt
 from bench.serve.client import Client, Events, Target, root_of
 from bench.serve.load import Plan, run
-from tests.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, in_a_thread, running
+from tests.support.bench.server import ACCEPTED, DRAFTED, STEP, TOKENS, WORDS, in_a_thread, running
 
 
 def prompts(*texts):
@@ -127,7 +127,7 @@ async def test_a_server_that_takes_no_connection(monkeypatch):
 
 
 async def test_as_many_at_a_time_as_asked_for(monkeypatch):
-    monkeypatch.setattr("tests.bench.server.STEP", 0.05)  # all are there before the first one is answered
+    monkeypatch.setattr("tests.support.bench.server.STEP", 0.05)  # all are there before the first one is answered
     async with running() as (server, url):
         await run(Target(url, "chat", "tiny"), prompts(*"abcdefghij"), Plan(concurrency=3))
         assert server.most == 3
@@ -138,7 +138,7 @@ async def test_as_many_at_a_time_as_asked_for(monkeypatch):
 
 async def test_arrivals_wait_for_nobody_and_waiting_counts(monkeypatch):
     """Three requests come at once and one is served at a time: what the others wait is part of their latency."""
-    monkeypatch.setattr("tests.bench.server.STEP", 0.05)  # all are sent before the first one is answered
+    monkeypatch.setattr("tests.support.bench.server.STEP", 0.05)  # all are sent before the first one is answered
     async with running() as (_, url):
         free = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(None, rate=1000.0))
         held = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(1, rate=1000.0))

@@ -17,7 +17,7 @@ from bench.harness.report import Report
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import ask, new_tokens, speculation
 from outrider import cli
-from tests.bench.server import TOKENS, WORDS, in_a_thread, running
+from tests.support.bench.server import TOKENS, WORDS, in_a_thread, running
 
 
 async def test_conversations_are_held():

@@ -21,8 +21,8 @@ from bench.speculation.page import command
 from bench.speculation.rounds import Cell, Pair, facts_of, take_turns
 from bench.speculation.run import main
 from bench.speculation.settings import PLAIN, Setting, grid, named, shapes
-from tests.bench.server import TOKENS, in_a_thread, running
-from tests.tiny import write_model, write_tokenizer
+from tests.support.bench.server import TOKENS, in_a_thread, running
+from tests.support.tiny import write_model, write_tokenizer
 
 
 def test_the_grid_has_every_tree_that_there_can_be():

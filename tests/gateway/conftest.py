@@ -3,7 +3,7 @@
 import grpc
 import pytest
 
-from tests.gateway.services import Draft, Gateway, Service, Target
+from tests.support.gateway.services import Draft, Gateway, Service, Target
 
 
 @pytest.fixture(scope="module")

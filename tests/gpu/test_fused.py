@@ -15,8 +15,8 @@ from services.target.model.cuda.fused import FusedRunner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.loading.load import load
 from services.target.step.batch import Capture
-from tests.target.decoders import MODELS, cache_of, few_rows, random_batch, runners, written
-from tests.tiny import write_model
+from tests.support.target.decoders import MODELS, cache_of, few_rows, random_batch, runners, written
+from tests.support.tiny import write_model
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

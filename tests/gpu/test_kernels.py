@@ -18,9 +18,9 @@ from services.target.sampling.compaction import Moves, lay_out
 from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Extent
 from services.target.step.upload import UploadBatch
-from tests.target.driving import opening
-from tests.target.test_compaction import random_case
-from tests.target.test_kernels import random_slice
+from tests.support.target.driving import opening
+from tests.target.kernels.test_kernels import random_slice
+from tests.target.sampling.test_compaction import random_case
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -6,9 +6,9 @@ import torch
 from outrider.config import TargetConfig
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.load import load
-from tests.target.driving import opening, run
-from tests.target.test_families import NEW, PROMPT, hints_near
-from tests.tiny import write_model
+from tests.support.target.driving import opening, run
+from tests.support.tiny import write_model
+from tests.target.model.test_families import NEW, PROMPT, hints_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -6,9 +6,9 @@ import torch
 from outrider.speculation.sampling import SamplingParams
 from services.target.process.warmup import warm_up
 from services.target.sampling import sampler
-from tests.invariance.engines import target_engine
-from tests.target.driving import chain, opening, run
-from tests.tiny import write_model
+from tests.support.invariance.engines import target_engine
+from tests.support.target.driving import chain, opening, run
+from tests.support.tiny import write_model
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -14,10 +14,10 @@ from services.target.sampling import masks, penalties, sampler
 from services.target.sampling.penalties import PenaltyCounts
 from services.target.sampling.sampler import RowRequest
 from services.target.step.download import Download
-from tests.invariance.engines import target_engine
-from tests.invariance.pair import GarbageDraft, Pair, request
-from tests.target.test_penalties import random_slice
-from tests.tiny import VOCAB, write_model, write_tokenizer
+from tests.support.invariance.engines import target_engine
+from tests.support.invariance.pair import GarbageDraft, Pair, request
+from tests.support.tiny import VOCAB, write_model, write_tokenizer
+from tests.target.sampling.test_penalties import random_slice
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -8,9 +8,9 @@ from outrider.speculation import noise
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target.process.warmup import warm_up
 from services.target.sampling import sampler
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import GarbageDraft, Pair, request
-from tests.tiny import VOCAB, write_model
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import GarbageDraft, Pair, request
+from tests.support.tiny import VOCAB, write_model
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

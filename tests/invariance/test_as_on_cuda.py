@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import Faults, GarbageDraft, Pair, request
-from tests.tiny import VOCAB, write_model, write_tokenizer
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import Faults, GarbageDraft, Pair, request
+from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
 PROMPTS = [[5, 6, 7], [9] * 10, list(range(30, 75)), [8, 7, 8, 7, 8, 7], [200]]
 OPTIONS = {

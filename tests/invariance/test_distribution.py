@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import SamplingParams, StopConditions
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import Pair
-from tests.tiny import write_model
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import Pair
+from tests.support.tiny import write_model
 
 PROMPT = [5, 9, 11, 3]
 SESSIONS, BATCH = 3000, 60

@@ -2,10 +2,16 @@
 
 import pytest
 
-from tests.checkpoints.heads import eagle3, write_head
-from tests.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import Pair, request
+from tests.support.checkpoints.heads import eagle3, write_head
+from tests.support.checkpoints.perfect import (
+    CYCLE,
+    cycle_text,
+    write_cyclic_target,
+    write_perfect_eagle,
+    write_perfect_eagle3,
+)
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import Pair, request
 
 LENGTH = 60
 PROMPTS = [[45], [40, 41, 42], [50, 5, 9, 60, 61], CYCLE[3:].tolist() * 3, [70, 71, 72, 73, 74]]

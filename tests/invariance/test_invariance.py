@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.serving.messages import Grammar, GrammarKind
-from tests.checkpoints.heads import eagle, eagle3, write_head
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import Faults, GarbageDraft, Pair, request
-from tests.tiny import EOS, VOCAB, write_model, write_tokenizer
+from tests.support.checkpoints.heads import eagle, eagle3, write_head
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import Faults, GarbageDraft, Pair, request
+from tests.support.tiny import EOS, VOCAB, write_model, write_tokenizer
 
 TEMPERATURES = [0.0, 0.7, 1.0]
 PROMPTS = [

@@ -4,11 +4,11 @@ import pytest
 
 from outrider.serving.features import FeatureSpec
 from services.draft.process.app import describe
-from tests.checkpoints.families import FAMILIES
-from tests.checkpoints.mtp import write_mtp
-from tests.checkpoints.perfect import CYCLE, write_perfect_mtp
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import Faults, Pair, request
+from tests.support.checkpoints.families import FAMILIES
+from tests.support.checkpoints.mtp import write_mtp
+from tests.support.checkpoints.perfect import CYCLE, write_perfect_mtp
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import Faults, Pair, request
 
 KNOWN = [[45], [50, 5, 9, 60, 61], CYCLE[3:].tolist() * 3, [70, 71, 72, 73, 74]]
 PROMPTS = [[5, 6, 7], list(range(30, 75)), [200], [8, 7, 8, 7, 8, 7]]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
-from tests.invariance.engines import draft_engine, target_engine
-from tests.invariance.pair import Pair, request
-from tests.tiny import write_model
+from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
+from tests.support.invariance.engines import draft_engine, target_engine
+from tests.support.invariance.pair import Pair, request
+from tests.support.tiny import write_model
 
 CONTEXT = 64
 LENGTH = 120

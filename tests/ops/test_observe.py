@@ -9,9 +9,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.gateway.services import until
+from tests.support.gateway.services import until
+from tests.support.tiny import write_model, write_tokenizer
 from tests.system.test_serve import System
-from tests.tiny import write_model, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
 OBSERVE = ROOT / "docker" / "observe"

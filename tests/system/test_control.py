@@ -12,9 +12,9 @@ from outrider.client import Client
 from outrider.errors import ConfigError
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
 from services.target.process.control import Control
-from tests.gateway.services import Gateway, until
-from tests.system.services import draft_service, target_service
-from tests.tiny import write_model, write_tokenizer
+from tests.support.gateway.services import Gateway, until
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_model, write_tokenizer
 
 KEY = "for trainers"
 PROMPTS = ["hello there", "a b a b a b a b a b", "the quick brown fox jumps", "12 12 12"]

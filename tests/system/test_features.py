@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from outrider.serving.features import FeatureFormat, FeatureSpec, decode
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.gateway.services import Gateway, until
-from tests.system.services import draft_service, target_service
-from tests.tiny import write_model, write_tokenizer
+from tests.support.gateway.services import Gateway, until
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_model, write_tokenizer
 
 WIDTH, LAYERS = 48, 6
 TREE = {"speculative_num_draft_tokens": 8}  # hints are then always wanted, and features sent step by step

@@ -11,11 +11,11 @@ from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from services.draft.drafters.feature import FeatureDrafter
 from services.draft.process.app import build
-from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
-from tests.gateway.services import Gateway, until
-from tests.system.services import draft_service, target_service
+from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
+from tests.support.gateway.services import Gateway, until
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_tokenizer
 from tests.system.test_serve import System
-from tests.tiny import write_tokenizer
 
 HINTED = {"speculative_num_draft_tokens": 8}  # so that hints are taken whatever they cost
 PROMPTS = ["hello there", "so so so", "a b a b a b", "x"]

@@ -7,9 +7,9 @@ import pytest
 from pydantic import BaseModel, Field
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.gateway.services import Gateway
-from tests.system.services import draft_service, target_service
-from tests.tiny import write_model, write_tokenizer
+from tests.support.gateway.services import Gateway
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_model, write_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -3,10 +3,10 @@
 import pytest
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.gateway.services import Gateway, until
-from tests.gateway.test_resume import Stream, started
-from tests.system.services import draft_service, target_service
-from tests.tiny import write_model, write_tokenizer
+from tests.gateway.orchestration.test_resume import Stream, started
+from tests.support.gateway.services import Gateway, until
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_model, write_tokenizer
 
 PROMPTS = [list(range(first, first + 40)) for first in (3, 60, 120)]
 OPTIONS = {"max_tokens": 400, "temperature": 0.8, "seed": 7, "ignore_eos": True, "return_token_ids": True}

@@ -13,9 +13,9 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.gateway.services import Gateway, free_port, until
-from tests.system.services import draft_service, target_service
-from tests.tiny import write_model, write_tokenizer
+from tests.support.gateway.services import Gateway, free_port, until
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_model, write_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -6,10 +6,10 @@ import safetensors.numpy
 
 from outrider.config import DraftConfig
 from services.draft.process.app import build
-from tests.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
-from tests.gateway.services import Gateway, until
-from tests.system.services import draft_service, target_service
-from tests.tiny import write_tokenizer
+from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle3
+from tests.support.gateway.services import Gateway, until
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.tiny import write_model, write_slower_twin, write_tokenizer
+from tests.support.tiny import write_model, write_slower_twin, write_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -16,9 +16,9 @@ from outrider.client import Client
 from outrider.errors import Unavailable
 from outrider.tls import client_tls, open_blocking_channel
 from outrider.wire.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from tests.certificates import Authority
-from tests.gateway.services import Gateway, free_port, until
-from tests.tiny import write_model, write_tokenizer
+from tests.support.certificates import Authority
+from tests.support.gateway.services import Gateway, free_port, until
+from tests.support.tiny import write_model, write_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from outrider.client import Client
-from tests.gateway.services import Gateway, until
+from tests.support.gateway.services import Gateway, until
+from tests.support.tiny import write_model, write_tokenizer
 from tests.system.test_serve import PROMPTS, System, processes_of
-from tests.tiny import write_model, write_tokenizer
 
 pytestmark = pytest.mark.system
 

@@ -1,0 +1,258 @@
+"""Trees that one program grows are those that rounds grow, node by node and score by score."""
+
+import numpy as np
+import pytest
+
+from outrider.serving.features import FeatureBlock
+from outrider.speculation.proposal import Commit, path_hash
+from outrider.speculation.sampling import SamplingParams
+from outrider.speculation.shape import TreeShape
+from outrider.speculation.tree import ROOT
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.drafters.model import ModelDrafter
+from services.draft.drafters.ngram import NgramDrafter
+from services.draft.model.programs.runner import ModelRunner
+from tests.support.checkpoints.heads import write_pair
+from tests.support.draft.helpers import GREEDY, fed, request, settle
+from tests.support.tiny import VOCAB
+
+RNG = np.random.default_rng(3)
+FEATURES = RNG.standard_normal((200, 48)).astype(np.float32)
+SHAPES = [(3, 3, 10), (4, 1, 5), (1, 4, 4), (2, 8, 40)]
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=5)
+
+
+@pytest.fixture(scope="module", params=["EAGLE", "EAGLE3"])
+def make(request, tmp_path_factory):
+    """Makes engines with trees of a shape. whole: a tree may be one program."""
+    target, folder, _ = write_pair(tmp_path_factory.mktemp("heads"), request.param, max_position_embeddings=256)
+
+    def make(shape=(3, 3, 10), *, whole=True, **flags):
+        engine = fed(request.param, folder, target, draft_page_size=4, **TreeShape(*shape).flags(), **flags)
+        if not whole:
+            engine.drafter._tree = None
+        return engine
+
+    return make
+
+
+class Session:
+    """One session of an engine, fed by hand; the target takes any path."""
+
+    def __init__(self, engine, number, length, sampling, **options):
+        self.engine, self.number = engine, number
+        self.rng = np.random.default_rng([length, number])
+        self.tokens = self.rng.integers(4, VOCAB, length).tolist()
+        engine.open(request(number, self.tokens, sampling, **({"max_tokens": 100} | options)))
+
+    def feed(self, first):
+        rows = FEATURES[first : len(self.tokens)].view(np.uint8)
+        self.engine.receive_features([FeatureBlock(self.number, first, rows)])
+
+    def go_on(self, proposal):
+        """Commit along a path of the proposal, and a token that it does not have."""
+        path = []
+        if proposal is not None:
+            node = int(self.rng.integers(len(proposal.tokens)))
+            while node >= 0:
+                path.append(int(proposal.tokens[node]))
+                node = int(proposal.parents[node])
+        before = len(self.tokens)
+        self.tokens += [*path[::-1], 5]
+        new = np.array(self.tokens[before:], np.uint32)
+        self.engine.receive([], [Commit(self.number, before, new, path_hash(np.array(self.tokens)))])
+        self.feed(before)
+
+
+def proposals_of(engine):
+    """By session: the only one since the last commit."""
+    found = [p for output in settle(engine) for p in output.proposals if len(p.tokens)]
+    assert len({p.session_id for p in found}) == len(found)
+    return {p.session_id: p for p in found}
+
+
+def told(engine, sampling, sessions=1, commits=4, **options):
+    """What an engine proposes to sessions of some lengths through some commits."""
+    said = []
+    others = [Session(engine, i, 9 + 7 * i, sampling, **options) for i in range(sessions)]
+    for session in others:
+        session.feed(0)
+    for _ in range(commits):
+        found = proposals_of(engine)
+        said += [found.get(i) for i in range(sessions)]
+        for session in others:
+            session.go_on(found.get(session.number))
+    return said
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.tokens.tolist() == other.tokens.tolist()
+            assert one.parents.tolist() == other.parents.tolist()
+            assert one.anchor_hash == other.anchor_hash
+            np.testing.assert_allclose(one.log_scores, other.log_scores, atol=1e-5)
+
+
+@pytest.fixture
+def grown(monkeypatch):
+    """How many trees came out of programs that grow whole ones."""
+    shapes = []
+    grow = ModelRunner.grow
+    monkeypatch.setattr(
+        ModelRunner, "grow", lambda self, shape, *rest: shapes.append(shape) or grow(self, shape, *rest)
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_they_are_those_that_rounds_grow(make, shape, sampling, grown):
+    found = told(make(shape), sampling)
+    assert len(grown) == 4
+    check_equal(found, told(make(shape, whole=False), sampling))
+    assert len(grown) == 4
+
+
+def test_of_several_sessions_at_once(make, grown):
+    found = told(make(), SAMPLED, sessions=4)
+    assert [shape.sessions for shape in grown[-3:]] == [4, 4, 4]  # those before come with prompts
+    check_equal(found, told(make(whole=False), SAMPLED, sessions=4))
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(4, [4]), (5, [16]), (16, [16]), (17, [])])
+def test_after_a_long_commit(make, grown, tokens, rows):
+    """Another drafter's nodes may have led far beyond the head's own; what is still longer is fed as prompts are."""
+    proposals = []
+    for whole in (True, False):
+        engine = make(whole=whole)
+        session = Session(engine, 1, 40, GREEDY)
+        session.feed(0)
+        settle(engine)
+        grown.clear()
+        session.tokens += RNG.integers(4, VOCAB, tokens).tolist() if whole else proposals[0][1]
+        text = np.array(session.tokens, np.uint32)
+        engine.receive([], [Commit(1, 40, text[40:], path_hash(text))])
+        session.feed(40)
+        proposals.append(([proposals_of(engine)[1]], session.tokens[40:]))
+        assert [shape.rows for shape in grown] == (rows if whole else [])
+    check_equal(proposals[0][0], proposals[1][0])
+
+
+def test_one_behind_is_not_passed_over(make, grown):
+    """Others have their levels cheaper together, again and again; its turn comes all the same."""
+    engine = make()
+    others = [Session(engine, i, 9 + 7 * i, GREEDY) for i in range(5)]
+    for session in others:
+        session.feed(0)
+    found = proposals_of(engine)
+    behind, *others = others
+    behind.tokens += [7, 8, 9, 10, 11, 12]
+    text = np.array(behind.tokens, np.uint32)
+    engine.drafter.runner.cost = lambda shape: 100.0 if shape.rows == 16 else 0.001
+    engine.receive([], [Commit(0, 9, text[9:], path_hash(text))])
+    behind.feed(9)
+    for _ in range(20):
+        for session in others:
+            session.go_on(found.get(session.number))
+        found = {p.session_id: p for p in engine.step().proposals if len(p.tokens)}
+        if 0 in found:
+            return
+    raise AssertionError("it was never drafted for")
+
+
+def test_they_take_turns_with_rounds(make, grown, monkeypatch):
+    """Whichever was cheaper, the trees are the same."""
+    rng = np.random.default_rng(1)
+    best_round = FeatureDrafter.best_round
+
+    def either(drafter, works):
+        return (best_round if rng.random() < 0.5 else ModelDrafter.best_round)(drafter, works)
+
+    monkeypatch.setattr(FeatureDrafter, "best_round", either)
+    found = told(make(), SAMPLED, sessions=3, commits=6)
+    assert 0 < len(grown) < 15
+    check_equal(found, told(make(whole=False), SAMPLED, sessions=3, commits=6))
+
+
+def test_the_end_of_a_session_bounds_the_depth(make, grown):
+    """There rounds grow them, no level deeper than what is of use."""
+    found = told(make((5, 2, 12)), GREEDY, max_tokens=9)
+    check_equal(found, told(make((5, 2, 12), whole=False), GREEDY, max_tokens=9))
+    assert len(grown) < 3
+
+
+def test_tokens_that_may_not_come_yet(make, grown):
+    """Which is for rounds to leave out."""
+    options = {"min_tokens": 50, "stop_token_ids": tuple(range(0, VOCAB, 2))}
+    found = told(make(), GREEDY, **options)
+    assert not grown
+    proposed = [token for proposal in found if proposal is not None for token in proposal.tokens.tolist()]
+    assert len(proposed) > 3
+    assert all(token % 2 for token in proposed)
+
+
+def test_beside_ngrams_they_are_planted_among_their_nodes(make, grown):
+    """Nothing of the head's tree is missing, and the best of all nodes are proposed, once."""
+    trees, proposals = [], []
+    for engine in (make(speculative_ngram_beside=True), make()):
+        session = Session(engine, 1, 12, GREEDY)
+        session.feed(0)
+        settle(engine)
+        session.tokens += session.tokens[3:5]  # n-grams know what came next there
+        tokens = np.array(session.tokens)
+        engine.receive([], [Commit(1, 12, tokens[12:].astype(np.uint32), path_hash(tokens))])
+        session.feed(12)
+        (proposal,) = [p for output in settle(engine) for p in output.proposals]
+        trees.append(engine.running[1].tree)
+        proposals.append(proposal)
+    assert len(grown) == 4  # two each, the prompt's and the commit's
+    tree, alone = trees
+    copied = [path_hash(tokens[5:end], tree.root_hash) for end in (6, 7)]
+    assert {*alone.hash, *copied} <= set(tree.hash)
+    assert not set(copied) <= set(alone.hash)
+    assert len(proposals[0].tokens) == len(proposals[1].tokens) == 9
+    best = sorted(range(len(tree)), key=lambda i: -tree.path_score[i])[:9]
+    assert proposals[0].tokens.tolist() == [tree.token[i] for i in sorted(best)]
+
+
+def test_beside_ngrams_roots_alone_are_looked_up(make, monkeypatch):
+    """The rest of a tree does not outlast a commit, and a head that is waited for would wait."""
+    nodes = []
+    look_up = NgramDrafter._look_up
+    monkeypatch.setattr(
+        NgramDrafter, "_look_up", lambda self, session, node: nodes.append(node) or look_up(self, session, node)
+    )
+    engine = make(speculative_ngram_beside=True)
+    session = Session(engine, 1, 12, GREEDY)
+    session.feed(0)
+    settle(engine)
+    assert nodes == [ROOT]
+
+
+def test_features_that_came_in_part_are_not_enough(make, grown):
+    """The tree below a row before the root would be of no use."""
+    engine = make()
+    session = Session(engine, 1, 12, GREEDY)
+    session.feed(0)
+    first = proposals_of(engine)[1]
+    grown.clear()
+    session.tokens += [int(first.tokens[0]), 5, 6]
+    before = len(session.tokens) - 3
+    tokens = np.array(session.tokens)
+    engine.receive([], [Commit(1, before, tokens[before:].astype(np.uint32), path_hash(tokens))])
+    engine.receive_features([FeatureBlock(1, before, FEATURES[before : before + 1].view(np.uint8))])
+    assert not proposals_of(engine)
+    assert not grown
+    session.feed(before + 1)
+    assert len(proposals_of(engine)[1].tokens) == 9
+    assert len(grown) == 1
+
+
+def test_nothing_compiles_while_they_grow(make):
+    engine = make()
+    engine.drafter.warm_up()
+    compiled = engine.drafter.runner.compilations.total
+    told(engine, SAMPLED, sessions=3)
+    assert engine.drafter.runner.compilations.total == compiled

@@ -1,0 +1,254 @@
+"""What a trainer hears of a target: answers that come whole, in part, or not at all."""
+
+import asyncio
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from outrider.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, Overloaded, Unavailable
+from outrider.serving.features import FeatureBlock, FeatureSpec
+from outrider.serving.messages import EngineLoad, StepOutput
+from outrider.speculation.proposal import Commit, FinishReason
+from outrider.speculation.sampling import SamplingParams
+from outrider.text.tokenizer import Tokenizer
+from outrider.wire import codec
+from outrider.wire.v1 import target_pb2
+from services.draft.learning.store import Store
+from services.draft.train.data import collect
+from services.draft.train.data.collect import Collector, Limits, Writer
+from services.draft.train.data.prompts import Conversation, Job, jobs
+from services.draft.train.data.writing import _check_template
+from tests.support.tiny import write_tokenizer
+
+LIMITS = Limits(new=20, length=100, sessions=2, tokens=10**6, bytes=10**9)
+ROW = 4  # bytes
+EOS = 1
+PROMPT = [5, 6, 7]
+
+
+def commit(base, tokens, finish=FinishReason.RUNNING):
+    return Commit(1, base, np.array(tokens, np.uint32), 1, finish_reason=finish)
+
+
+def block(first, count):
+    return FeatureBlock(1, first, np.full((count, ROW), first, np.uint8))
+
+
+def heard(*frames):
+    """What `write` makes of frames, each a list of commits and blocks: tokens and states, or the error."""
+
+    async def run():
+        writer = Writer("unix:/nowhere", FeatureSpec(final=True))
+        writer.info, writer.row_bytes = target_pb2.GetTargetInfoResponse(eos_token_ids=[EOS]), ROW
+        task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+        await asyncio.sleep(0)
+        for said in frames:
+            commits = [part for part in said if isinstance(part, Commit)]
+            blocks = [part for part in said if isinstance(part, FeatureBlock)]
+            writer._hear(codec.verify_response_to_pb(StepOutput(commits=commits, features=blocks)))
+        tokens, rows = await asyncio.wait_for(task, 60)
+        return tokens.tolist(), rows[:, 0].tolist()
+
+    return asyncio.run(run())
+
+
+def test_an_answer_ends_with_its_end_token_and_all_states():
+    first = [commit(3, [9, 8]), block(0, 4)]
+    assert heard(first, [commit(5, [EOS, 9]), block(4, 2)]) == ([*PROMPT, 9, 8, EOS], [0, 0, 0, 0, 4])
+    assert heard(first, [commit(5, [EOS])], [commit(6, [9])], [block(4, 1)]) == ([*PROMPT, 9, 8, EOS], [0, 0, 0, 0, 4])
+
+
+def test_an_answer_without_an_end_token_ends_where_its_states_do():
+    finish = [commit(4, [8, 8], FinishReason.LENGTH), block(3, 1)]
+    assert heard([commit(3, [9]), block(0, 3)], finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
+
+
+def test_states_of_an_answer_that_its_end_has_overtaken_are_waited_for(monkeypatch):
+    """States of wide models take several frames, behind all commits."""
+    monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
+    begun, finish = [commit(3, [9])], [commit(4, [8, 8], FinishReason.LENGTH), block(0, 1)]
+    assert heard(begun, finish, [block(1, 1)], [block(2, 1)]) == ([*PROMPT, 9], [0, 1, 2])
+    finish = [commit(4, [8]), commit(5, [EOS, 8], FinishReason.LENGTH), block(0, 3), block(3, 1)]
+    assert heard(begun, finish) == ([*PROMPT, 9, 8], [0, 0, 0, 3])
+
+
+def test_states_that_do_not_come_are_waited_for_no_longer_than_a_while(monkeypatch):
+    monkeypatch.setattr(collect, "_LATE_ROWS", 0.01)
+    ended = [commit(4, [EOS])], [commit(5, [9, 9], FinishReason.LENGTH)]
+    assert heard([commit(3, [9])], *ended) == (PROMPT[:1], [])
+    assert heard([commit(3, [9]), block(0, 3)], *ended) == ([*PROMPT, 9], [0, 0, 0])
+
+
+def test_states_that_a_session_s_end_has_overtaken_are_waited_for(monkeypatch):
+    monkeypatch.setattr(collect, "_LATE_ROWS", 3600.0)
+    frames = [commit(3, [9])], [commit(4, [EOS])], [commit(5, [9], FinishReason.LENGTH)], [block(0, 3)], [block(3, 1)]
+    assert heard(*frames) == ([*PROMPT, 9, EOS], [0, 0, 0, 3])
+
+
+def test_an_answer_with_a_gap_in_its_states_fails():
+    with pytest.raises(Overloaded, match="dropped on the way"):
+        heard([commit(3, [9]), block(0, 3)], [commit(4, [9]), commit(5, [9]), block(4, 1)])
+
+
+def test_a_frame_that_cannot_be_read_breaks_the_stream():
+    """Nobody waits for ever for what comes behind it."""
+
+    class Call:
+        async def read(self):
+            await asyncio.sleep(0)
+            return codec.verify_response_to_pb(StepOutput(commits=[commit(7, [9])]))
+
+        async def write(self, frame):
+            pass
+
+        def cancel(self):
+            pass
+
+    async def run():
+        writer = Writer("unix:/nowhere", FeatureSpec(final=True))
+        writer._stub = SimpleNamespace(Verify=Call)
+        task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(writer._listen(), 60)
+        await asyncio.wait_for(task, 60)
+
+    with pytest.raises(Unavailable, match="cannot be read"):
+        asyncio.run(run())
+
+
+async def test_answers_of_other_weights_are_not_mixed_with_those_before():
+    """Whoever asks again meets the target anew, and sees whether they are those that are to be learnt."""
+
+    class Call:
+        async def read(self):
+            await asyncio.sleep(0)
+            output = StepOutput(commits=[commit(3, [9])], features=[block(0, 3)])
+            return codec.verify_response_to_pb(replace(output, load=EngineLoad(weight_version="two")))
+
+        async def write(self, frame):
+            pass
+
+        def cancel(self):
+            pass
+
+    writer = Writer("unix:/nowhere", FeatureSpec(final=True))
+    writer.info.weight_version, writer._stub = "one", SimpleNamespace(Verify=Call)
+    task = asyncio.create_task(writer.write(PROMPT, SamplingParams(), 6))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(writer._listen(), 60)
+    with pytest.raises(Unavailable, match="new weights, 'two'"):
+        await asyncio.wait_for(task, 60)
+
+
+# --- what is asked ---
+
+
+def tokenizer_of(folder, *, template=True):
+    write_tokenizer(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    if not template:
+        del settings["chat_template"]
+    files = {"tokenizer.json": (folder / "tokenizer.json").read_bytes()}
+    return Tokenizer(files | {"tokenizer_config.json": json.dumps(settings).encode()})
+
+
+def writer_of(tokenizer, write):
+    return SimpleNamespace(tokenizer=tokenizer, write=write, info=SimpleNamespace(eos_token_ids=[EOS]))
+
+
+async def write_three(prompt, sampling, new):
+    tokens = np.array([*prompt, 40, 41, EOS], np.uint32)
+    return tokens, np.zeros((len(tokens) - 1, ROW), np.uint8)
+
+
+def jobs_of(*conversations):
+    return iter([Job(i, conversation, 0.0, i) for i, conversation in enumerate(conversations)])
+
+
+def test_a_model_without_a_chat_template_goes_on_from_texts(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "tokenizer", template=False)
+    store = Store(tmp_path / "store", {}, ROW)
+    asyncio.run(Collector(writer_of(tokenizer, write_three), store, LIMITS, 0.0).run(jobs_of(Conversation("a", "so"))))
+    assert (len(store), store.token_count) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("conversations", "free", "what"),
+    [
+        ([Conversation("a", "so")], None, None), ([], None, "cannot begin"),
+        ([Conversation("a", "so")], 3, "cannot begin"),
+        ([Conversation("a", "so"), Conversation("b", turns=("hm",))], 0, "1 of 2 prompts"),
+    ],
+)  # fmt: skip
+def test_chats_need_a_template(tmp_path, conversations, free, what):
+    _check_template(tokenizer_of(tmp_path), conversations, free)
+    bare = tokenizer_of(tmp_path, template=False)
+    if what is None:
+        _check_template(bare, conversations, free)
+        return
+    with pytest.raises(ConfigError, match=f"no chat template.*{what}"):
+        _check_template(bare, conversations, free)
+
+
+# --- what comes of answers that fail ---
+
+
+def collected(folder, errors, jobs, **limits):
+    """A collector that has run. errors: by prompt, what the target says before it answers, one after another."""
+    tokenizer = tokenizer_of(folder / "tokenizer")
+    errors = {text: list(said) for text, said in errors.items()}
+
+    async def write(prompt, sampling, new):
+        await asyncio.sleep(0)
+        if said := errors.get(tokenizer.decode(prompt)):
+            raise said.pop(0)
+        return await write_three(prompt, sampling, new)
+
+    store = Store(folder / "store", {}, ROW)
+    collector = Collector(writer_of(tokenizer, write), store, replace(LIMITS, **limits), 0.0)
+    return collector, store, lambda: asyncio.run(collector.run(jobs))
+
+
+def texts(count):
+    return jobs_of(*(Conversation(str(i), f"t{i}") for i in range(count)))
+
+
+def test_a_target_without_room_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "_PAUSES", (0.0, 0.0, 0.0))
+    collector, store, run = collected(
+        tmp_path, {"t1": [Overloaded("full")] * 3, "t2": [Overloaded("full")] * 4}, texts(4)
+    )
+    run()
+    assert store.jobs == {0, 1, 3}
+    assert collector.left_out_in_words == "1 failed (the last one: full)"
+
+
+def test_a_refused_prompt_and_a_failed_one_are_left_out(tmp_path):
+    errors = {"t1": [ContextTooLong("too long")], "t2": [EngineFault("not finite")]}
+    collector, store, run = collected(tmp_path, errors, texts(5))
+    run()
+    assert store.jobs == {0, 3, 4}
+    assert dict(collector.left_out) == {"refused": 1, "failed": 1}
+
+
+def test_faults_that_hit_all_end_the_run(tmp_path):
+    errors = {f"t{i}": [EngineFault("not finite")] for i in range(100)}
+    collector, store, run = collected(tmp_path, errors, texts(100))
+    with pytest.raises(EngineFault, match="not finite"):
+        run()
+    assert not len(store)
+    assert collector.left_out["failed"] < 100
+
+
+@pytest.mark.parametrize("prompt", ["x" * 200, "t"])
+def test_prompts_that_all_lead_to_nothing_end_the_run(tmp_path, monkeypatch, prompt):
+    """Where sampled answers are wanted, jobs have no end."""
+    monkeypatch.setattr(collect, "_FUTILE", 50)
+    endless = jobs([Conversation("a", prompt)], 0, (1.0,), 0)
+    _, store, run = collected(tmp_path, {"t": [InvalidRequest("no")] * 60}, endless)
+    with pytest.raises(InvalidRequest, match=r"last 50 prompts led to no answer: 50 (too long|refused)"):
+        run()
+    assert not len(store)

@@ -1,0 +1,586 @@
+"""The whole of a training: a target writes, a head learns, what is published is served, and the text stays the same."""
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from outrider.config import DraftConfig, TrainConfig, to_argv
+from outrider.errors import ConfigError, EngineFault
+from outrider.paging.allocator import PageAllocator
+from outrider.paging.prefix import PrefixCache
+from services.draft.drafters.feature import FeatureDrafter
+from services.draft.formats.target import read_target
+from services.draft.learning import optimize
+from services.draft.learning.algorithms import Shape, algorithm_of
+from services.draft.learning.algorithms.served import initial_head
+from services.draft.learning.batches import Batches
+from services.draft.learning.disk import told_when_full
+from services.draft.learning.objective import Objective, Shared
+from services.draft.learning.optimize import Schedule, Trainer
+from services.draft.learning.store import Record
+from services.draft.learning.vocabulary import draft_ids
+from services.draft.process.app import build
+from services.draft.train import app, evaluate
+from services.draft.train.evaluate import CHAIN, TREE, replay
+from services.draft.train.run import Learning
+from services.draft.train.temperature import best_factor
+from tests.support.checkpoints.heads import eagle3, write_head
+from tests.support.checkpoints.perfect import CYCLE, cycle_text, write_cyclic_target, write_perfect_eagle3
+from tests.support.draft.helpers import fed
+from tests.support.draft.training import head_of, random_record, shared_of, store_of, target_of
+from tests.support.gateway.services import Gateway
+from tests.support.system.services import draft_service, target_service
+from tests.support.tiny import VOCAB, write_tokenizer
+
+FLAGS = {
+    "tokens": 1500, "max_new_tokens": 40, "max_length": 160, "max_running_requests": 16, "draft_vocab_size": 64,
+    "intermediate_size": 64, "steps": 40, "batch_tokens": 600, "learning_rate": 5e-3, "unroll": 4, "held_out": 0.2,
+    "evaluate": 6,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A target whose text can be foretold, and prompts."""
+    base = tmp_path_factory.mktemp("models")
+    write_tokenizer(write_cyclic_target(base / "target", intermediate_size=4000))
+    lines = [{"prompt": f"p{i}"} for i in range(30)] + [{"turns": ["a", "b"]}, {"text": "so so"}]
+    (base / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return base
+
+
+@pytest.fixture(scope="module")
+def trained(models):
+    """A training with a target of ours, all in one process. Returns its folder."""
+    service = target_service(models / "target", f"unix:{models}/writer", max_running_requests=16).start()
+    config = TrainConfig(
+        model_path=str(models / "target"), data=(str(models / "prompts.jsonl"),), free_prompts=4,
+        output=str(models / "draft"), target=service.address, **FLAGS,
+    )  # fmt: skip
+    try:
+        assert app.train(config) == 0
+    finally:
+        service.stop()
+    return models / "draft"
+
+
+def test_a_head_learns_what_its_target_says(trained):
+    report = json.loads((trained / "training.json").read_text())
+    for temperature in (0, 1):
+        for kind in ("chain", "tree"):
+            assert report["evaluation"][kind][f"temperature {temperature}"]["accept_length"] > 3
+    losses = report["curve"]["losses"]
+    assert np.mean(losses[-1]) < 0.2 * np.mean(losses[0])
+    assert (trained / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not (trained / "checkpoint").exists()
+    assert report["sharpness"]["gains"][0] == 1
+    answers = trained.with_name("draft.answers")
+    assert json.loads((answers / "about.json").read_text())["layers"] == [2, 4, 5]
+
+
+def test_a_target_with_other_weights_is_not_asked(models, tmp_path):
+    other = write_tokenizer(write_cyclic_target(tmp_path / "other", intermediate_size=96))
+    service = target_service(other, f"unix:{tmp_path}/writer").start()
+    config = TrainConfig(
+        model_path=str(models / "target"), data=(str(models / "prompts.jsonl"),), output=str(tmp_path / "draft"),
+        target=service.address, **FLAGS,
+    )  # fmt: skip
+    try:
+        with pytest.raises(ConfigError, match="name the checkpoint that it serves"):
+            app.train(config)
+    finally:
+        service.stop()
+
+
+def test_the_output_folder_is_not_written_twice(models, trained):
+    config = TrainConfig(model_path=str(models / "target"), output=str(trained), **FLAGS)
+    with pytest.raises(ConfigError, match="holds a model already"):
+        app.train(config)
+
+
+def test_a_run_that_was_ended_in_its_last_replay_goes_on(models, trained, tmp_path, monkeypatch):
+    config = TrainConfig(
+        model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
+        **FLAGS | {"steps": 1, "evaluate": 1},
+    )  # fmt: skip
+
+    def end(*_):
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learning, "report", end)
+        with pytest.raises(InterruptedError):
+            app.train(config)
+    assert (tmp_path / "draft" / "model.safetensors").exists()
+    assert app.train(config) == 0
+    report = json.loads((tmp_path / "draft" / "training.json").read_text())
+    assert report["steps"] == len(report["curve"]["losses"]) == 1
+    assert not (tmp_path / "draft" / "checkpoint").exists()
+
+
+def test_what_was_trained_is_served(models, trained, tmp_path):
+    """Accepted draft tokens, and the text that there is without a draft."""
+    target = target_service(models / "target", f"unix:{tmp_path}/target", speculative_num_draft_tokens=8).start()
+
+    def ask(*drafts, wanted=0):
+        """Texts, and accepted draft tokens; asks anew until so many are: on a busy machine proposals come late."""
+        folder = tmp_path / f"gateway-{len(drafts)}"
+        folder.mkdir()
+        gateway = Gateway(folder, [target.address], list(drafts)).wait()
+        texts, accepted = set(), 0.0
+        for _ in range(10):
+            texts.add(tuple(
+                gateway.complete(prompt, max_tokens=60, temperature=t, seed=5)["choices"][0]["text"]
+                for prompt in ("hello", "b b b") for t in (0, 1)
+            ))  # fmt: skip
+            accepted = gateway.metric("outrider_accepted_draft_tokens_total")
+            if accepted >= wanted:
+                break
+        gateway.stop()
+        return texts, accepted
+
+    plain, none = ask()
+    config = DraftConfig(
+        speculative_algorithm="EAGLE3", speculative_draft_model_path=str(trained), max_running_requests=4,
+        model_path=str(models / "target"), draft_max_total_tokens=4096,
+    )  # fmt: skip
+    made = build(config)[0].drafter
+    made.warm_up()
+    prefix = PrefixCache(PageAllocator(made.prefix.allocator.total_pages, 16))
+    drafter = FeatureDrafter("EAGLE3", made.runner, prefix, 4, 64, made.features, made.fusion)
+    draft = draft_service(f"unix:{tmp_path}/draft", drafter).start()
+    texts, accepted = ask(draft.address, wanted=60)
+    draft.stop()
+    target.stop()
+    assert none == 0
+    assert accepted >= 60
+    assert texts == plain
+
+
+# --- export ---
+
+
+def test_the_published_folder(tmp_path):
+
+    from services.draft.formats.eagle3 import read_eagle3
+    from services.draft.model.weights.tensors import Tensors
+
+    target = target_of(tmp_path / "target")
+    algorithm, ids, params = head_of(target, layers=2)
+    algorithm.publish(params, ids, tmp_path / "head")
+    assert json.loads((tmp_path / "head" / "config.json").read_text()) == {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 48, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512,
+        "attention_bias": False, "mlp_bias": False, "bias": False, "tie_word_embeddings": False, "vocab_size": VOCAB,
+        "draft_vocab_size": 64, "target_hidden_size": 48, "num_aux_hidden_states": 3,
+        "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+        "norm_before_residual": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    layer = {
+        "self_attn.q_proj": (64, 96), "self_attn.k_proj": (32, 96), "self_attn.v_proj": (32, 96),
+        "self_attn.o_proj": (48, 64), "mlp.gate_proj": (64, 48), "mlp.up_proj": (64, 48), "mlp.down_proj": (48, 64),
+        "hidden_norm": (48,), "post_attention_layernorm": (48,),
+    }  # fmt: skip
+    expected = {f"midlayer.{name}.weight": shape for name, shape in layer.items()}
+    expected |= {
+        f"layers.1.{name}.weight".replace("hidden_norm", "input_layernorm"): (shape[0], 48)
+        if "q_p" in name or "k_p" in name or "v_p" in name
+        else shape
+        for name, shape in layer.items()
+    }
+    expected |= {
+        "midlayer.input_layernorm.weight": (48,), "fc.weight": (48, 144), "norm.weight": (48,),
+        "lm_head.weight": (64, 48), "d2t": (64,), "t2d": (VOCAB,),
+    }  # fmt: skip
+    with Tensors(tmp_path / "head") as tensors:
+        assert {name: tensors.shape(name) for name in tensors.names} == expected
+        offsets = tensors.read("d2t", integers=True)
+        members = tensors.read("t2d", integers=True)
+        assert {tensors.read(name).dtype.name for name in expected if name not in ("d2t", "t2d")} == {"bfloat16"}
+    assert (offsets.dtype, members.dtype) == (np.int64, np.bool_)
+    np.testing.assert_array_equal(offsets + np.arange(64), ids)
+    np.testing.assert_array_equal(np.flatnonzero(members), ids)
+    draft = read_eagle3(tmp_path / "head", target)
+    assert draft.features.layers == (2, 4, 5) == algorithm.states.layers
+
+
+def test_a_published_mtp_layer_is_one_of_qwen2(tmp_path):
+    """With all tensors that such a layer has, as it stands in MiMo-7B; `transformers` knows what config.json says."""
+    from transformers import AutoConfig
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+    algorithm, ids, params = head_of(target_of(tmp_path / "target"), name="NEXTN")
+    algorithm.publish(params, ids, tmp_path / "head")
+    config = AutoConfig.from_pretrained(tmp_path / "head")
+    assert config.architectures == ["MiMoMTP"]
+    joins = {f"{name}.weight" for name in ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm")}
+    tensors = safetensors.torch.load_file(tmp_path / "head" / "model.safetensors")
+    tensors = {name.removeprefix("model.mtp_layers.0."): tensor for name, tensor in tensors.items()}
+    Qwen2DecoderLayer(config, 0).load_state_dict({n: t for n, t in tensors.items() if n not in joins}, strict=True)
+    assert joins <= set(tensors)
+
+
+# --- learning ---
+
+
+def trainer_of(target, folder, records, steps=12):
+    algorithm, ids, params = head_of(target)
+    shared = shared_of(target, ids)
+    batches = Batches(store_of(folder, records).read(), range(len(records)), rows=32, ahead=2, seed=3)
+    schedule = Schedule(steps, rate=1e-3, warmup=0.2, decay=0.1, batches=2)
+    return Trainer(Objective(algorithm, 2, 0.8, narrow=True), schedule, shared, params), batches
+
+
+def test_a_run_that_goes_on_takes_the_very_same_steps(tmp_path):
+    target = target_of(tmp_path / "target")
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, int(n), 4) for n in rng.integers(10, 40, 20)]
+    straight, batches = trainer_of(target, tmp_path / "a", records)
+    stream = batches.since(0)
+    for _ in range(12):
+        straight.take_step(stream)
+    first, batches = trainer_of(target, tmp_path / "a2", records)
+    stream = batches.since(0)
+    for _ in range(5):
+        first.take_step(stream)
+    first.save(tmp_path / "checkpoint", {"note": "x"})
+    second, batches = trainer_of(target, tmp_path / "a3", records)
+    assert second.load(tmp_path / "checkpoint")["note"] == "x"
+    assert second.step == 5
+    stream = batches.since(second.batches_taken)
+    for _ in range(7):
+        second.take_step(stream)
+    for one, other in zip(jax.tree.leaves(straight.state), jax.tree.leaves(second.state), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    target = target_of(tmp_path / "target")
+    trainer, batches = trainer_of(target, tmp_path / "a", [random_record(np.random.default_rng(0), 30, 4)])
+    trainer.save(tmp_path / "checkpoint", {"note": "x"})
+    trainer.take_step(batches.since(0))
+
+    def write(_, part, *__):
+        part.write_bytes(b"as much as there is room for")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(optimize, "save_file", write)
+    with (
+        pytest.raises(EngineFault, match="no room left on the disk of here; make room and start again"),
+        told_when_full("here"),
+    ):
+        trainer.save(tmp_path / "checkpoint", {"note": "y"})
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == [optimize.CHECKPOINT]
+    assert trainer.load(tmp_path / "checkpoint")["note"] == "x"
+    assert trainer.step == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, EngineFault), (errno.EDQUOT, EngineFault), (errno.EIO, OSError)]
+)
+def test_a_training_tells_of_a_full_disk(models, monkeypatch, number, kind):
+    def fail(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(app, "_train", fail)
+    with pytest.raises(kind):
+        app.train(TrainConfig(model_path=str(models / "target"), output="there"))
+
+
+def test_a_run_goes_on_with_the_answers_that_it_began_with(tmp_path):
+    """Another training may have added to them."""
+    target = target_of(tmp_path / "target")
+    rng = np.random.default_rng(0)
+    records = [random_record(rng, 24, 4, held_out=i % 4 == 0) for i in range(12)]
+    flags = {"draft_vocab_size": 64, "intermediate_size": 64, "batch_tokens": 60, "unroll": 2, "epochs": 1.0}
+    store = store_of(tmp_path / "answers", records[:8])
+    facts = []
+    for _ in range(2):
+        learning = Learning(TrainConfig(model_path=str(target.folder), **flags), target.folder)
+        learning.run(store, tmp_path / "checkpoint", {})
+        facts.append(learning._facts)
+        for job, record in enumerate(records[8:], start=8):
+            store.add(job, [record])
+    assert facts[0] == facts[1]
+    assert len(learning._reader) == 8
+    (tmp_path / "fewer").mkdir()
+    with pytest.raises(ConfigError, match="with other records"):
+        learning.run(store_of(tmp_path / "fewer", records[:6]), tmp_path / "checkpoint", {})
+
+
+def test_learning_that_goes_astray_ends_the_run(tmp_path):
+    target = target_of(tmp_path / "target")
+    store = store_of(tmp_path / "answers", [random_record(np.random.default_rng(0), 20, 4)])
+    flags = {"draft_vocab_size": 64, "intermediate_size": 64, "unroll": 2, "batch_tokens": 60, "steps": 20}
+    learning = Learning(TrainConfig(model_path=str(target.folder), learning_rate=1e38, **flags), target.folder)
+    with pytest.raises(EngineFault, match="lower --learning-rate"):
+        learning.run(store, tmp_path / "checkpoint", {})
+
+
+def test_a_checkpoint_of_another_head_is_refused(tmp_path):
+    target = target_of(tmp_path / "target")
+    records = [random_record(np.random.default_rng(0), 20, 4)]
+    trainer, _ = trainer_of(target, tmp_path / "a", records)
+    trainer.save(tmp_path / "checkpoint", {})
+    algorithm, ids, params = head_of(target, vocab=48)
+    other = Trainer(
+        Objective(algorithm, 2, 0.8, narrow=True), Schedule(5, 1e-3, 0.1, 0.1, 1), shared_of(target, ids), params
+    )
+    with pytest.raises(ConfigError, match="another head"):
+        other.load(tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "NEXTN", "STANDALONE"])
+def test_other_drafts_learn_and_are_replayed(perfect, tmp_path, name):
+    """What is published foretells the cycle that the target writes."""
+    folder = perfect[0]
+    target, ids = read_target(folder), np.arange(VOCAB)
+    algorithm = algorithm_of(name, target, Shape(inner=64, hidden=32 if name == "STANDALONE" else None, vocab=VOCAB))
+    fed, records = algorithm.model.head.fed, []
+    for start in range(0, 32, 4):
+        tokens = np.array([40 + start, *cycle_text(40 + start, 60)], np.uint32)
+        records.append(Record(tokens, states_of_cycle(folder, tokens), 5, 5, 0.0, 7))
+    batches = Batches(store_of(tmp_path / "answers", records).read(), range(8), 512, 3 if fed else 1, 1, fed)
+    tensors = target.embedding_and_head(np.asarray)
+    shared = Shared(tensors["embed"], tensors["head"], draft_ids(ids, VOCAB))
+    objective = Objective(algorithm, 3 if fed else 1, 1.0, narrow=False)
+    params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
+    trainer, stream = Trainer(objective, Schedule(60, 1e-2, 0.1, 0.0, 1), shared, params), batches.since(0)
+    for _ in range(60):
+        trainer.take_step(stream)
+    algorithm.publish(trainer.state.params, ids, tmp_path / "draft")
+    scores = replay(name, tmp_path / "draft", folder, records[:2], CHAIN)
+    assert scores[0.0].accept_length > 4
+
+
+def test_a_small_decoder_gets_the_texts_of_its_target(tmp_path):
+    target = target_of(tmp_path / "target")
+    texts = {name: name for name in ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/rag.jinja")}
+    (target.folder / "additional_chat_templates").mkdir()
+    for name, content in texts.items():
+        (target.folder / name).write_text(content)
+    algorithm = algorithm_of("STANDALONE", target, Shape(hidden=32))
+    ids = np.arange(target.vocab_size)
+    params = algorithm.first_params(target, ids, np.ones(1, np.float32), seed=0)
+    algorithm.publish(params, ids, tmp_path / "draft")
+    assert {name: (tmp_path / "draft" / name).read_text() for name in texts} == texts
+
+
+def test_more_tokens_than_the_target_has_are_refused_before_answers_are_written(tmp_path):
+    target = target_of(tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"--draft-vocab-size must lie between 1 and the target's {VOCAB}"):
+        Learning(TrainConfig(model_path=str(target.folder), draft_vocab_size=VOCAB + 1), target.folder)
+
+
+# --- evaluation ---
+
+
+def states_of_cycle(target, tokens):
+    """What the cyclic target says at all tokens but the last: its state is the embedding."""
+    embed = np.asarray(read_target(target).embedding_and_head(lambda a: a)["embed"])
+    return embed[tokens[:-1]].astype(ml_dtypes.bfloat16).view(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory):
+    """A target, a head that knows it, and an answer of it with states."""
+    base = tmp_path_factory.mktemp("perfect")
+    target = write_cyclic_target(base / "target")
+    write_perfect_eagle3(base / "head", target)
+    tokens = np.array([60, *cycle_text(60, 60)], np.uint32)
+    return (
+        target,
+        base / "head",
+        tokens,
+        np.tile(states_of_cycle(target, tokens).view(np.uint16), (1, 4)).view(np.uint8),
+    )
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_a_head_that_knows_is_told_so(perfect, shape):
+    target, head, tokens, rows = perfect
+    records = [Record(tokens, rows, 5, 5, temperature, 7) for temperature in (0.0, 1.0)]
+    scores = replay("EAGLE3", head, target, records, shape)
+    for score in scores.values():
+        assert score.tokens == len(tokens) - 6
+        assert score.accept_length == pytest.approx((len(tokens) - 6) / score.steps)
+        assert score.steps == -(-(len(tokens) - 6) // 6)
+
+
+def test_answers_longer_than_the_usual_cache_are_replayed_whole(perfect, monkeypatch):
+    target, head, tokens, rows = perfect
+    monkeypatch.setattr(evaluate, "_TOKENS", 256)  # for a session and its nodes, and no more
+    records = [Record(tokens, rows, 5, 5, 0.0, seed) for seed in range(4)]
+    score = replay("EAGLE3", head, target, records, CHAIN)[0.0]
+    assert score.tokens == 4 * (len(tokens) - 6)
+    assert score.steps == 4 * -(-(len(tokens) - 6) // 6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "norm_before_fc", "fc_norm", "names"])
+def test_a_published_head_is_fed_what_it_learnt_with(tmp_path, kind):
+    target = target_of(tmp_path / "target")
+    options = {} if kind in ("plain", "names") else {kind: True}
+    config, tensors = eagle3(target.folder, **options)
+    width, rng = target.hidden_size, np.random.default_rng(1)
+    more = {"bias": {"fc.bias": width}, "norm_before_fc": {"norm_before_fc.weight": 3 * width}}
+    more["fc_norm"] = {f"fc_norm.{i}.weight": width for i in range(3)}
+    tensors |= {name: rng.random(count).astype(np.float32) for name, count in more.get(kind, {}).items()}
+    if kind == "names":
+        whole = {"d2t", "t2d", "lm_head.weight"}
+        tensors = {name if name in whole else f"model.{name}": tensor for name, tensor in tensors.items()}
+    folder = write_head(tmp_path / "head", config, tensors)
+    head = initial_head("EAGLE3", folder, target)
+    states = 20 * np.random.default_rng(0).standard_normal((5, 4 * target.hidden_size)).astype(np.float32)
+    engine = fed("EAGLE3", folder, target.folder)
+    found = evaluate._feed_of(engine.drafter, folder)(states)
+    np.testing.assert_allclose(found, head.feature(head.params(), jnp.asarray(states)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_draft_is_replayed_on_the_device_that_is_named(perfect):
+    target, head, tokens, rows = perfect
+    records = [Record(tokens, rows, 5, 5, 0.0, 7)]
+    with pytest.raises(ConfigError, match="cpu:99"):  # there is one
+        replay("EAGLE3", head, target, records, CHAIN, "cpu:99")
+    publish = lambda factor, folder: shutil.copytree(head, folder, dirs_exist_ok=True)  # noqa: E731
+    with pytest.raises(ConfigError, match="cpu:99"):
+        best_factor("EAGLE3", publish, target, records, "cpu:99")
+
+
+def test_a_text_that_no_head_can_know_is_accepted_never(perfect):
+    target, head, tokens, rows = perfect
+    wrong = np.random.default_rng(0).permutation(np.setdiff1d(np.arange(VOCAB), CYCLE))[: len(tokens)]
+    scores = replay("EAGLE3", head, target, [Record(wrong.astype(np.uint32), rows, 5, 5, 0.0, 7)], CHAIN)
+    assert scores[0.0].accept_length < 1.2
+
+
+def test_a_draft_of_another_model_is_refused(perfect, tmp_path):
+    _, head, tokens, rows = perfect
+    other = write_cyclic_target(tmp_path / "other", vocab=360)
+    with pytest.raises(ConfigError, match="another target"):
+        replay("EAGLE3", head, other, [Record(tokens, rows, 5, 5, 0.0, 7)], CHAIN)
+
+
+def test_the_factor_with_the_longest_accept_length_is_chosen(perfect, tmp_path):
+    """Of drafts of which only one foretells anything."""
+    target, head, tokens, rows = perfect
+
+    def publish(factor, folder):
+        tensors = safetensors.numpy.load_file(head / "model.safetensors")
+        if factor != 1.2:
+            tensors["lm_head.weight"] = -tensors["lm_head.weight"]
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        shutil.copy(head / "config.json", folder)
+
+    factor, gains = best_factor("EAGLE3", publish, target, [Record(tokens, rows, 5, 5, 1.0, 7)])
+    assert factor == 1.2
+    assert gains[0] == 1
+    assert max(gains) == gains[2] > 3
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
+def test_a_sharper_head_has_larger_logits_alone(tmp_path, name):
+    """A head that is the target's stays as it is."""
+    target = target_of(tmp_path / "target")
+    algorithm, _, params = head_of(target, name=name)
+    sharper = algorithm.sharpened(params, 1.5)
+    if name == "EAGLE":
+        assert sharper is None
+        return
+    np.testing.assert_allclose(algorithm.head(sharper), 1.5 * algorithm.head(params), rtol=1e-6)
+    assert all(sharper[part] is params[part] for part in params if part != "head")
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        ({"tokens": 0}, "--tokens"), ({"unroll": 0}, "--unroll"), ({"held_out": 0.7}, "--held-out"),
+        ({"learning_rate": 0.0}, "--learning-rate"), ({"temperature": (-1.0,)}, "--temperature"),
+        ({"max_new_tokens": 2000}, "--max-length"), ({"data": ("/nowhere",)}, "no such file"),
+        ({"aux_layers": (5, 2, 1)}, "--aux-layers"), ({"aux_layers": (1, 2, 8)}, "--aux-layers"),
+        ({"answers": "SET"}, "asked for differently"), ({"train_device": "cpu:99"}, "--train-device cpu:99 needs"),
+    ],
+)  # fmt: skip
+def test_wrong_flags_are_refused(models, trained, tmp_path, flags, what):
+    if flags.get("answers") == "SET":
+        flags = {"answers": str(trained.with_name("draft.answers")), "max_new_tokens": 50}
+    flags = FLAGS | {"model_path": str(models / "target"), "output": str(tmp_path / "out")} | flags
+    with pytest.raises(ConfigError, match=what):
+        app.train(TrainConfig(**flags))
+
+
+def test_flags_become_a_configuration_and_back():
+    import tyro
+
+    config = TrainConfig(data=("a", "b"), temperature=(0.0, 0.7), aux_layers=(1, 2, 3), tokens=5)
+    assert tyro.cli(TrainConfig, args=to_argv(config)) == config
+
+
+def test_shapes_of_a_head(tmp_path):
+    target = target_of(tmp_path)
+    assert algorithm_of("EAGLE3", target, Shape()).model.layers[0].mlp.width == 96
+    assert len(algorithm_of("EAGLE3", target, Shape(layers=3)).model.layers) == 3
+    assert len(algorithm_of("STANDALONE", target, Shape()).model.layers) == 4
+    assert algorithm_of("STANDALONE", target, Shape(hidden=32)).model.hidden_size == 32
+    with pytest.raises(ConfigError, match="multiple of 64"):
+        algorithm_of("STANDALONE", target, Shape(hidden=100))
+    with pytest.raises(ConfigError, match="single one"):
+        algorithm_of("NEXTN", target, Shape(layers=2))
+
+
+def test_a_published_head_is_gone_on_from(trained, models, tmp_path):
+    """It begins as good as it was, and keeps its vocabulary and its names. Many are published as PyTorch's files."""
+    published = Path(shutil.copytree(trained, tmp_path / "published"))
+    torch.save(safetensors.torch.load_file(published / "model.safetensors"), published / "pytorch_model.bin")
+    (published / "model.safetensors").unlink()
+    config = TrainConfig(
+        model_path=str(models / "target"), output=str(tmp_path / "draft"), answers=str(trained) + ".answers",
+        initial=str(published), **FLAGS | {"steps": 1, "learning_rate": 1e-6},
+    )  # fmt: skip
+    assert app.train(config) == 0
+
+    def accept_length(folder):
+        report = json.loads((folder / "training.json").read_text())
+        return report["evaluation"]["chain"]["temperature 0"]["accept_length"]
+
+    assert accept_length(tmp_path / "draft") == pytest.approx(accept_length(trained), rel=0.05)
+    first = safetensors.numpy.load_file(trained / "model.safetensors")
+    again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
+    assert set(again) == set(first)
+    np.testing.assert_array_equal(again["d2t"], first["d2t"])
+    with pytest.raises(ConfigError, match="--initial is for EAGLE and EAGLE3"):
+        app.train(replace(config, algorithm="STANDALONE", output=str(tmp_path / "other")))
+
+
+def test_a_head_of_another_width_learns_with_its_own_embedding(tmp_path):
+    target = target_of(tmp_path / "target")
+    config, tensors = eagle3(target.folder, hidden=32, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
+    head = write_head(tmp_path / "head", config, tensors)
+    rng = np.random.default_rng(0)
+    store = store_of(tmp_path / "answers", [random_record(rng, 20, 4) for _ in range(4)])
+    flags = TrainConfig(
+        model_path=str(target.folder), initial=str(head), steps=1, unroll=2, batch_tokens=60, evaluate=0
+    )
+    learning = Learning(flags, target.folder)
+    learning.run(store, tmp_path / "checkpoint", {})
+    np.testing.assert_allclose(learning._shared().embed, tensors["embed_tokens.weight"], rtol=1e-2)
+    learning.publish(tmp_path / "draft")
+    again = safetensors.numpy.load_file(tmp_path / "draft" / "model.safetensors")
+    np.testing.assert_array_equal(again["embed_tokens.weight"], tensors["embed_tokens.weight"])
+    assert again["fc.weight"].shape == (32, 3 * 48)

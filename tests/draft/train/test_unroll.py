@@ -1,0 +1,215 @@
+"""The draft in training against the draft as it is served: row for row, on true features and on its own."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from outrider.speculation.tree import ROOT
+from services.draft.formats.decoders import read_decoder
+from services.draft.formats.eagle import read_eagle
+from services.draft.formats.eagle3 import read_eagle3
+from services.draft.formats.mtp import read_mtp
+from services.draft.formats.target import read_target, target_logits
+from services.draft.learning.batches import Batch, PackShape, build
+from services.draft.learning.objective import Objective
+from services.draft.learning.unroll import unroll
+from services.draft.model.layers.decoder import head as head_logits
+from tests.support.draft.stepping import Stepper
+from tests.support.draft.training import HIDDEN, head_of, random_record, shared_of, store_of, target_of
+from tests.support.tiny import VOCAB
+
+AHEAD = 4
+READERS = {"EAGLE": read_eagle, "EAGLE3": read_eagle3, "NEXTN": read_mtp}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return target_of(tmp_path_factory.mktemp("target"))
+
+
+def pack_of(folder, lengths=(14, 18), ids=None, states=4, fed=True):
+    rng = np.random.default_rng(2)
+    records = [random_record(rng, length, prompt=5, ids=ids, states=states) for length in lengths]
+    reader = store_of(folder, records).read()
+    shape = PackShape(1, 40, 32, AHEAD, fed)
+    return records, build(reader, [list(range(len(records)))], shape, np.random.default_rng(7))
+
+
+def states_of(batch):
+    return jnp.asarray(batch.states.astype(np.float32))
+
+
+@pytest.mark.parametrize(("name", "layers"), [("EAGLE3", 1), ("EAGLE3", 2), ("EAGLE", 1), ("EAGLE", 2), ("NEXTN", 1)])
+def test_rows_are_those_of_the_draft_service(tmp_path, target, name, layers):
+    algorithm, ids, params = head_of(target, name=name, layers=layers)
+    algorithm.publish(params, ids, tmp_path / "head")
+    draft = READERS[name](tmp_path / "head", target)
+    assert replace(draft.config, architecture="") == replace(algorithm.model, architecture="")
+    assert draft.features.final == (name != "EAGLE3")
+    served = draft.load(jnp.float32)
+    records, batch = pack_of(tmp_path / "answers", states=len(algorithm.states.layers) + 1)
+
+    shared = shared_of(target, ids)
+    said = list(
+        unroll(algorithm.model, params, shared.embed, algorithm.feature(params, states_of(batch)), batch, [32] * AHEAD)
+    )
+    head = {"head": params["head"] if name == "EAGLE3" else served["head"]}
+    trained = np.stack([head_logits(head, ahead.state, 2**31 - 1)[0] for ahead in said])
+
+    places, compared = np.asarray(batch.rows[0]), 0
+    for number, record in enumerate(records, start=1):
+        feature = algorithm.feature(params, jnp.asarray(record.rows.view(ml_dtypes.bfloat16).astype(np.float32)))
+        tokens = record.tokens.tolist()
+        start = int(np.flatnonzero(batch.segments[0] == number)[0])
+        for i in range(32):
+            row = int(places[i]) - start
+            if not batch.reach[0, i] or batch.segments[0, places[i]] != number or row % 3:
+                continue
+            # The draft service at the point where token row + 1 is the last committed one.
+            model = Stepper(draft.config, served, tokens[: row + 2])
+            logits = [model.run(40, feed=row + 1, features=np.asarray(feature[: row + 1]))[row]]
+            node = ROOT
+            for k in range(1, min(AHEAD, int(batch.reach[0, i]))):
+                model.session.add(node, [tokens[row + 1 + k]], [-1], [-0.1])
+                node = k - 1
+                logits.append(model.run(4, nodes=(node,))[0])
+            np.testing.assert_allclose(trained[: len(logits), i], logits, rtol=2e-4, atol=2e-4)
+            compared += len(logits)
+    assert compared >= 20
+
+
+def test_rows_of_a_small_decoder_are_those_of_the_draft_service(tmp_path, target):
+    algorithm, ids, params = head_of(target, name="STANDALONE", layers=2, hidden=32)
+    algorithm.publish(params, ids, tmp_path / "draft")
+    draft = read_decoder(tmp_path / "draft")
+    assert draft.config == algorithm.model
+    assert (tmp_path / "draft" / "tokenizer.json").is_file() == (target.folder / "tokenizer.json").is_file()
+    records, batch = pack_of(tmp_path / "answers", states=1, fed=False)
+    (said,) = unroll(algorithm.model, params, params["embed"], None, batch, [32])
+    trained = np.asarray(said.state[0] @ params["embed"].T)
+    served, compared = draft.load(jnp.float32), 0
+    for number, record in enumerate(records, start=1):
+        start = int(np.flatnonzero(batch.segments[0] == number)[0])
+        tokens = record.tokens.tolist()
+        logits = Stepper(draft.config, served, tokens).run(40, feed=len(tokens))
+        for i in range(32):
+            row = int(batch.rows[0, i]) - start
+            if batch.reach[0, i] and batch.segments[0, batch.rows[0, i]] == number:
+                np.testing.assert_allclose(trained[i], logits[row], rtol=2e-4, atol=2e-4)
+                assert batch.tokens[0, said.place[0, i]] == tokens[row + 1]
+                compared += 1
+    assert compared == sum(len(record.tokens) - 1 - record.first for record in records)
+
+
+def test_what_counts(tmp_path, target):
+    """Rows whose text leaves the head's vocabulary, and those behind the end, have no part in the loss."""
+    algorithm, ids, params = head_of(target)
+    shared = shared_of(target, ids)
+    objective = Objective(algorithm, AHEAD, 1.0, narrow=False)
+    others = np.setdiff1d(np.arange(320), ids)[:12]
+    records, batch = pack_of(tmp_path / "answers", ids=np.concatenate([ids, others]))
+    _, tally = objective(params, shared, batch)
+    expected = np.zeros(AHEAD)
+    for record in records:
+        tokens = record.tokens.tolist()
+        for row in range(record.first - 1, len(tokens) - 2):
+            for k in range(AHEAD):
+                if row + 2 + k >= len(tokens) or tokens[row + 2 + k] not in ids:
+                    break
+                expected[k] += 1
+    assert 0 < expected[-1] < expected[0]
+    np.testing.assert_array_equal(tally.counts, expected)
+
+
+@pytest.mark.parametrize(("name", "factor", "cap"), [("EAGLE3", 1.0, None), ("EAGLE", 0.25, None), ("EAGLE", 2.0, 3.0)])
+def test_the_loss_is_cross_entropy(tmp_path, monkeypatch, name, factor, cap):
+    """Also where what reads the states is the target's head, whose logits have a factor, or a bound."""
+    target = target_of(tmp_path / "target")
+    logits_of = {"logit_scale": factor, "final_logit_softcapping": cap}
+    file = target.folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | logits_of))
+    algorithm, ids, params = head_of(target, name=name)
+    monkeypatch.setattr(algorithm, "imitation", 0.0)
+    shared = shared_of(target, ids)
+    records, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1)
+    objective = Objective(algorithm, AHEAD, 1.0, False, *target_logits(target))
+    total, tally = objective(params, shared, batch)
+    feature = algorithm.feature(params, states_of(batch))
+    said = list(unroll(algorithm.model, params, shared.embed, feature, batch, [32] * AHEAD))
+    head, expected = np.asarray(shared.head), np.zeros(AHEAD)
+
+    def log_softmax(x):
+        x = x if cap is None else cap * np.tanh(x / cap)
+        return x - np.log(np.exp(x - x.max()).sum()) - x.max()
+
+    for row in range(32):
+        segment = int(batch.segments[0, batch.rows[0, row]])
+        final = records[segment - 1].rows.view(ml_dtypes.bfloat16)[:, -48:].astype(np.float32)
+        position = int(batch.positions[0, batch.rows[0, row]])
+        for k in range(min(AHEAD, int(batch.reach[0, row]))):
+            p = np.exp(log_softmax(factor * final[position + 1 + k] @ head))
+            logits = head_logits({"head": head} | params, said[k].state[0, row], 2**31 - 1)
+            expected[k] -= p @ log_softmax(factor * np.asarray(logits))
+    np.testing.assert_allclose(tally.losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(total, expected.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "cohere", "gemma2"])
+def test_a_head_begins_with_what_the_target_makes_of_its_states(tmp_path, family):
+    """Some scale their logits, or bend them towards a bound; of some a norm's weight is what is added to 1."""
+    sizes = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 8,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.35,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
+    }  # fmt: skip
+    scales = {"granite": {"logits_scaling": 8.0}, "cohere": {"logit_scale": 0.25}}
+    config = transformers.AutoConfig.for_model(family, **sizes | scales.get(family, {}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        said = model(torch.arange(10, 30)[None], output_hidden_states=True)
+    target, every = read_target(tmp_path), np.arange(VOCAB)
+    states = np.concatenate([np.zeros((1, 20, 3 * HIDDEN), np.float32), said.hidden_states[-1].numpy()], -1)
+    algorithm, _, params = head_of(target, vocab=VOCAB)
+    objective = Objective(algorithm, 2, 0.8, False, *target_logits(target))
+    found = objective._target(shared_of(target, every), Batch(jnp.asarray(states), *[None] * 7))
+    np.testing.assert_allclose(found, torch.softmax(said.logits, -1).numpy(), rtol=1e-3, atol=1e-5)
+    assert np.abs(params["norm"] - 1).max() < 0.01, "as the target's own norm, which has yet to learn"
+    size = np.abs(params["head"]).mean() / np.abs(shared_of(target, every).head).mean()
+    assert size == pytest.approx(0.3 * {"granite": 1 / 8, "cohere": 0.25}.get(family, 1), rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "narrow", "cap"), [
+    ("EAGLE3", False, None), ("EAGLE3", True, None), ("EAGLE", False, None), ("EAGLE", False, 2.0),
+    ("NEXTN", True, None), ("STANDALONE", True, None),
+])  # fmt: skip
+def test_slopes_are_those_of_the_loss(tmp_path, name, narrow, cap):
+    """Against differences, along a random direction; in bfloat16 only roughly."""
+    target = target_of(tmp_path / "target")
+    file = target.folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"final_logit_softcapping": cap}))
+    algorithm, ids, params = head_of(target, name=name)
+    shared, fed = shared_of(target, ids), algorithm.model.head.fed
+    _, batch = pack_of(tmp_path / "answers", ids=ids, states=len(algorithm.states.layers) + 1, fed=fed)
+    ahead = AHEAD if fed else 1
+    objective = Objective(algorithm, ahead, 0.8, narrow)
+    slopes = jax.jit(jax.grad(lambda p: objective(p, shared, batch)[0]))(params)
+    exact = jax.jit(Objective(algorithm, ahead, 0.8, narrow=False))
+    rng = np.random.default_rng(0)
+    way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32) * 0.02, params)
+    step = 0.01
+
+    def at(t):
+        return float(exact(jax.tree.map(lambda x, w: x + t * w, params, way), shared, batch)[0])
+
+    expected = (at(step) - at(-step)) / (2 * step)
+    found = sum(float((s * w).sum()) for s, w in zip(jax.tree.leaves(slopes), jax.tree.leaves(way), strict=True))
+    assert found == pytest.approx(expected, rel=0.1 if narrow else 0.02)

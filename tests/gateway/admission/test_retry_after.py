@@ -1,0 +1,114 @@
+"""When those who are refused are told to come back."""
+
+import httpx
+import pytest
+
+from gateway.admission.admission import Admission, Keys
+from gateway.admission.retry_after import LONGEST, Pace
+from outrider.client import Client
+from outrider.config import GatewayConfig
+from outrider.errors import Overloaded, TooManyRequests
+from tests.support.gateway.engines import BUSY
+from tests.support.gateway.services import until
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def full(clock, places, seconds, ends):
+    """A pace whose places have been taken for so long, while so many requests finished."""
+    pace = Pace(clock)
+    for _ in range(places):
+        pace.begin()
+    for _ in range(ends):
+        clock.now += seconds / ends
+        pace.end()
+        pace.begin()
+    clock.now += 0 if ends else seconds
+    return pace
+
+
+@pytest.mark.parametrize(("ends", "told"), [(40, 1), (4, 5), (2, 10), (1, 20)])
+def test_it_follows_how_fast_requests_finish(clock, ends, told):
+    assert full(clock, 8, 20.0, ends).promise() == told
+
+
+def test_who_is_refused_gets_the_next_place_that_nobody_was_promised(clock):
+    pace = full(clock, 8, 20.0, 4)
+    assert [pace.promise() for _ in range(4)] == [5, 10, 15, 20]
+    clock.now += 20  # and nobody came
+    pace.end()
+    assert pace.promise() <= 10
+    assert [pace.promise() for _ in range(50)][-1] == LONGEST
+
+
+def test_while_nothing_has_finished_it_takes_as_long_again(clock):
+    assert full(clock, 3, 7.0, 0).promise() == 7
+    assert full(clock, 3, 300.0, 0).promise() == LONGEST
+    assert full(clock, 3, 0.01, 0).promise() == 1
+
+
+def test_what_is_long_ago_counts_no_more(clock):
+    pace = full(clock, 2, 20.0, 400)
+    clock.now += 50
+    assert pace.promise() == 1, "of the last minute, 10 s were fast"
+    clock.now += 100
+    assert pace.promise() == LONGEST
+
+
+def test_idle_time_and_refusals_say_nothing(clock):
+    pace = full(clock, 1, 20.0, 2)
+    pace.end()
+    clock.now += 1000
+    pace.begin()
+    clock.now += 3
+    pace.begin()
+    pace.end(refused=True)
+    assert pace.promise() == 3
+
+
+def test_many_ends_are_counted_by_the_latest(clock):
+    pace = full(clock, 2, 50.0, 1000)
+    assert pace._gap(clock.now) == pytest.approx(0.05, rel=0.02)
+
+
+def test_admission_and_keys_tell_it():
+    admission = Admission(1)
+    admission.enter()
+    with pytest.raises(Overloaded) as caught:
+        admission.enter()
+    assert caught.value.retry_after == 1
+    keys = Keys(GatewayConfig(max_requests_per_key=1))
+    with keys.request(b"a"), pytest.raises(TooManyRequests) as caught, keys.request(b"a"):
+        pass
+    assert caught.value.retry_after == 1
+
+
+def test_a_full_target_has_it_told_over_both_edges(gateway, target):
+    stream = httpx.stream("POST", f"{gateway.url}/v1/completions", timeout=30,
+                          json={"prompt": "A", "max_tokens": 250, "ignore_eos": True, "stream": True})  # fmt: skip
+    target.engine.delay = 0.05
+    try:
+        with stream:
+            until(lambda: target.sessions == 1)
+            told = []
+            for _ in range(4):
+                response = gateway.client.post("/v1/completions", json={"prompt": [5, BUSY]})
+                assert response.status_code == 503
+                told.append(int(response.headers["retry-after"]))
+            with Client(f"127.0.0.1:{gateway.grpc_port}") as client, pytest.raises(Overloaded) as caught:
+                client.complete([5, BUSY])
+            assert caught.value.retry_after >= 1
+            assert told == sorted(told), "each was promised a later place"
+    finally:
+        target.engine.delay = target.delay

@@ -1,0 +1,626 @@
+"""Every kind of bad input has its status, its code and the name of the field, in OpenAI's form."""
+
+import asyncio
+import json
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from gateway.api.answers import errors
+from gateway.api.answers.streaming import EventStream
+from gateway.api.middleware import Edge
+from gateway.api.requests import unicode
+from gateway.api.requests.schemas import ChatBody, CompletionBody
+from gateway.api.routes.native import NativeBody
+from gateway.api.routes.responses import ResponsesBody
+from gateway.api.routes.tokens import DetokenizeBody, TokenizeBody
+from gateway.text.encoding import MAX_PIECES
+from tests.support.gateway.engines import BUSY, REFUSED, VOCAB
+from tests.support.gateway.services import Gateway, Service, Target, tokenizer_files, until
+
+LONG = [5] * 500
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["code"] is None or isinstance(error["code"], str)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"seed": "seven"}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": 5}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop_token_ids": [VOCAB]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"-5": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias"),
+        ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": "high"}, "repetition_penalty"),
+        ({"echo": "yes"}, "echo"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"priority": 0.5}, "priority"),
+        ({"timeout": 0}, "timeout"),
+        ({"speculation": "sometimes"}, "speculation"),
+        ({"speculation": {"max_draft_tokens": -1}}, "speculation.max_draft_tokens"),
+        ({"speculation": {"depth": 3}}, "speculation.depth"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [VOCAB]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": [[5], [6]], "n": 65}, "prompt"),
+        ({"prompt": ["a", "b"], "best_of": 65}, "prompt"),
+        ({"prompt": [2**40]}, "prompt"),
+        ({"prompt": [REFUSED]}, "prompt"),  # refused by the target
+    ],
+)
+def test_bad_completions_are_refused_by_name(gateway, changes, param):
+    response = gateway.client.post("/v1/completions", json={"prompt": "A", **changes})
+    error = error_of(response, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),  # the template says so
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"structural_tag": {}}, "structural_tag"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"documents": ["text"]}, "documents"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
+        ({"echo": True}, "echo"),
+        ({"stop_regex": "a+"}, "stop_regex"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ],
+)
+def test_bad_chats_are_refused_by_name(gateway, changes, param):
+    response = gateway.client.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 2, **changes})
+    error = error_of(response, 400)
+    assert (error["type"], (error["param"] or "").split(".")[0]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": None}, {"logit_bias": {}}, {"presence_penalty": 0}, {"repetition_penalty": 1},
+        {"response_format": {"type": "text"}},
+        {"echo": False}, {"best_of": 1}, {"suffix": None}, {"top_k": -1}, {"stop": None}, {"stop": []}, {"user": "u"},
+        {"max_tokens": None}, {"temperature": 1}, {"n": None}, {"stream": None},
+    ],
+)  # fmt: skip
+def test_values_that_change_nothing_are_allowed(gateway, changes):
+    assert gateway.client.post("/v1/completions", json={"prompt": "A", **changes}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "count"), [(LONG, {}, "500"), ([5] * 390, {"max_tokens": 11}, "390"), ([5] * 400, {}, "400")]
+)
+def test_too_long_for_the_context(gateway, prompt, options, count):
+    error = error_of(gateway.client.post("/v1/completions", json={"prompt": prompt, **options}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "400" in error["message"]
+    assert count in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("route", "asked", "param"),
+    [
+        ("/v1/completions", {"prompt": LONG}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
+        ("/v1/responses", {"input": "x" * 500}, "input"),
+        ("/generate", {"input_ids": LONG}, "input_ids"),
+    ],
+)
+def test_prompts_that_are_too_long_have_the_names_that_they_came_by(gateway, route, asked, param, stream):
+    error = error_of(gateway.client.post(route, json=asked | {"stream": stream}), 400)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+@pytest.mark.parametrize("limit", [1000, 2**70])
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        ("/v1/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/responses", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+    ],
+)
+def test_answers_that_cannot_fit_are_refused_whatever_their_limit_is_called(gateway, route, name, limit):
+    given = {
+        "/v1/completions": {"prompt": "A"},
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/responses": {"input": "A"},
+    }
+    error = error_of(gateway.client.post(route, json={**given[route], name: limit}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert str(limit) in error["message"]
+
+
+def test_the_default_answer_is_cut_to_what_fits(gateway):
+    body = {"prompt": [5] * 390, "ignore_eos": True}
+    assert gateway.client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 10
+    body = {"messages": HELLO, "ignore_eos": True, "max_completion_tokens": None, "temperature": 0}
+    usage = gateway.client.post("/v1/chat/completions", json=body).json()["usage"]
+    assert usage["total_tokens"] == 400
+
+
+def test_unknown_models_are_404_also_for_the_openai_client(gateway):
+    error = error_of(gateway.client.post("/v1/completions", json={"prompt": "A", "model": "gpt-7"}), 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    with (
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.NotFoundError, match="gpt-7"),
+    ):
+        client.chat.completions.create(model="gpt-7", messages=HELLO)
+
+
+@pytest.mark.parametrize(
+    ("content", "words", "code"),
+    [
+        (b"", "missing", "invalid_value"),
+        (b"{", "no valid JSON", "invalid_json"),
+        (b"[1, 2]", "object", "invalid_value"),
+        (b"null", "JSON object", "invalid_value"),
+        (b'"text"', "object", "invalid_value"),
+        (b"\xff\xfe", "no valid JSON", "invalid_json"),
+        (b'{"prompt": "\xff"}', "UTF-8", "invalid_json"),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", "numbers", "invalid_json"),
+        (b'{"x": ' + b"[" * 99999 + b"]" * 99999 + b"}", "deep", "invalid_json"),
+    ],
+)
+def test_bodies_that_are_no_json_object_are_400(gateway, content, words, code):
+    headers = {"Content-Type": "application/json"}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        error = error_of(gateway.client.post(path, content=content, headers=headers), 400)
+        assert (words in error["message"], error["code"], error["param"]) == (True, code, None)
+
+
+MANY = 5000
+WRONG = dict.fromkeys(map(str, range(MANY)))
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (CompletionBody, {"prompt": [5] * MANY + ["x"]}),
+        (CompletionBody, {"prompt": [""] * MANY + [5]}),
+        (CompletionBody, {"prompt": [[5], [5.0] * MANY]}),
+        (CompletionBody, {"prompt": "A", "stop": [0] * MANY}),
+        (CompletionBody, {"prompt": "A", "stop_token_ids": [""] * MANY}),
+        (CompletionBody, {"prompt": "A", "logit_bias": WRONG}),
+        (CompletionBody, {"prompt": "A", "speculation": WRONG}),
+        (ChatBody, {"messages": [{}] * MANY}),
+        (ChatBody, {"messages": [{"role": "user", "content": [0] * MANY}]}),
+        (ChatBody, {"messages": [{"role": "user", "tool_calls": [0] * MANY}]}),
+        (ChatBody, {"messages": HELLO, "tools": [0] * MANY}),
+        (NativeBody, {"input_ids": [""] * MANY}),
+        (NativeBody, {"text": "A", "sampling_params": [0] * MANY}),
+        (NativeBody, {"text": "A", "sampling_params": [{}] * MANY}),
+        (NativeBody, {"text": "A", "sampling_params": WRONG}),
+        (NativeBody, {"text": "A", "sampling_params": [WRONG] * MANY}),
+        (ResponsesBody, {"input": [{}] * MANY}),
+        (ResponsesBody, {"input": "A", "metadata": WRONG}),
+        (TokenizeBody, {"prompt": [5] * MANY}),
+        (DetokenizeBody, {"tokens": [""] * MANY}),
+    ],
+)
+def test_of_many_wrong_values_one_is_told_of(body, fields):
+    """To find and to tell all of them would take the longer the more there are, and hold up everybody else."""
+    with pytest.raises(ValidationError) as error:
+        body.model_validate(fields)
+    assert error.value.error_count() < 10
+
+
+def test_too_many_entries_are_refused_by_name(gateway):
+    many = [HELLO[0]] * (MAX_PIECES + 1)
+    for path, changes, param in (
+        ("/v1/chat/completions", {"messages": many}, "messages"),
+        ("/v1/responses", {"input": many, "prompt": None}, "input"),
+        ("/tokenize", {"messages": many, "prompt": None}, "messages"),
+        ("/v1/completions", {"logit_bias": dict.fromkeys(map(str, range(1025)), 0)}, "logit_bias"),
+        ("/v1/completions", {"speculation": WRONG}, "speculation"),
+        ("/generate", {"sampling_params": WRONG}, "sampling_params"),
+    ):
+        asked = {"prompt": "A", "text": "A"} | changes
+        error = error_of(gateway.client.post(path, json=asked), 400)
+        assert (error["param"], "at most" in error["message"]) == (param, True)
+
+
+def pieces(name, piece):
+    """A conversation of as many pieces as there may be, of one message."""
+    return [{"role": "user", name: [piece] * (MAX_PIECES - 1)}]
+
+
+PLAIN = {"role": "user", "content": "x"}
+PARTS = pieces("content", {"type": "text", "text": ""})
+CALLS = pieces("tool_calls", {"function": {"name": "f"}})
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "fits"),
+    [
+        (ChatBody, "messages", [PLAIN] * MAX_PIECES),
+        (ChatBody, "messages", PARTS),
+        (ChatBody, "messages", CALLS),
+        (TokenizeBody, "messages", PARTS),
+        (ResponsesBody, "input", [PLAIN] * MAX_PIECES),
+        (ResponsesBody, "input", PARTS),
+    ],
+)
+def test_conversations_are_bounded_before_anybody_looks_at_their_messages(body, param, fits):
+    """A million of them would take the event loop seconds."""
+    body.model_validate({param: fits})
+    with pytest.raises(ValidationError) as error:
+        body.model_validate({param: [*fits, 5]})
+    (told,) = error.value.errors()
+    assert (told["loc"], str(MAX_PIECES) in told["msg"]) == ((param,), True)
+
+
+def nested(count):
+    schema = {}
+    for _ in range(count):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+BRACKETS = "[" * 99999
+TOO_DEEP = {"type": "function", "function": {"name": "f", "parameters": nested(400)}}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "param"),
+    [
+        ("/v1/chat/completions", {"tools": [TOO_DEEP], "tool_choice": "required"}, None),
+        ("/v1/completions", {"json_schema": BRACKETS}, "json_schema"),
+        ("/generate", {"sampling_params": {"json_schema": BRACKETS}}, "json_schema"),
+    ],
+)
+def test_what_is_nested_too_deep_is_refused(gateway, path, changes, param):
+    asked = {"messages": HELLO} if "chat" in path else {"prompt": "A", "text": "A"}
+    error = error_of(gateway.client.post(path, json=asked | changes), 400)
+    assert ("too deep" in error["message"], error["param"]) == (True, param)
+
+
+def test_arguments_that_cannot_be_read_are_text_however_deep(gateway):
+    call = {"id": "c", "function": {"name": "f", "arguments": BRACKETS}}
+    body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    error = error_of(gateway.client.post("/v1/chat/completions", json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
+def test_bodies_that_are_not_said_to_be_json_are_415(gateway, headers):
+    """As curl sends them with -d alone. A page elsewhere may send them without asking first."""
+    error = error_of(gateway.client.post("/v1/completions", content=b'{"prompt": "A"}', headers=headers), 415)
+    assert error["code"] == "unsupported_media_type"
+    assert "Content-Type: application/json" in error["message"]
+
+
+def test_parameters_of_a_query_have_their_own_names(gateway):
+    error = error_of(gateway.client.post("/flush_cache?timeout=long"), 400)
+    assert error["param"] == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [*HELLO, {"role": "user", "content": "hi \ud83d"}]},
+            "messages.1.content",
+        ),
+        ("/v1/chat/completions", {"messages": HELLO, "model": "\ud83d"}, "model"),
+        ("/v1/chat/completions", {"messages": HELLO, "regex": "\ude00"}, "regex"),
+        ("/v1/chat/completions", {"messages": HELLO, "user": "\ud83d", "stream": True}, "user"),
+        ("/v1/chat/completions", {"messages": HELLO, "x": {"\ud83d": 1}}, "x"),
+        ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt.1"),
+        ("/v1/responses", {"input": "\ud83d"}, "input"),
+        ("/generate", {"text": "\ud83d"}, "text"),
+        ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
+        ("/abort_request", {"rid": "\ud83d"}, "rid"),
+        ("/update_weights_from_disk", {"model_path": "m", "weight_version": "\ud83d"}, "weight_version"),
+        ("/generate", {"text": "A", "x": [{"a": [], "b": [1, "a", ["\ud83d"]]}, "\ude00"]}, "x.0.b.2.0"),
+    ],
+)
+def test_half_of_a_character_is_refused_by_name(gateway, path, body, param):
+    """As a client sends it that has cut a text within a pair of surrogates."""
+    headers = {"Content-Type": "application/json"}
+    answer = gateway.client.post(path, content=json.dumps(body).encode(), headers=headers)
+    assert error_of(answer, 400)["param"] == param
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "x"}}
+TEXT = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [TEXT, PICTURE]}]},
+            "messages.0.content.1.type: Input should be 'text'",
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should"),
+        ("/v1/responses", {"input": [{"type": "reasoning"}]}, "input.0.type: Input should be 'message'"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [PICTURE]}]},
+            "input.0.content.0.type: Input should be 'input_text'",
+        ),
+        ("/v1/completions", {"prompt": [[1, "a"]]}, "prompt.0.1: Input should be a valid integer"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt: Input should be "),
+        ("/v1/completions", {"prompt": "a", "stop": ["b", 5]}, "stop.1: Input should be a valid string"),
+        (
+            "/generate",
+            {"text": ["a"], "sampling_params": [{"n": 0}]},
+            "sampling_params.0.n: Input should be greater than or equal to 1",
+        ),
+    ],
+)
+def test_of_what_may_be_several_things_the_one_that_was_meant_is_told_of(gateway, path, body, message):
+    error = error_of(gateway.client.post(path, json=body), 400)
+    assert error["message"].startswith(message)
+    assert error["param"] == message.split(":")[0]
+
+
+def test_half_of_a_character_is_refused_in_other_encodings_too(gateway):
+    headers = {"Content-Type": "application/json"}
+    content = json.dumps({"prompt": "\ud83d"}).encode("utf-16")
+    assert error_of(gateway.client.post("/v1/completions", content=content, headers=headers), 400)["param"] == "prompt"
+
+
+def test_an_error_may_quote_half_of_a_character(gateway):
+    content = json.dumps({"tokens": [5], "model": "\ud83d"}).encode()
+    headers = {"Content-Type": "application/json"}
+    error = error_of(gateway.client.post("/detokenize", content=content, headers=headers), 404)
+    assert (error["code"], "\\ud83d" in error["message"]) == ("model_not_found", True)
+
+
+def test_half_of_a_character_is_found_in_one_pass(monkeypatch):
+    """However deep it stands: what the whole body takes once must not be taken at every level."""
+    seen = []
+    monkeypatch.setattr(unicode, "_is_whole", lambda text: seen.append(text) or text.isascii())
+    content = ["a", "\ud83d"]
+    for _ in range(500):
+        content = ["a", content]
+    assert unicode._place_of_half(content) == ".".join(["1"] * 501)
+    assert len([text for text in seen if not text.isdigit()]) == 502
+
+
+def test_whole_characters_may_be_written_as_two_halves(gateway):
+    body = json.dumps({"prompt": "\U0001f600 \\ud83d", "max_tokens": 1}).encode()
+    assert b"\\ud83d\\ude00" in body
+    headers = {"Content-Type": "application/json"}
+    assert gateway.client.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
+def test_unknown_routes_and_wrong_methods(gateway):
+    error_of(gateway.client.get("/v1/nothing"), 404)
+    error_of(gateway.client.post("/v1/embeddings", json={}), 404)
+    error_of(gateway.client.get("/v1/completions"), 405)
+    error_of(gateway.client.delete("/v1/models"), 405)
+
+
+def test_bodies_that_are_too_large_are_413(gateway):
+    large = b'{"prompt": "' + b"a" * (5 << 20) + b'"}'
+    error_of(gateway.client.post("/v1/completions", content=large), 413)
+
+    def parts():
+        for start in range(0, len(large), 1 << 16):
+            yield large[start : start + (1 << 16)]
+
+    error_of(gateway.client.post("/v1/completions", content=parts()), 413)
+    assert gateway.text("A", max_tokens=2) == "BC"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
+def test_bodies_that_grow_too_large_behind_a_whole_request_are_not_acted_on(gateway, target, route, stream):
+    asked = {"prompt": "A", "messages": HELLO, "input": "A", "text": "A", "stream": stream}
+
+    def parts():
+        yield json.dumps(asked).encode()
+        for _ in range(5):
+            yield b" " * (1 << 20)
+
+    before = target.engine.opened
+    headers = {"Content-Type": "application/json"}
+    error = error_of(gateway.client.post(route, content=parts(), headers=headers), 413)
+    assert error["code"] == "request_too_large"
+    assert gateway.text("A", max_tokens=2) == "BC"
+    assert target.engine.opened == before + 1
+
+
+async def test_behind_a_body_that_is_too_large_a_disconnect_is_still_told():
+    messages = [{"type": "http.request", "body": b"12345678", "more_body": True}, {"type": "http.disconnect"}]
+    heard, sent = [], []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    async def app(scope, receive, send):
+        with pytest.raises(HTTPException):
+            await receive()
+        heard.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    edge = Edge(max_body_bytes=7)
+    edge.app = app
+    await edge({"type": "http", "path": "/", "headers": []}, receive, send)
+    assert heard == [{"type": "http.disconnect"}]
+    assert sent[0]["status"] == 413
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(started):
+    """One whose body does not come, or whose client does not read."""
+    edge, begun, sent = Edge(max_body_bytes=7), asyncio.Event(), []
+
+    async def app(scope, receive, send):
+        if started:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def send(message):
+        sent.append(message)
+
+    edge.app = app
+    scope = {"type": "http", "path": "/v1/completions", "headers": []}
+    task = asyncio.create_task(edge(scope, None, send))
+    await begun.wait()
+    task.cancel()  # as uvicorn does; what comes out, it logs with its traceback
+    await task
+    assert sent[0]["status"] == (200 if started else 503)
+    assert len(sent) == (1 if started else 2)
+    if not started:
+        assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
+        assert b"shutting down" in sent[1]["body"]
+
+
+def test_errors_of_the_target_keep_their_status_in_streams(gateway):
+    body = {"prompt": [REFUSED], "stream": True}
+    error = error_of(gateway.client.post("/v1/completions", json=body), 400)
+    assert "does not like" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_told_before_the_answer_begins(gateway, stream):
+    before = gateway.metric("outrider_requests_total", outcome="overloaded")
+    response = gateway.client.post("/v1/completions", json={"prompt": [5, BUSY], "stream": stream})
+    error = error_of(response, 503)
+    assert error["code"] == "overloaded"
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert "retry later" in error["message"]
+    assert gateway.metric("outrider_requests_total", outcome="overloaded") == before + 1
+
+
+def test_bad_requests_leave_no_session_behind(gateway, target, draft):
+    gateway.client.post("/v1/completions", json={"prompt": ["A", "B", [1]], "max_tokens": 300})
+    gateway.client.post("/v1/completions", json={"prompt": [[5], [REFUSED], [6]], "max_tokens": 300, "temperature": 0})
+    until(lambda: target.sessions == 0 and draft.sessions == 0)
+
+
+async def test_what_nobody_expected_is_told_without_details_and_ends_the_connection():
+    app = FastAPI()
+    errors.install(app)
+
+    @app.get("/")
+    async def fails():
+        raise ValueError("a path of this machine")
+
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        response = await client.get("/")
+    assert error_of(response, 500)["code"] == "internal_error"
+    assert "path" not in response.text
+    assert (response.headers["connection"], response.headers["x-should-retry"]) == ("close", "false")
+
+
+async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
+    async def receive():
+        await asyncio.Event().wait()
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    class Failing:
+        closed = False
+
+        async def events(self):
+            yield b"data: {}\n\n"
+            raise ValueError("a path of this machine")
+
+        def close(self):
+            self.closed = True
+
+    reply = Failing()
+    await EventStream(reply)({"type": "http"}, receive, send)
+    first, told, done, end = b"".join(message.get("body", b"") for message in sent).split(b"\n\n")
+    assert (first, done, end) == (b"data: {}", b"data: [DONE]", b"")
+    assert json.loads(told.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+    assert b"path" not in told
+    assert reply.closed
+    assert not sent[-1].get("more_body")
+
+
+def test_a_model_without_chat_template(folder):
+    service = Service(Target, f"unix:{folder}/bare", files=tokenizer_files(template=None)).start()
+    gateway = Gateway(folder, [service.address])
+    try:
+        gateway.wait()
+        for route, asked in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": HELLO})):
+            error = error_of(gateway.client.post(route, json=asked), 400)
+            assert "chat template" in error["message"]
+            assert error["param"] in asked
+        assert gateway.text("A", max_tokens=2) == "BC"
+    finally:
+        assert gateway.stop() == 0
+        service.stop()

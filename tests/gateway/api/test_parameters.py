@@ -1,0 +1,193 @@
+"""Parameters of requests over real sockets, beyond those that every OpenAI client sends."""
+
+import json
+
+import openai
+import pytest
+
+from tests.support.gateway.engines import CONTEXT, EOS, SPECIAL, VOCAB, expected, tokenizer
+from tests.support.gateway.services import until
+
+TOKENIZER = tokenizer()
+ASSISTANT = 3  # a rendered conversation ends in this token
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def ids(text):
+    return TOKENIZER.encode(text).ids
+
+
+# --- ends of a text ---
+
+
+@pytest.mark.parametrize("name", ["include_stop_str_in_output", "no_stop_trim"])
+def test_a_stop_string_can_be_part_of_the_answer(gateway, name):
+    choice = gateway.complete("A", max_tokens=12, stop=["FG", "EF"], **{name: True})["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == ("BCDEF", "EF")
+    choice = gateway.complete("A", max_tokens=12, stop_token_ids=ids("E"), **{name: True}, logprobs=0)["choices"][0]
+    assert (choice["text"], choice["stop_reason"]) == ("BCDE", ids("E")[0])
+    assert choice["logprobs"]["tokens"] == ["B", "C", "D", "E"]
+
+
+def test_what_ended_a_text_is_told(gateway):
+    assert gateway.complete("A", max_tokens=3)["choices"][0]["stop_reason"] is None
+    assert gateway.complete([VOCAB - 3], max_tokens=20)["choices"][0]["stop_reason"] is None  # the model's own end
+    choice = gateway.complete("A", max_tokens=12, stop="DE")["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("BC", "stop", "DE")
+
+
+def test_special_tokens_can_be_text(gateway):
+    prompt = [VOCAB - 3]
+    plain = gateway.text(prompt, max_tokens=6, ignore_eos=True)
+    whole = gateway.text(prompt, max_tokens=6, ignore_eos=True, skip_special_tokens=False)
+    tail = expected(prompt, 6)
+    assert plain == TOKENIZER.decode(tail)
+    assert whole == TOKENIZER.decode(tail, skip_special_tokens=False)
+    assert "".join(SPECIAL[:EOS]) in whole
+
+
+# --- prompts ---
+
+
+def test_the_end_of_a_prompt_can_be_enough(gateway):
+    body = gateway.complete([5, 6, 7, 20], max_tokens=2, truncate_prompt_tokens=2, echo=True, return_token_ids=True)
+    assert body["usage"]["prompt_tokens"] == 2
+    assert body["choices"][0]["token_ids"] == [21, 22]
+    assert body["choices"][0]["text"] == TOKENIZER.decode([7, 20, 21, 22])
+    assert gateway.complete([20], max_tokens=2, truncate_prompt_tokens=9)["usage"]["prompt_tokens"] == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "asked", "rest"),
+    [
+        ("/v1/completions", {"prompt": [5] * 500}, 16),
+        ("/v1/completions", {"prompt": [5] * 500, "max_tokens": 7}, 7),
+        ("/v1/completions", {"prompt": [5] * 500, "max_tokens": 0, "echo": True}, 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}]}, 1),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}], "max_completion_tokens": 7}, 7),
+        ("/v1/responses", {"input": "x" * 500, "max_output_tokens": 7}, 7),
+    ],
+)
+def test_as_much_of_a_prompt_as_fits_can_be_enough(gateway, target, route, asked, rest):
+    response = gateway.client.post(route, json=asked | {"truncate_prompt_tokens": -1})
+    assert response.status_code == 200, response.text
+    assert target.engine.seen[-1].prompt_length == CONTEXT - rest
+
+
+def test_an_answer_goes_on_from_the_last_message(gateway, target):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xA "}]
+    body = {"messages": messages, "max_tokens": 3, "temperature": 0, "continue_final_message": True}
+    answer = gateway.client.post("/v1/chat/completions", json=body).json()
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "hixA "
+    assert answer["choices"][0]["message"]["content"] == TOKENIZER.decode(expected(ids("xA "), 3))
+    response = gateway.client.post("/v1/chat/completions", json={**body, "add_generation_prompt": True})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
+    blank = {**body, "messages": [*messages[:1], {"role": "assistant", "content": " "}]}
+    assert gateway.client.post("/v1/chat/completions", json=blank).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("top_k", [VOCAB, 2**31, 2**40, 2**70])
+def test_more_candidates_than_there_are_are_all_of_them(gateway, target, top_k):
+    """And none of the services' burden: the wire has no room for all numbers."""
+    assert gateway.complete("A", max_tokens=2, top_k=top_k)["choices"][0]["text"] == "BC"
+    assert target.engine.seen[-1].sampling.top_k == VOCAB
+    body = {"text": "A", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "top_k": top_k}}
+    response = gateway.client.post("/generate", json=body)
+    assert (response.status_code, response.json().get("text")) == (200, "BC")
+
+
+def test_priority_reaches_the_target(gateway, target):
+    gateway.complete("A", max_tokens=2, priority=-3)
+    assert target.engine.seen[-1].priority == -3
+    gateway.complete("A", max_tokens=2)
+    assert target.engine.seen[-1].priority == 0
+
+
+# --- time ---
+
+
+@pytest.mark.parametrize("by_header", [False, True])
+def test_an_answer_that_takes_too_long_ends_with_a_deadline(gateway, target, draft, by_header):
+    body = {"prompt": "A", "max_tokens": 350, "ignore_eos": True, "temperature": 0}
+    headers = {"X-Request-Timeout": "1.5"} if by_header else {}
+    body |= {} if by_header else {"timeout": 1.5}
+    target.engine.delay = 0.1  # the whole text takes far longer
+    try:
+        response = gateway.client.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "deadline_exceeded"
+        assert response.headers["x-should-retry"] == "false"
+        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=8)
+        streamed = gateway.client.post("/v1/completions", json={**body, "stream": True}, headers=headers)
+        *parts, error, done = [line for line in streamed.text.split("\n\n") if line]
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+        assert parts
+        until(lambda: target.sessions == 0 and draft.sessions == 0, seconds=8)
+    finally:
+        target.engine.delay = target.delay
+    assert gateway.client.post("/v1/completions", json={"prompt": "A"}, headers={"X-Request-Timeout": "x"}).is_error
+
+
+# --- speculation ---
+
+
+def test_a_request_without_speculation_is_not_opened_on_the_draft(client, target, draft):
+    opened = draft.engine.opened
+    for value in ("off", {"enabled": False}, {"max_draft_tokens": 0}):
+        answer = client.completions.create(
+            model="default", prompt="A", max_tokens=40, temperature=0, extra_body={"speculation": value}
+        )
+        assert target.engine.seen[-1].max_draft_tokens == 0
+        assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert draft.engine.opened == opened
+    client.completions.create(
+        model="default", prompt="A", max_tokens=4, extra_body={"speculation": {"max_draft_tokens": 2}}
+    )
+    assert target.engine.seen[-1].max_draft_tokens == 2
+    client.completions.create(model="default", prompt="A", max_tokens=4, extra_body={"speculation": "auto"})
+    assert target.engine.seen[-1].max_draft_tokens is None
+    until(lambda: draft.engine.opened == opened + 2)  # the draft may hear of it once it is answered
+
+
+@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.parametrize("stream", [False, True])
+def test_drafted_tokens_are_marked_on_request(client, stream):
+    options = {"model": "default", "prompt": "A", "max_tokens": 90, "temperature": 0, "stop": ["xyz"]}
+    answer = client.completions.create(
+        **options, stream=stream, extra_body={"speculation": {"report": True}, "return_token_ids": True}
+    )
+    choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
+    steps = {"tokens": [], "verified": [], "accepted": [], "texts": [], "guesses": []}
+    for choice in choices:
+        assert sum(choice.speculation["tokens"]) == len(choice.token_ids)
+        for name, values in choice.speculation.items():
+            steps[name] += values
+    assert sum(steps["accepted"]) > 0
+    for count, verified, accepted, texts, guess in zip(*steps.values(), strict=True):
+        assert accepted <= min(count, verified)
+        assert len(texts) == count
+        assert guess[:accepted] == texts[:accepted], "what was accepted is what the draft believed in"
+        assert bool(guess) == bool(verified)
+
+
+# --- usage as it grows ---
+
+
+def test_usage_can_come_with_every_chunk(client):
+    chunks = list(client.completions.create(
+        model="default", prompt="A", max_tokens=60, temperature=0, stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True}, extra_body={"return_token_ids": True},
+    ))  # fmt: skip
+    count = 0
+    for chunk in chunks[:-1]:
+        count += len(chunk.choices[0].token_ids)
+        assert chunk.usage.completion_tokens == count
+        assert chunk.usage.prompt_tokens == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == count == 60

@@ -1,0 +1,148 @@
+"""/v1/responses through the `openai` client: bodies, events in their order, and what is refused."""
+
+import json
+
+import openai
+import pytest
+
+from tests.support.gateway.engines import VOCAB, expected, tokenizer
+from tests.support.gateway.services import until
+
+TOKENIZER = tokenizer()
+ASSISTANT = 3  # a rendered conversation ends in this token
+
+
+@pytest.fixture(scope="module")
+def client(gateway):
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+        yield client
+
+
+def create(client, **options):
+    sent = {"model": "default", "input": "hello", "max_output_tokens": 30, "temperature": 0, **options}
+    return client.responses.create(**sent)
+
+
+@pytest.mark.usefixtures("hints_in_time")
+def test_a_response(client, target):
+    response = create(client, instructions="be brief", metadata={"a": "b"})
+    assert response.output_text == TOKENIZER.decode(expected([ASSISTANT], 30))
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "be briefhello"
+    assert (response.object, response.status, response.incomplete_details.reason) == (
+        "response", "incomplete", "max_output_tokens",
+    )  # fmt: skip
+    assert response.id.startswith("resp_")
+    assert response.metadata == {"a": "b"}
+    assert (response.usage.output_tokens, response.usage.total_tokens) == (30, 30 + response.usage.input_tokens)
+    assert response.metrics["speculative_decoding"]["num_spec_steps"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("user", "told"), [("me", "me"), (None, None), (2**70, None), ({"a": [2**70]}, None)])
+def test_users_are_told_by_their_names(gateway, user, told, stream):
+    body = {"input": "hello", "max_output_tokens": 2, "user": user, "stream": stream}
+    answer = gateway.client.post("/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    response = json.loads(data[-1])["response"] if stream else answer.json()
+    assert (response["user"], response["usage"]["output_tokens"]) == (told, 2)
+
+
+def test_a_conversation_and_an_end_of_its_own(client, target):
+    parts = [{"type": "input_text", "text": "he"}, {"type": "input_text", "text": "llo"}]
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "A"}]},
+    ]
+    items = [{"type": "message", "role": "developer", "content": "short"}, *turns, {"role": "user", "content": parts}]
+    text = TOKENIZER.decode(expected([ASSISTANT], 9))
+    response = create(client, input=items, extra_body={"stop": [text[4:]]})
+    assert TOKENIZER.decode(target.engine.seen[-1].tokens.tolist()) == "shorthiAhe\nllo"
+    assert (response.status, response.incomplete_details, response.output_text) == ("completed", None, text[:4])
+    assert response.output[0].status == "completed"
+
+
+def test_events_come_in_their_order(client):
+    events = list(create(client, stream=True))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    text = TOKENIZER.decode(expected([ASSISTANT], 30))
+    assert "".join(event.delta for event in events[4:-4]) == events[-4].text == text
+    assert events[-1].response.output_text == text
+    assert events[0].response.id == events[-1].response.id
+    sent = {"model": "default", "input": "hello", "max_output_tokens": 30, "temperature": 0}
+    with client.responses.stream(**sent, extra_body={"stop": [text[-3:]]}) as stream:
+        assert "response.output_text.delta" in {event.type for event in stream}
+        assert stream.get_final_response().output_text == text[:-3]
+
+
+def test_log_probabilities_on_request(client):
+    told = create(client, max_output_tokens=3, include=["message.output_text.logprobs"], top_logprobs=2)
+    entries = told.output[0].content[0].logprobs
+    assert len(entries) == 3
+    assert len(entries[0].top_logprobs) == 2
+
+
+def test_streams_tell_of_tokens_that_have_no_text_yet(client):
+    """Parts of a character, and what may be the beginning of a stop string."""
+    sent = {"model": "default", "input": "hello", "max_output_tokens": 150, "temperature": 0}
+    with client.responses.stream(**sent, include=["message.output_text.logprobs"]) as stream:
+        events = list(stream)
+    told = [len(event.logprobs) for event in events if event.type == "response.output_text.delta"]
+    assert sum(told) == len(events[-1].response.output[0].content[0].logprobs) == 150
+
+
+def test_a_form_reaches_the_target(client, target):
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+    assert create(client, max_output_tokens=2, text={"format": form}).text.format.type == "json_schema"
+    assert target.engine.seen[-1].grammar.text == '{"type": "object"}'
+    create(client, max_output_tokens=2)
+    assert target.engine.seen[-1].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"const": 1 << 70}}}}, "text"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"reasoning": {"effort": 3}}, "reasoning"),
+        ({"extra_body": {"n": 2}}, "n"),
+    ],
+)
+def test_what_is_wrong_is_named(client, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        create(client, **options)
+    assert error.value.param.split(".")[0] == param
+
+
+def test_errors_before_the_first_event_have_a_status(client, target, draft):
+    with pytest.raises(openai.BadRequestError) as error:
+        create(client, stream=True, input="x" * 500)
+    assert error.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError):
+        create(client, stream=True, extra_body={"stop_token_ids": [VOCAB]})
+    until(lambda: target.sessions == 0 and draft.sessions == 0)
+
+
+def test_an_error_on_the_way_is_an_event_of_its_own(client, gateway, target, monkeypatch):
+    monkeypatch.setattr(target.engine, "delay", 0.1)  # the whole text takes far longer
+    body = {"input": "hello", "max_output_tokens": 350, "temperature": 0, "stream": True, "timeout": 1.5}
+    *events, last = gateway.client.post("/v1/responses", json=body).text.rstrip("\n").split("\n\n")
+    name, data = last.split("\n")
+    told = json.loads(data.removeprefix("data: "))
+    assert (name, told["type"], told["code"]) == ("event: error", "error", "deadline_exceeded")
+    assert told["sequence_number"] == len(events)
+    assert told["message"] == told["error"]["message"]
+    with pytest.raises(openai.APIError) as error:
+        list(create(client, stream=True, max_output_tokens=350, extra_body={"timeout": 1.5}))
+    assert error.value.code == "deadline_exceeded"

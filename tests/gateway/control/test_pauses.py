@@ -1,0 +1,118 @@
+"""A pause holds for targets that come and go meanwhile."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from gateway.control.control import Control
+from gateway.control.server_info import Facts
+from gateway.control.worker_answers import answers_for
+from gateway.orchestration.orchestrator import Orchestrator
+from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
+from gateway.workers.peers import Peers
+from outrider.config import GatewayConfig
+from outrider.errors import Unavailable
+from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
+from tests.gateway.orchestration.test_resume import Stream, started, system
+from tests.support.gateway.services import until
+
+
+def control(gateway, what, status=200, **body):
+    answer = gateway.client.post(f"/{what}_generation", json=body)
+    assert answer.status_code == status, answer.text
+
+
+def back(gateway, target):
+    target.start()
+    until(lambda: gateway.client.get("/health").status_code == 200)
+
+
+def gone(gateway, target):
+    target.stop()
+    until(lambda: gateway.client.get("/health").status_code == 503)
+
+
+def test_a_target_that_starts_anew_in_a_pause_pauses_too(folder):
+    with system(folder, drafts=0) as (gateway, [target], _):
+        stream = Stream(gateway)
+        started(stream)
+        control(gateway, "pause", mode="in_place")
+        gone(gateway, target)
+        back(gateway, target)
+        until(lambda: target.sessions)
+        assert target.engine.held, "before the session came"
+        control(gateway, "continue")
+        assert stream.whole()
+        gone(gateway, target)
+        back(gateway, target)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+
+
+def test_a_target_that_was_away_hears_of_a_pause_and_of_its_end(folder):
+    with system(folder, drafts=0) as (gateway, [target], _):
+        gone(gateway, target)
+        control(gateway, "pause", 503)
+        back(gateway, target)
+        assert target.engine.held
+        gone(gateway, target)
+        control(gateway, "continue", 503)
+        back(gateway, target)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a target is told before it is used again. One whose link is its channel has to go on by then."""
+
+    said = []
+
+    class Stub:
+        def __init__(self, link):
+            self.link = link
+
+        async def PauseGeneration(self, request, **options):
+            assert request.mode == common_pb2.PAUSE_MODE_IN_PLACE, "nobody's session ends"
+            said.append("pause")
+            if len(said) == 1 and self.link is not None:
+                self.link.paused = False
+
+        async def ContinueGeneration(self, request, **options):
+            said.append("continue")
+
+    monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", Stub)
+    return said
+
+
+async def test_what_is_said_while_a_target_is_told_is_told_too(told):
+    link = TargetLink("unix:/nowhere")
+    await link._prepare(link)
+    assert told == []
+    link.paused = True
+    await link._prepare(link)
+    assert told == ["pause", "continue"]
+
+
+async def test_a_target_is_believed_whichever_gateway_paused_it(told):
+    link = TargetLink("unix:/nowhere")
+    Orchestrator([link], [], Metrics())
+    for paused, expected in ((True, ["pause"]), (False, [])):
+        told.clear()
+        await link.on_frame(target_pb2.VerifyResponse(load=common_pb2.EngineLoad(paused=paused)))
+        await link._prepare(None)
+        assert told == expected
+
+
+async def test_workers_hear_of_a_pause_that_another_one_was_asked_for(tmp_path):
+    links = [TargetLink(f"unix:{tmp_path}/nowhere") for _ in range(2)]
+    places = [Peers(index, 2, tmp_path) for index in range(2)]
+    controls = [
+        Control(Orchestrator([link], [], Metrics()), Facts(GatewayConfig(), target_pb2.GetTargetInfoResponse(), place))
+        for link, place in zip(links, places, strict=True)
+    ]
+    await places[1].serve(answers_for(SimpleNamespace(abort=list), controls[1]))
+    for act, expected in ((lambda: controls[0].pause("retract"), True), (controls[0].proceed, False)):
+        with pytest.raises(Unavailable):
+            await act()
+        assert [link.paused for link in links] == [expected] * 2
+    await places[1].stop()

@@ -1,0 +1,307 @@
+"""Calls and reasoning in models' texts, however these are cut into pieces."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+
+from gateway.api.requests.messages import Message
+from gateway.api.requests.tools import Tools, introduced, tools_of
+from gateway.api.routes.chats import Chats
+from gateway.parsers.json_text import CallObject
+from gateway.parsers.parser import Speech, form_of, reasons
+from gateway.parsers.reasoning import Reasoning, ThinkingTokens
+from gateway.parsers.tool_calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
+from gateway.text.tokenizer import ModelTokenizer
+from outrider.config import GatewayOptions
+from outrider.errors import InvalidRequest
+from tests.support.gateway.engines import EOS, VOCAB, tokenizer, tokenizer_files
+
+SIZES = [1, 2, 3, 5, 11, 1000]
+WEATHER = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, {"a": 2}]}'
+
+
+def read(make, text, size, most_calls=None):
+    """Content and calls, (name, arguments) each."""
+    speech = Speech(None, make(), most_calls=most_calls)
+    content, calls = "", []
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for place, piece in enumerate(pieces):
+        said = speech.push(piece, last=place == len(pieces) - 1)
+        content += said.content
+        for part in said.calls:
+            if part.name is not None:
+                assert part.call == len(calls)
+                calls.append([part.name, ""])
+            calls[part.call][1] += part.arguments
+    return content, [tuple(call) for call in calls]
+
+
+def hermes(name, arguments):
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+HERMES = {
+    "plain text": ("no call < here </tool", "no call < here </tool", []),
+    "one": (hermes("f", WEATHER), "", [("f", WEATHER)]),
+    "behind text": ("Let me see.\n" + hermes("f", "{}"), "Let me see.", [("f", "{}")]),
+    "several": (hermes("f", "{}") + "\n" + hermes("g", WEATHER), "", [("f", "{}"), ("g", WEATHER)]),
+    "text between": (hermes("f", "{}") + " and " + hermes("g", "{}"), " and", [("f", "{}"), ("g", "{}")]),
+    "arguments first": (f'<tool_call>{{"arguments": {WEATHER}, "name": "f"}}</tool_call>', "", [("f", WEATHER)]),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    "no arguments": ('<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    "other keys": ('<tool_call>{"id": 7, "name": "f", "x": null, "parameters": {}}</tool_call>', "", [("f", "{}")]),
+    "no JSON": ("<tool_call>f(1)</tool_call> done", "<tool_call>f(1)</tool_call> done", []),
+    "spaces behind": ('Well.\n<tool_call>{"name": "f"}</tool_call>\n', "Well.", [("f", "{}")]),
+    "no last mark": (
+        '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call>',
+        "",
+        [("f", "{}"), ("g", "{}")],
+    ),
+    "content behind": ('<tool_call>{"name": "f"}</tool_call>\nDone.\n', "\nDone.\n", [("f", "{}")]),
+    "cut off": ('ok <tool_call>{"name": "f", "arguments": {"a', "ok", [("f", '{"a')]),
+    "cut off early": ('ok <tool_call>{"na', 'ok <tool_call>{"na', []),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", HERMES)
+def test_hermes(case, size):
+    text, content, calls = HERMES[case]
+    got_content, got_calls = read(HermesReader, text, size)
+    assert got_calls == calls
+    assert got_content.replace(" ", "") == content.replace(" ", "")
+
+
+LLAMA = {
+    "plain text": ("hello {not a call}", "hello {not a call}", []),
+    "one": (f'{{"name": "f", "parameters": {WEATHER}}}', "", [("f", WEATHER)]),
+    "tagged": ('<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
+    "several": ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "", [("f", "{}"), ("g", "{}")]),
+    "no tool of ours": ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
+    "an answer in JSON": ('{"city": "x", "n": 3} so', '{"city": "x", "n": 3} so', []),
+    "a line's end behind": ('{"name": "f", "parameters": {}}\n', "", [("f", "{}")]),
+    "a separator behind": ('{"name": "f", "parameters": {}}; ', "", [("f", "{}")]),
+    "cut off": ('{"name": "f", "parameters": {"a": ', "", [("f", '{"a": ')]),
+    "cut off early": ('{"na', '{"na', []),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", LLAMA)
+def test_llama(case, size):
+    text, content, calls = LLAMA[case]
+    assert read(lambda: ObjectsReader({"f", "g"}), text, size) == (content, calls)
+
+
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+def deepseek(name, arguments, fenced):
+    head, tail = (f"function<｜tool▁sep｜>{name}\n```json\n", "\n```") if fenced else (f"{name}<｜tool▁sep｜>", "")
+    return f"<｜tool▁call▁begin｜>{head}{arguments}{tail}<｜tool▁call▁end｜>"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("fenced", [False, True])
+def test_deepseek(fenced, size):
+    calls = deepseek("f", WEATHER, fenced) + "\n" + deepseek("g", "{}", fenced)
+    assert read(DeepSeekReader, "Sure. " + BEGIN + calls + END, size) == ("Sure. ", [("f", WEATHER), ("g", "{}")])
+    assert read(DeepSeekReader, "a < b", size) == ("a < b", [])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_a_grammar_made(size):
+    text = f'[{{"name": "f", "parameters": {WEATHER}}}, {{"name": "g", "parameters": {{}}}}]'
+    assert read(ObjectsReader, text, size) == ("", [("f", WEATHER), ("g", "{}")])
+    assert read(ObjectsReader, text, size, most_calls=1) == ("", [("f", WEATHER)])
+    assert read(lambda: NamedReader("h"), WEATHER, size) == ("", [("h", WEATHER)])
+
+
+def test_objects_that_are_no_calls_fail():
+    for text in ("x", '{"name": 5}', "{name: 1}", '{"name" 1}', '{"name": nope, '):
+        made = CallObject()
+        made.push(text)
+        assert made.failed or made.name is None
+
+
+REASONING = {
+    "none": (False, "hello <think> x", "", "hello <think> x"),
+    "marked": (False, "<think>\nhm < 3\n\n</think>\n\nyes", "hm < 3\n\n", "yes"),
+    "opened by the prompt": (True, "hm</think>yes", "hm", "yes"),
+    "never closed": (True, "hm </thin", "hm </thin", ""),
+    "empty": (False, "<think>\n\n</think>\n\nyes", "", "yes"),
+    "cut off early": (False, "<thi", "", "<thi"),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", REASONING)
+def test_reasoning(case, size):
+    inside, text, reasoning, content = REASONING[case]
+    speech, got = Speech(Reasoning(inside=inside), None), ["", ""]
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    for place, piece in enumerate(pieces):
+        said = speech.push(piece, last=place == len(pieces) - 1)
+        got[0] += said.reasoning
+        got[1] += said.content
+    assert got == [reasoning, content]
+
+
+def test_reasoning_goes_before_calls():
+    speech = Speech(Reasoning(inside=True), HermesReader())
+    said = speech.push("<tool_call> is for later</think>" + hermes("f", "{}"), last=True)
+    assert said.reasoning == "<tool_call> is for later"
+    assert [part.name for part in said.calls if part.name] == ["f"]
+
+
+def test_tokens_of_reasoning_are_counted():
+    for inside, pieces, count in (
+        (True, [[5, 6], [7, 2, 8]], 4), (False, [[1, 5], [2], [9]], 3), (False, [[5, 1, 2]], 0), (True, [[5, 6]], 2),
+    ):  # fmt: skip
+        thinking = ThinkingTokens(1, 2, inside=inside)
+        for tokens in pieces:
+            thinking.add(tokens)
+        assert thinking.count == count
+    unknown = ThinkingTokens(None, None, inside=True)
+    unknown.add([1, 2])
+    assert unknown.count == 0
+
+
+# --- requests ---
+
+F = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"$ref": "#/$defs/n"}}, "$defs": {"n": {}}}}
+TOOLS = [{"type": "function", "function": F}, {"type": "function", "name": "g"}]
+
+
+def test_tools_and_choices():
+    assert tools_of(None, "auto", None) is None
+    assert tools_of([], None, None) is None
+    assert tools_of(TOOLS, "none", None) is None
+    assert tools_of(TOOLS, None, False) == Tools([F, {"name": "g"}], parallel=False)
+    assert tools_of(TOOLS, {"type": "function", "function": {"name": "g"}}, None).named == "g"
+    schema = json.loads(tools_of(TOOLS, "required", False).grammar().text)
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    assert [call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]] == ["f", "g"]
+    assert (
+        json.loads(tools_of(TOOLS, {"type": "function", "name": "f"}, None).grammar().text).items()
+        >= F["parameters"].items()
+    )
+
+
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+def test_each_tool_keeps_definitions_of_its_own(key):
+    """Two tools may name theirs alike. Judged by what compiles grammars at the targets."""
+    kinds = {"a": {"type": "integer"}, "b": {"enum": ["yes", "no"]}}
+    tools = [
+        {"type": "function", "name": name, "parameters": {
+            "type": "object", "properties": {"x": {"$ref": f"#/{key}/Item"}, "y": {"$ref": "#"}}, "required": ["x"],
+            key: {"Item": kind},
+        }}
+        for name, kind in kinds.items()
+    ]  # fmt: skip
+    grammar = tools_of(tools, "required", None).grammar().text
+    tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
+    right = '[{"name": "a", "parameters": {"x": 7, "y": {"x": 8}}}, {"name": "b", "parameters": {"x": "no"}}]'
+    wrong = '[{"name": "a", "parameters": {"x": "no"}}]', '[{"name": "b", "parameters": {"x": 7}}]'
+    for text, fits in ((right, True), *((text, False) for text in wrong)):
+        matcher = LLMatcher(tokens, grammar_from("json_schema", grammar))
+        assert not matcher.get_error()
+        ids = tokens.tokenize_str(text)
+        assert (matcher.validate_tokens(ids) == len(ids)) is fits, text
+
+
+def test_arguments_that_a_schema_does_not_name_are_left_out_unless_it_says_so():
+    for own, told in (({}, False), ({"additionalProperties": True}, True)):
+        tool = {"type": "function", "name": "h", "parameters": {"type": "object", "properties": {"a": {}}, **own}}
+        named = tools_of([tool], {"type": "function", "name": "h"}, None)
+        assert json.loads(named.grammar().text)["additionalProperties"] is told
+
+
+@pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {}, None])
+def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
+    tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for choice, form in (
+        ({"type": "function", "function": {"name": "f"}}, "{}"),
+        ("required", '[{{"name": "f", "parameters": {}}}]'),
+    ):
+        grammar = tools_of([tool], choice, None).grammar().text
+        for arguments in ("{}", "5", '"a"', "null", "[]"):
+            ids = tokens.tokenize_str(form.format(arguments))
+            fits = LLMatcher(tokens, grammar_from("json_schema", grammar)).validate_tokens(ids) == len(ids)
+            assert fits is (arguments == "{}"), arguments
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        (None, "required", "tool_choice"),
+        (TOOLS, "sometimes", "tool_choice"),
+        (TOOLS, {"type": "function", "function": {"name": "h"}}, "tool_choice"),
+        (TOOLS, {"function": {"name": "h"}}, "tool_choice"),
+        (TOOLS, {"type": None}, "tool_choice"),
+        (TOOLS, {}, "tool_choice"),
+        ([{"type": "web_search"}], None, "tools.0"),
+        ([{"type": "function", "function": {}}], None, "tools.0"),
+        ([*TOOLS, *TOOLS], None, "tools"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named(tools, choice, param):
+    with pytest.raises(InvalidRequest) as error:
+        tools_of(tools, choice, None)
+    assert error.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [(None, {}), ("", {}), ({}, {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("a(", "a(")],
+)
+def test_earlier_calls_are_told_with_their_arguments_as_objects(sent, told):
+    """null is what some clients send for a function that has none."""
+    call = {"function": {"name": "f", "arguments": sent}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
+    assert message.rendered()["tool_calls"][0]["function"] == {"name": "f", "arguments": told}
+
+
+def test_a_function_may_be_named_without_its_type():
+    assert tools_of(TOOLS, {"function": {"name": "g"}}, None).named == "g"
+
+
+def test_a_template_that_knows_no_tools_gets_them_as_text():
+    tools = tools_of(TOOLS, None, None)
+    call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    told = introduced(messages, tools)
+    assert [message["role"] for message in told] == ["system", "user", "assistant"]
+    assert '"name": "g"' in told[0]["content"]
+    assert read(HermesReader, told[2]["content"], 1000) == ("", [("f", '{"x": 1}')])
+    joined = introduced([{"role": "system", "content": "be kind"}, *messages], tools)
+    assert joined[0]["content"].startswith("be kind\n\nYou can call")
+    assert introduced(messages, None)[0] == messages[0]
+
+
+async def test_a_template_for_tools_alone_is_what_knows_them():
+    named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    tokenizer = ModelTokenizer(tokenizer_files(named))
+
+    async def encode_chat(messages, **options):
+        return tokenizer.encode_chat(messages, **options)
+
+    chats = Chats(SimpleNamespace(tokenizer=tokenizer, encode_chat=encode_chat), GatewayOptions())
+    messages = [Message(role="user", content="hi")]
+    prompts = [await chats.prompt(messages, tools, {}) for tools in (None, tools_of(TOOLS, None, None))]
+    assert [tokenizer.decode(tokens) for tokens in prompts] == ["d", "f"]
+
+
+def test_forms_are_found_in_templates():
+    assert form_of("auto", "{{ tools }} <tool_call>") == "hermes"
+    assert form_of("auto", f"{{{{ tools }}}} {BEGIN}") == "deepseek"
+    assert form_of("auto", '{{ tools }} {"name": function name, "parameters": ...}') == "llama"
+    assert form_of("auto", "{{ messages }}") is form_of("auto", None) is form_of("none", "tools <tool_call>") is None
+    assert form_of("llama3", None) == "llama"
+    assert reasons("auto", "x </think>")
+    assert reasons("qwen3", None)
+    assert not reasons("auto", "x")
+    assert not reasons("none", "x </think>")

@@ -1,0 +1,228 @@
+"""What does not fit is refused at start-up: one clear line and exit code 2."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from gateway.process.app import first_target
+from outrider.client import Client
+from outrider.errors import ConfigError, Unavailable
+from outrider.process.ports import take_port
+from outrider.wire.v1 import common_pb2, target_pb2
+from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, until
+
+
+def refused(*flags, code=2):
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [({"vocab_hash": "v2"}, ["v1", "v2"]), ({"vocab_hash": "", "vocab_size": 299}, ["299", "300"])],
+)
+def test_a_draft_with_another_vocabulary(folder, target, facts, words):
+    draft = Service(Draft, f"unix:{folder}/strange", **facts).start()
+    try:
+        output = refused("--target", target.address, "--draft", draft.address)
+        assert "vocabular" in output
+        assert all(word in output for word in words)
+    finally:
+        draft.stop()
+
+
+def test_targets_with_different_models(folder, target):
+    other = Service(Target, f"unix:{folder}/other", fingerprint="f2").start()
+    try:
+        output = refused("--target", target.address, other.address)
+        assert "f1" in output
+        assert "f2" in output
+    finally:
+        other.stop()
+
+
+def test_targets_with_different_updates_of_one_model(folder):
+    """One of them is left out until the next update, which nobody could send if the gateway did not start."""
+    targets = [
+        Service(Target, f"unix:{folder}/{name}", fingerprint=name, first="f1").start() for name in ("f1", "f2", "f3")
+    ]
+    gateway = Gateway(folder, [target.address for target in targets])
+    try:
+        gateway.wait()
+        until(lambda: gateway.log.read_text().count("; update the target's weights") == 2)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        assert sum(link["up"] for link in gateway.client.get("/server_info").json()["targets"]) == 1
+    finally:
+        assert gateway.stop() == 0
+        for target in targets:
+            target.stop()
+
+
+class Comes:
+    """A link to a target that comes after a while."""
+
+    def __init__(self, turns, fingerprint):
+        self.turns, self.up, self.info, self.expected = turns, False, None, None
+        model = common_pb2.ModelInfo(fingerprint=fingerprint)
+        self.facts = target_pb2.GetTargetInfoResponse(model=model, first_fingerprint="f1")
+
+    def start(self):
+        pass
+
+    async def wait_up(self, _):
+        for _ in range(self.turns):
+            await asyncio.sleep(0)
+        self.up, self.info = True, self.facts
+
+    def expect(self, facts):
+        self.expected = facts.model.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("come", "expected"),
+    [([(1, "f1"), (50, "f2")], "f2"), ([(50, "f1"), (1, "f2")], "f2"), ([(1, "f1"), (50, "f1")], "f1")],
+)
+async def test_weights_that_were_updated_are_the_right_ones(come, expected):
+    links = [Comes(*one) for one in come]
+    first = await first_target(links, 60)
+    assert first.facts.model.fingerprint == expected
+    assert {link.expected for link in links} == {expected}
+
+
+def test_a_checkpoint_without_tokenizer(folder):
+    bare = Service(Target, f"unix:{folder}/empty", files={"config.json": b"{}"}).start()
+    try:
+        assert "tokenizer.json" in refused("--target", bare.address)
+    finally:
+        bare.stop()
+
+
+def test_keys_that_anybody_has(folder):
+    assert "--api-key is empty" in refused("--target", f"unix:{folder}/nobody", "--api-key", "")
+
+
+def test_a_host_of_ipv6(folder, target):
+    gateway = Gateway(folder, [target.address], host="::1")
+    gateway.client.close()
+    gateway.client = httpx.Client(base_url=f"http://[::1]:{gateway.port}", timeout=30)
+    try:
+        gateway.wait()
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        with Client(f"[::1]:{gateway.grpc_port}") as client:
+            assert client.info().served_model_name
+    finally:
+        assert gateway.stop() == 0
+
+
+def test_no_target_in_time(folder):
+    assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1, code=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--port", 99999], "--port 99999 is no port"),
+        (["--port", 0], "--port 0 is no port"),
+        (["--grpc-port", -3], "--grpc-port -3 is no port"),
+        (["--port", 31000, "--grpc-port", 31000], "--port and --grpc-port are both 31000"),
+        (["--health-listen", "127.0.0.1:65536"], "65536 is no port"),
+        (["--health-listen", "127.0.0.1:0"], " 0 is no port"),
+    ],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ports_that_cannot_be(flags, words, workers):
+    assert words in refused("--target", "unix:nowhere", "--gateway-workers", workers, *flags)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--max-body-bytes", "--max-pending-requests", "--max-requests-per-key", "--request-timeout"]
+)
+def test_limits_that_would_leave_nobody_served(flag):
+    assert f"{flag} must be" in refused("--target", "unix:nowhere", flag, 0)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_in_use(target, flag):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        output = refused("--target", target.address, flag, port)
+        assert str(port) in output
+        assert "in use" in output
+
+
+def test_of_two_that_start_at_once_the_second_is_refused(monkeypatch):
+    """Both have bound the port before either listens."""
+    port, bind = free_port(), socket.socket.bind
+
+    with socket.socket() as other:
+
+        def at_once(taken, address):
+            bind(taken, address)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bind(other, address)
+            other.listen()
+
+        monkeypatch.setattr(socket.socket, "bind", at_once)
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use"):
+            take_port("127.0.0.1", port, "--port", listens=True)
+
+
+def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, target):
+    draft = Service(Draft, f"unix:{folder}/late")
+    gateway = Gateway(folder, [target.address], [draft.address])
+    try:
+        until(lambda: gateway.log.exists() and "draft" in gateway.log.read_text(), seconds=60)
+        until(lambda: answers(gateway, "/health") == 503, seconds=60)
+        assert gateway.text("A", max_tokens=3) == "BCD"
+        draft.start()
+        gateway.wait()
+        gateway.complete("A", max_tokens=50)
+        until(lambda: draft.engine.opened == 1)
+    finally:
+        assert gateway.stop() == 0
+        draft.stop()
+
+
+def test_a_gateway_without_a_target_lives_but_is_not_ready(folder):
+    gateway = Gateway(folder, [f"unix:{folder}/nobody"])
+    try:
+        until(lambda: answers(gateway, "/health/live") == 200, seconds=60)
+        for path in ("/health", "/health/ready", "/health_generate"):
+            assert answers(gateway, path) == 503
+        refused = gateway.client.post("/v1/completions", json={"prompt": "A"})
+        assert refused.status_code == 503
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        with Client(f"127.0.0.1:{gateway.grpc_port}") as client, pytest.raises(Unavailable) as caught:
+            client.info()
+        assert 1 <= caught.value.retry_after <= 60
+    finally:
+        assert gateway.stop() == 0
+
+
+def test_the_served_name_can_be_chosen(folder, target):
+    gateway = Gateway(folder, [target.address], served_model_name="my/model")
+    try:
+        gateway.wait()
+        assert gateway.complete("A", model="my/model")["model"] == "my/model"
+        assert gateway.client.get("/v1/models/my/model").json()["id"] == "my/model"
+        assert gateway.client.post("/v1/completions", json={"model": "counting", "prompt": "A"}).status_code == 404
+    finally:
+        assert gateway.stop() == 0
+
+
+def test_the_gateway_needs_no_numeric_framework():
+    names = "{'torch', 'jax', 'transformers'}"
+    code = (
+        f"import sys, gateway.process.app, gateway.grpc.service; sys.exit(repr({names} & set(sys.modules)) != 'set()')"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,142 @@
+"""The life of a link, event by event: what a stream's end and the link's own end do to each other."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from gateway.streams import link as links
+from gateway.streams.target import TargetLink
+from outrider.transport.frame_socket import SocketCall
+from outrider.wire.v1 import target_pb2
+from tests.support.gateway.services import Service, Target, free_port
+
+
+class Call:
+    """A stream that is silent until it ends."""
+
+    def __init__(self):
+        self.end = asyncio.Event()
+
+    async def read(self):
+        await self.end.wait()
+        return grpc.aio.EOF
+
+    def cancel(self):
+        self.end.set()
+
+
+class Near(TargetLink):
+    """A link whose service answers at once."""
+
+    def __init__(self):
+        super().__init__("unix:/nowhere")
+        self.calls = []
+
+    @contextlib.asynccontextmanager
+    async def open_channel(self):
+        yield None
+
+    async def _handshake(self, channel):
+        return None
+
+    def _open_stream(self, channel, metadata):
+        self.calls.append(Call())
+        return self.calls[-1]
+
+
+@pytest.fixture(autouse=True)
+def serving(monkeypatch):
+    async def check(channel):
+        pass
+
+    monkeypatch.setattr(links, "_check_serving", check)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_link_ends_though_its_stream_is_just_lost(turns):
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    (call,) = link.calls
+    call.end.set()
+    for _ in range(turns):  # of the event loop, in which the loss is noticed, the writer ends, the link waits
+        await asyncio.sleep(0)
+    await asyncio.wait_for(link.stop(), 5)
+    assert not link.up
+    assert len(link.calls) == 1
+
+
+async def test_two_reasons_to_look_anew_open_one_stream():
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    for _ in range(2):
+        link.shake_hands_again()
+    for _ in range(30):  # of the event loop, in which all comes to rest
+        await asyncio.sleep(0)
+    assert [call.end.is_set() for call in link.calls] == [True, False]
+    await link.stop()
+
+
+async def test_a_lost_stream_comes_back(monkeypatch):
+    monkeypatch.setattr(links, "_FIRST_WAIT", 0.01)
+    link = Near()
+    link.start()
+    await link.wait_up(5)
+    link.calls[0].end.set()
+    async with asyncio.timeout(5):
+        while len(link.calls) < 2 or not link.up:
+            await asyncio.sleep(0.01)
+    await link.stop()
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+async def test_frames_go_past_grpc_to_a_service_on_this_machine(tmp_path, one_machine):
+    address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
+    service = await asyncio.to_thread(Service(Target, address).start)
+    link = TargetLink(address)
+    async with link.open_channel() as channel:
+        call = await link._call(channel)
+        assert isinstance(call, SocketCall) is one_machine
+        await call.write(target_pb2.VerifyRequest(closes=b"123"))
+        with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
+            await call.read()
+    await asyncio.to_thread(service.stop)
+
+
+_SERVICE = """
+import sys, threading
+from tests.support.gateway.services import Service, Target
+Service(Target, sys.argv[1]).start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("one_machine", [True, False])
+async def test_a_service_that_stands_still_is_noticed(tmp_path, monkeypatch, one_machine):
+    """With the times of the options shortened to a tenth."""
+    assert dict(links.CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 10_000
+    shorter = {"grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
+    options = [(name, shorter.get(name, value)) for name, value in links.CHANNEL_OPTIONS]
+    monkeypatch.setattr(links, "CHANNEL_OPTIONS", options)
+    address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", _SERVICE, address, stdout=subprocess.PIPE)
+    try:
+        await process.stdout.readline()
+        link, lost = TargetLink(address), asyncio.Event()
+        link.on_down = lost.set
+        link.start()
+        await link.wait_up(20)
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.wait_for(lost.wait(), 20)
+        assert not link.up
+        await link.stop()
+    finally:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,219 @@
+"""What `serve` makes of its flags, and what it refuses before anything heavy starts."""
+
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import tyro
+
+from outrider.config import DraftConfig, GatewayConfig, ServeConfig, TargetConfig, TrainConfig, plain_argv, to_argv
+from outrider.errors import ConfigError
+from outrider.placement.cores import CorePlan
+from outrider.supervisor.app import _facts, base_url, check_flags, configure, make_children
+from outrider.supervisor.display import Display, first_curl
+from tests.support.outrider.children import free_port
+
+CORES = CorePlan((0, 1), (2,), (3,))
+
+
+def parse(*flags):
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    return tyro.cli(ServeConfig, args=[*ports, *flags])
+
+
+def test_shared_flags_reach_both_services_and_others_their_own(tmp_path):
+    config = parse(
+        "--model", "m", "--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d",
+        "--log-level", "debug", "--max-running-requests", "7", "--page-size", "32",
+        "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "9",
+    )  # fmt: skip
+    made = configure(config, CORES, tmp_path)
+    shared = {"max_running_requests": 7, "speculative_num_steps": 3, "speculative_eagle_topk": 1}
+    target = TargetConfig(  # a chain has no more rows than it needs
+        model_path="m", listen=f"unix:{tmp_path}/target.sock", page_size=32, cores="0,1", log_level="debug",
+        speculative_num_draft_tokens=4, **shared,
+    )  # fmt: skip
+    draft = DraftConfig(
+        speculative_algorithm="STANDALONE", speculative_draft_model_path="d", listen=f"unix:{tmp_path}/draft.sock",
+        cores="2", log_level="debug", speculative_num_draft_tokens=9, **shared,
+    )  # fmt: skip
+    assert (made.target, made.draft) == (target, draft)
+    assert (made.gateway.target, made.gateway.draft) == ((target.listen,), (draft.listen,))
+    assert (made.gateway.port, made.gateway.cores) == (config.gateway.port, "3")
+
+
+def test_children_read_the_same_configuration_back(tmp_path):
+    made = configure(parse("--listen-draft", "127.0.0.1:4", "--no-speculative-ngram-insert-prompts"), CORES, tmp_path)
+    children = make_children(made, Display())
+    assert [child.name for child in children] == ["target", "draft", "gateway"]
+    for child, config in zip(children, (made.target, made.draft, made.gateway), strict=True):
+        place = child.command.index("-um")
+        assert child.command[place : place + 3] == ["-um", "outrider", child.name]
+        assert tyro.cli(type(config), args=list(child.command[place + 3 :])) == config
+    assert [child.address for child in children[:2]] == [made.target.listen, "127.0.0.1:4"]
+    assert children[2].address == f"http://127.0.0.1:{made.gateway.port}"
+
+
+def test_a_head_is_told_its_target(tmp_path):
+    flags = ["--model", "m", "--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
+    draft = configure(parse(*flags), CORES, tmp_path).draft
+    assert draft is not None
+    assert (draft.model_path, draft.speculative_draft_model_path) == ("m", "d")
+    assert configure(parse("--model", "m"), CORES, tmp_path).draft.model_path is None
+    with pytest.raises(ConfigError, match="EAGLE3 drafts with a model of its own"):
+        check_flags(parse("--speculative-algorithm", "EAGLE3"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "draft"),
+    [
+        ([], None),
+        (["--quantization", "int8"], "int8"),
+        (["--quantization", "fp8"], "fp8"),
+        (["--quantization", "int4"], "int8"),
+        (["--quantization", "int8", "--speculative-draft-model-quantization", "unquant"], "unquant"),
+        (["--quantization", "int8", "--speculative-draft-model-quantization", "fp8"], "fp8"),
+        (["--quantization", "int8", "--speculative-algorithm", "NGRAM"], None),
+    ],
+)
+def test_a_draft_is_as_narrow_as_its_target_unless_it_is_said(tmp_path, flags, draft):
+    model = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model", "d"]
+    made = configure(parse(*model, *flags), CORES, tmp_path)
+    assert made.draft.speculative_draft_model_quantization == draft
+
+
+def test_a_head_on_the_targets_cores_grows_whole_trees_unless_flags_say_more(tmp_path):
+    shared = CorePlan((0, 1), (1,), (0, 1), niceness=15)
+    head = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model", "d"]
+    chain = ["--speculative-num-steps", "2", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "3"]
+
+    def made(flags, cores):
+        target, draft = (
+            configure(parse(*flags), cores, tmp_path).target,
+            configure(parse(*flags), cores, tmp_path).draft,
+        )
+        names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+        return *(tuple(getattr(one, name) for name in names) for one in (draft, target)), draft.niceness
+
+    nothing = (None, None, None)
+    tree, verified, niceness = made(head, shared)
+    assert None not in tree
+    assert verified == nothing  # how much of it is verified is measured
+    assert 0 <= niceness < 5  # or it would hardly ever read a prompt
+    assert made([*head, *chain], shared) == ((2, 1, 3), (2, 1, 3), niceness)
+    assert made(head, CORES) == (nothing, nothing, 0)
+    for algorithm in ("NEXTN", "NGRAM"):
+        assert made(["--speculative-algorithm", algorithm], shared) == (nothing, nothing, 15)
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"), [(["eagle3"], ["EAGLE3"]), ([""], ["NONE"]), (["Standalone"], ["STANDALONE"]), ([], [])]
+)
+def test_algorithms_go_by_their_name_in_any_letters(given, plain):
+    flag = "--speculative-algorithm"
+    assert plain_argv(["--port", "eagle", flag, *given]) == ["--port", "eagle", flag, *plain]
+    assert plain_argv([f"{flag}={word}" for word in given]) == [f"{flag}={word}" for word in plain]
+
+
+def test_without_a_drafter_there_is_no_draft(tmp_path):
+    made = configure(parse("--speculative-algorithm", "NONE"), CORES, tmp_path)
+    assert made.draft is None
+    assert made.gateway.draft == ()
+    assert [child.name for child in make_children(made, Display())] == ["target", "gateway"]
+    assert "itself" in dict(_facts(made))["drafter"]
+    made = configure(parse("--speculative-algorithm", "NONE", "--self-draft", "off"), CORES, tmp_path)
+    assert dict(_facts(made))["drafter"] == "none"
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_port_in_use_is_refused(flag):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=f"in use; choose another with {flag}$"):
+            check_flags(parse(flag, str(taken.getsockname()[1])))
+
+
+def test_free_ports_are_free_afterwards():
+    config = parse()
+    check_flags(config)
+    check_flags(config)
+
+
+def test_other_refusals():
+    with pytest.raises(ConfigError, match="--speculative-draft-model-path"):
+        check_flags(parse("--speculative-algorithm", "STANDALONE"))
+    with pytest.raises(ConfigError, match="both 5"):
+        check_flags(parse("--port", "5", "--grpc-port", "5"))
+    with pytest.raises(ConfigError, match="no address"):
+        check_flags(parse("--host", "no.such.host.invalid"))
+
+
+@pytest.mark.parametrize("flags", [
+    ["--api-key", ""], ["--api-key", "secret", " "], ["--api-key", "secret", "--admin-api-key", ""],
+    ["--admin-api-key", ""], ["--api-key", " secret"],
+])  # fmt: skip
+def test_keys_that_anybody_has_are_refused(flags):
+    """As a variable of the shell gives them that is not set."""
+    with pytest.raises(ConfigError, match=r"--(admin-)?api-key is empty"):
+        check_flags(parse(*flags))
+
+
+def test_files_where_the_user_is_are_no_modules(tmp_path):
+    """Unless the process was itself started from a checkout there."""
+    (tmp_path / "colorsys.py").write_text("raise SystemExit('not this one')")
+    code = (
+        "import subprocess\n"
+        "from outrider.process.interpreter import python\n"
+        "subprocess.run(python('-m', 'colorsys'), check=True)"
+    )
+    (tmp_path / "ask.py").write_text(code)
+    elsewhere = tmp_path / "bin"
+    elsewhere.mkdir()
+    (elsewhere / "script.py").write_text(code)
+    assert subprocess.run([sys.executable, elsewhere / "script.py"], cwd=tmp_path).returncode == 0
+    assert subprocess.run([sys.executable, "-m", "ask"], cwd=tmp_path, capture_output=True).returncode != 0
+
+
+def test_urls_are_reachable_from_here():
+    gateway = GatewayConfig(host="0.0.0.0", port=5)
+    assert base_url(gateway) == "http://127.0.0.1:5"
+    assert base_url(replace(gateway, host="::")) == "http://[::1]:5"
+    assert base_url(replace(gateway, host="::1")) == "http://[::1]:5"
+    assert base_url(replace(gateway, host="example.org")) == "http://example.org:5"
+    assert first_curl("http://h:5").startswith("curl http://h:5/v1/chat/completions -H 'Content-Type")
+
+
+def test_flags_that_are_off_by_choice_are_written_so():
+    assert to_argv(DraftConfig(speculative_ngram_insert_prompts=False)) == ["--no-speculative-ngram-insert-prompts"]
+    assert to_argv(TargetConfig(trust_remote_code=True)) == ["--trust-remote-code"]
+    key = GatewayConfig(admin_api_key="-xyz")  # as a random key may begin
+    assert to_argv(key)[-1] == "--admin-api-key=-xyz"
+    assert tyro.cli(GatewayConfig, args=to_argv(key)) == key
+
+
+@pytest.mark.parametrize("keys", [("-abc",), ("-abc", "def"), ("a", "b"), ("-a=b",)])
+def test_keys_are_passed_on_however_they_begin(keys):
+    read = tyro.cli(GatewayConfig, args=[f"--api-key={keys[0]}", *keys[1:]])
+    assert read.api_key == keys
+    assert tyro.cli(GatewayConfig, args=to_argv(read)) == read
+
+
+def test_numbers_are_passed_on_whatever_their_sign():
+    config = TrainConfig(model_path="x", output="y", temperature=(-1.0, -0.5, 1.0))
+    assert tyro.cli(TrainConfig, args=to_argv(config)) == config
+
+
+def test_what_is_shown_without_a_terminal(capsys):
+    display = Display()
+    for progress in ("", "compiling 3/9", "compiling 3/9", None):
+        display.starting({"target": None, "draft": progress})
+    display.ready([("REST", "http://h:5/v1")], "curl http://h:5")
+    shown = capsys.readouterr().err
+    lines = [line for line in shown.splitlines() if line.startswith("starting: ")]
+    states = ["…", "compiling 3/9", "ready"]
+    assert lines == [f"starting: target ready, draft {state}" for state in states]
+    assert "http://h:5/v1" in shown
+    assert "curl http://h:5\n" in shown

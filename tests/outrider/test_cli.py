@@ -1,0 +1,266 @@
+"""The command, as people and Docker call it."""
+
+import asyncio
+import compileall
+import contextlib
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import BENCHMARKS
+from bench.__main__ import main as bench_main
+from bench.harness import report
+from outrider import __version__, cli
+from outrider.supervisor import doctor
+from outrider.supervisor.health import is_healthy
+from outrider.transport.rpc import GrpcServer
+from tests.support.outrider.children import free_port
+
+
+def outrider(*flags):
+    return subprocess.run([sys.executable, "-m", "outrider", *flags], capture_output=True, text=True, timeout=60)
+
+
+def test_help_names_every_verb():
+    for flags in (["--help"], ["-h"], ["help"]):
+        result = outrider(*flags)
+        assert result.returncode == 0
+        assert result.stderr == ""
+    for verb in ("serve", "target", "draft", "gateway", "train", "bench", "doctor", "healthcheck"):
+        assert f"\n  {verb} " in result.stdout
+    assert outrider().returncode == 2
+    assert outrider("--version").stdout == f"outrider {__version__}\n"
+
+
+def test_serve_help_groups_the_flags():
+    shown = outrider("serve", "--help").stdout
+    for flag in (
+        "--model-path",
+        "--speculative-algorithm",
+        "--speculative-draft-model-path",
+        "--port",
+        "--cores-target",
+    ):
+        assert flag in shown
+    for title in ("shared options", "target options", "draft options", "gateway options"):
+        assert title in shown
+
+
+def test_help_that_is_cut_short_ends_quietly():
+    command = f"{sys.executable} -m outrider serve --help | head -1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
+
+
+def test_wrong_configuration_is_one_line_and_code_2():
+    result = outrider("serve", "--speculative-algorithm", "STANDALONE")
+    assert result.returncode == 2
+    assert result.stderr.startswith("outrider: error: ")
+    assert result.stderr.count("\n") == 1
+    assert outrider("sevre").returncode == 2
+    assert outrider("serve", "--no-such-flag").returncode == 2
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] == "{missing}" else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from outrider import cli
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("missing", "verb"), [("fastapi", "gateway"), ("torch", "target")])
+def test_a_missing_extra_is_named(tmp_path, missing, verb):
+    """Also one that is imported late, as PyTorch and JAX are."""
+    path = tmp_path / "socket"
+    flags = ["--target", "unix:nowhere"] if verb == "gateway" else ["--listen", f"unix:{path}"]
+    command = [sys.executable, "-c", WITHOUT.format(missing=missing), verb, *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.splitlines()[-1] == (
+        f"outrider: error: the {verb} needs {missing}, which is not installed; run `make install`, "
+        f'or `pip install "outrider[{verb}]"`'
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_a_verb_without_a_traceback(tmp_path):
+    """Here while it waits for an answer; while it imports, as any other."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        command = [sys.executable, "-m", "outrider", "healthcheck", f"127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen([*command, "-t", "3600"], stderr=subprocess.PIPE, text=True) as process:
+            try:
+                silent.settimeout(60)
+                connection, _ = silent.accept()
+                with connection:
+                    process.send_signal(signal.SIGINT)
+                    assert process.wait(60) == 130
+                assert process.stderr.read() == ""
+            finally:
+                process.kill()
+
+
+@pytest.mark.parametrize("name", ["services.target.x", "json.x"])
+def test_a_part_of_what_is_installed_is_no_missing_extra(monkeypatch, name):
+    def main(flags):
+        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+
+    monkeypatch.setattr(cli.importlib, "import_module", lambda _: types.SimpleNamespace(main=main))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["target"])
+
+
+def test_benchmarks_by_their_names(monkeypatch, tmp_path):
+    """`outrider bench NAME` and `python -m bench NAME` are the same, also from a folder that is no checkout."""
+    python = [sys.executable, "-m"]
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))
+    monkeypatch.setenv("COLUMNS", "120")
+    for flags in (["--help"], ["serve", "--help"], ["sevre"], ["serve", "--concurrency", "none"]):
+        one, other = (
+            subprocess.run([*python, *program, *flags], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+            for program in (["outrider", "bench"], ["bench"])
+        )
+        assert (one.returncode, one.stdout, one.stderr) == (other.returncode, other.stdout, other.stderr)
+        assert one.returncode == (0 if "--help" in flags else 2)
+    assert set(BENCHMARKS) >= {"serve", "system", "accept", "target", "draft"}
+    for module, _ in BENCHMARKS.values():
+        assert importlib.util.find_spec(module) is not None
+
+
+def test_reports_go_where_they_are_wanted(monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.harness.report._chosen", None)
+    monkeypatch.setattr("sys.argv", ["outrider", "bench", "x", "--api-key", "s3cret", "--prompts", "a b.jsonl"])
+    assert report.command() == "outrider bench x --api-key ... --prompts 'a b.jsonl'"
+    assert report.results() == Path(cli.__file__).parents[1] / "docs" / "benchmarks"
+    monkeypatch.setattr("bench.harness.report._CHECKOUT", tmp_path / "site-packages")
+    assert report.results() == Path("benchmarks")
+
+    def main(flags):
+        made = report.Report("x", "A title")
+        made.add(flags=" ".join(flags))
+        made.write()
+
+    module = types.SimpleNamespace(main=main)
+    monkeypatch.setattr("bench.__main__.importlib.import_module", lambda name: module)
+    assert bench_main(["target", "--output", str(tmp_path / "here"), "--quick"]) == 0
+    assert "| --quick |" in (tmp_path / "here" / "x.md").read_text()
+    assert bench_main(["nothing"]) == 2
+
+
+@contextlib.asynccontextmanager
+async def grpc_server(address):
+    server = GrpcServer()
+    await server.start(address, ["a.b.C"])
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def test_grpc_health_is_asked(tmp_path):
+    address = f"unix:{tmp_path}/health.sock"
+    assert not await is_healthy(address, 0.5)
+    async with grpc_server(address) as server:
+        told = []
+        assert not await is_healthy(address, tell=told.append)
+        assert told == []
+        server.tell("compiling 3/9")
+        assert not await is_healthy(address, tell=told.append)
+        assert told == ["compiling 3/9"]
+        await server.set_serving(True)
+        assert await is_healthy(address)
+        command = [sys.executable, "-m", "outrider", "healthcheck", address]
+        process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
+        assert await process.wait() == 0
+        await server.set_serving(False)
+        assert not await is_healthy(address)
+
+
+async def test_http_health_is_asked():
+    status = "503 Service Unavailable"
+
+    async def answer(reader, writer):
+        request = await reader.readuntil(b"\r\n\r\n")
+        line = status if request.startswith(b"GET /health ") else "404 Not Found"
+        writer.write(f"HTTP/1.1 {line}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        writer.close()
+
+    async def grpc_instead(reader, writer):
+        writer.write(b"\x00\x00\x18\x04")
+        writer.close()
+
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    assert not await is_healthy(url)
+    async with await asyncio.start_server(grpc_instead, "127.0.0.1", port):
+        assert not await is_healthy(url)
+    async with await asyncio.start_server(answer, "127.0.0.1", port):
+        assert not await is_healthy(url)
+        status = "200 OK"
+        assert await is_healthy(url)
+        assert await is_healthy(url + "/")
+
+
+def test_healthcheck_of_nothing_is_code_1(capsys):
+    assert cli.main(["healthcheck", f"127.0.0.1:{free_port()}", "--timeout", "0.5"]) == 1
+    assert "is not healthy" in capsys.readouterr().err
+
+
+def test_doctor_reports_devices_cores_and_the_model(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(doctor, "_DEVICES", {"numpy": "print('one', 'abacus')", "json": "import nothing_of_that_name"})
+    assert cli.main(["doctor"]) == 0
+    facts = dict(line.split(None, 1) if line[0] != " " else ("", "") for line in capsys.readouterr().out.splitlines())
+    assert __version__ in facts["outrider"]
+    assert "devices" in facts["numpy"]
+    assert "one abacus" in facts["numpy"]
+    assert "ModuleNotFoundError" in facts["json"]
+    assert str(tmp_path) in facts["cache"]
+    assert facts["converted"] == "nothing yet"
+
+
+def test_doctor_says_where_each_start_compiles_the_libraries_again(monkeypatch, tmp_path):
+    package = tmp_path / "ponderous"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_DEVICES", {})
+    monkeypatch.setattr(doctor, "_LARGE", ("ponderous", "not_there"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert "at every start" in (told := dict(doctor.report())["compiled"])
+    assert "PYTHONDONTWRITEBYTECODE" in told
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert dict(doctor.report())["compiled"] == "ponderous: when first imported"
+    compileall.compile_dir(package, quiet=1)
+    assert dict(doctor.report())["compiled"] == "ponderous"
+
+
+@pytest.mark.parametrize("closed", [(0, 1, 2), (2,), (1,)])
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (["--version"], 0),
+        (["no-verb"], 2),
+        (["gateway", "--target", "unix:nowhere", "--connect-timeout", "0.1"], 1),
+    ],
+)
+def test_standard_streams_may_be_closed(flags, code, closed):
+    if flags[0] == "gateway":
+        flags = [*flags, "--port", str(free_port()), "--grpc-port", str(free_port())]
+    script = f"import os, sys\nfor number in {closed}: os.close(number)\n"
+    script += "os.execv(sys.executable, [sys.executable, '-m', 'outrider', *sys.argv[1:]])"
+    assert subprocess.run([sys.executable, "-c", script, *flags], timeout=120).returncode == code

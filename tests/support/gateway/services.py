@@ -1,0 +1,215 @@
+"""The fake engines behind the real loop, streams and gRPC server, and the gateway as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from outrider import PROTOCOL_VERSION
+from outrider.serving.loop import EngineLoop
+from outrider.serving.messages import Message
+from outrider.transport.rpc import GrpcServer, statuses
+from outrider.transport.stream import StreamHub
+from outrider.wire import codec
+from outrider.wire.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.support.gateway.engines import CONTEXT, EOS, VOCAB, FakeDraft, FakeEngine, FakeTarget, tokenizer_files
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def until(condition, seconds=15.0):
+    """Wait for a condition to hold; returns what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def model_info(**changes: Any) -> common_pb2.ModelInfo:
+    facts = {
+        "model_path": "counting", "fingerprint": "f1", "architecture": "Counting", "vocab_size": VOCAB,
+        "vocab_hash": "v1", "context_length": CONTEXT, "dtype": "float32",
+    }  # fmt: skip
+    return common_pb2.ModelInfo(**(facts | changes))
+
+
+class Target(target_pb2_grpc.TargetServiceServicer):
+    engine_class = FakeTarget
+    coders = (codec.verify_request_from_pb, codec.verify_response_to_pb)
+    name = "outrider.wire.v1.TargetService"
+
+    def __init__(self, hub, model, files=None, first=""):
+        self.hub, self.model, self.files = hub, model, tokenizer_files() if files is None else files
+        self.first = first
+
+    def register(self, server):
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
+
+    async def GetTargetInfo(self, request, context):
+        return target_pb2.GetTargetInfoResponse(
+            protocol_version=PROTOCOL_VERSION, software_version="0", model=self.model, eos_token_ids=[EOS],
+            max_session_tokens=CONTEXT, max_running_sessions=64, max_draft_tokens=8, page_size=16,
+            first_fingerprint=self.first,
+        )  # fmt: skip
+
+    async def GetTokenizer(self, request, context):
+        for name, content in self.files.items():
+            for start in range(0, len(content), 5000):
+                yield target_pb2.GetTokenizerResponse(file_name=name, content=content[start : start + 5000])
+
+    async def PauseGeneration(self, request, context):
+        self.hub._engine.engine.held = True
+        return target_pb2.PauseGenerationResponse()
+
+    async def ContinueGeneration(self, request, context):
+        self.hub._engine.engine.held = False
+        self.hub._engine.submit(Message())  # wakes it
+        return target_pb2.ContinueGenerationResponse()
+
+    async def Verify(self, request_iterator, context):
+        async with statuses(context):
+            async for frame in self.hub.answer(request_iterator, context, target_pb2.VerifyRequest):
+                yield frame
+
+
+class Draft(draft_pb2_grpc.DraftServiceServicer):
+    engine_class = FakeDraft
+    coders = (codec.propose_request_from_pb, codec.propose_response_to_pb)
+    name = "outrider.wire.v1.DraftService"
+
+    def __init__(self, hub, model):
+        self.hub, self.model = hub, model
+
+    def register(self, server):
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+
+    async def GetDraftInfo(self, request, context):
+        return draft_pb2.GetDraftInfoResponse(
+            protocol_version=PROTOCOL_VERSION, software_version="0", drafters=["COUNTING"], model=self.model,
+            max_running_sessions=64,
+        )  # fmt: skip
+
+    async def Propose(self, request_iterator, context):
+        async with statuses(context):
+            async for frame in self.hub.answer(request_iterator, context, draft_pb2.ProposeRequest):
+                yield frame
+
+
+class Service:
+    """A fake service in a thread of its own. `stop` tears its streams down as a crash does; `start` brings it back."""
+
+    def __init__(self, kind, address, *, delay=0.0, tls=None, files=None, first=None, **facts):
+        """files, first: of a target, tokenizer files and the fingerprint that it began with. facts: of the model."""
+        self.kind, self.address, self.delay, self.tls = kind, address, delay, tls
+        options = {"files": files, "first": first}
+        self.facts, self.options = facts, {name: value for name, value in options.items() if value is not None}
+        self.engine: FakeEngine
+
+    def start(self):
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)))
+        self._thread.start()
+        assert ready.wait(60)
+        return self
+
+    def stop(self):
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    async def _serve(self, ready):
+        self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
+        self.engine = self.kind.engine_class(self.delay)
+        loop = EngineLoop(lambda _: None)
+        hub = StreamHub(loop, *self.kind.coders)
+        server = GrpcServer()
+        self.kind(hub, model_info(**self.facts), **self.options).register(server.server)
+        await server.start(self.address, (self.kind.name,), self.tls)
+        await hub.pipes.open(self.address)
+        loop.start(self.engine, hub.publish)
+        await server.set_serving(True)
+        ready.set()
+        await self._end.wait()
+        await hub.pipes.close()
+        await server.stop(0)
+        await asyncio.to_thread(loop.stop)
+
+    @property
+    def sessions(self):
+        return len(self.engine.sessions)
+
+
+class Gateway:
+    """`python -m gateway`, and what a test asks it."""
+
+    def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, **flags):
+        """verify: how the client knows the gateway's certificate, where it has one; an SSLContext."""
+        self.port, self.grpc_port = free_port(), free_port()
+        self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
+        self.log = folder / f"gateway-{self.port}.log"
+        settings = {"port": self.port, "grpc-port": self.grpc_port} | flags
+        self.command = [sys.executable, "-m", "gateway", "--target", *targets]
+        self.command += ["--draft", *drafts] if drafts else []
+        self.command += [] if self_test else ["--disable-draft-self-test"]
+        for name, value in settings.items():
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            self.command += [f"--{name.replace('_', '-')}", *map(str, values)]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(self.command, stderr=log)
+        self.client = httpx.Client(base_url=self.url, timeout=30, verify=True if verify is None else verify)
+
+    def healthy(self):
+        with contextlib.suppress(httpx.TransportError):
+            return self.client.get("/health").status_code == 200
+        assert self.process.poll() is None, self.log.read_text()
+        return False
+
+    def wait(self):
+        until(self.healthy, seconds=120)  # where much else runs, a process takes long to start
+        return self
+
+    def metric(self, name, **labels):
+        """Sum of a metric's samples that have the labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        lines = self.client.get("/metrics").text.splitlines()
+        rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+        return sum(float(v) for k, v in rows if k.split("{")[0] == name and all(w in k for w in wanted))
+
+    def complete(self, prompt, **options):
+        body = {"model": "default", "prompt": prompt, "temperature": 0, **options}
+        response = self.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def text(self, prompt, **options):
+        return self.complete(prompt, **options)["choices"][0]["text"]
+
+    def stop(self):
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(60)
+        assert "Traceback" not in self.log.read_text(), self.log.read_text()
+        return code
+
+
+def answers(gateway, path):
+    """The status of a path; None where nobody listens yet."""
+    with contextlib.suppress(httpx.TransportError):
+        return gateway.client.get(path).status_code

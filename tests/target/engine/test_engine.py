@@ -1,0 +1,438 @@
+"""The engine: the text of plain decoding, whatever the hints, the pages, the chunks and the company."""
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.errors import ConfigError, InvalidRequest
+from outrider.serving.messages import StepOutput
+from outrider.speculation.proposal import FinishReason, Proposal, path_hash
+from outrider.speculation.sampling import SamplingParams
+from services.target.process.warmup import warm_up
+from services.target.speculation.budget import Budget
+from services.target.speculation.estimates.step_cost import StepCost
+from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
+from tests.support.tiny import VOCAB, write_model
+
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {
+        "tie_word_embeddings": False,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma2": {"tie_word_embeddings": False, "sliding_window": 8, "query_pre_attn_scalar": 16},
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+def prompts(count, longest=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def requests_of(texts, params=GREEDY, **options):
+    return [opening(i, text, params, **options) for i, text in enumerate(texts, start=1)]
+
+
+def generate(folder, prompt, count):
+    """New tokens of transformers' own greedy decoding."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    out = model.generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=count,
+        min_new_tokens=count, do_sample=False, use_cache=True, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+# --- who waits for a step ---
+
+
+def test_first_and_last_tokens_are_urgent_and_those_that_a_drafter_waits_for(model):
+    (prompt,) = prompts(1)
+    engine = engine_of(model)
+    engine.open(opening(1, prompt, GREEDY, max_tokens=12, ignore_eos=True))
+    path, urgent = [*prompt], []
+    while not engine.idle:
+        if len(path) - len(prompt) == 7:  # from here on somebody drafts
+            engine.receive([chain(1, path, [5, 6])], ())
+        output = engine.step()
+        path += [token for commit in output.commits for token in commit.tokens.tolist()]
+        urgent += [output.urgent] * sum(len(commit.tokens) for commit in output.commits)
+    assert len(urgent) == 12
+    assert urgent == [True] + [False] * 6 + [True] * 5
+
+
+def test_time_to_gather_is_not_negative(model):
+    with pytest.raises(ConfigError, match="--gather-seconds must be 0 or more, not -1"):
+        engine_of(model, coalesce_seconds=-1)
+
+
+# --- plain decoding is that of transformers ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_transformers(family, tmp_path):
+    folder = write_model(tmp_path, family, **FAMILIES[family])
+    model = load_model(folder)
+    texts = prompts(3, longest=40)
+    expected = {i: generate(folder, text, 20) for i, text in enumerate(texts, start=1)}
+    assert len({token for tokens in expected.values() for token in tokens}) > 10, "a text too dull to prove anything"
+    plain = run(engine_of(model), requests_of(texts, max_tokens=20))
+    assert plain.new == expected
+    rng = np.random.default_rng(1)
+    right = {i: [*text, *expected[i]] for i, text in enumerate(texts, start=1)}
+
+    def hints(session_id, path):
+        ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
+        return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
+
+    speculative = run(engine_of(model), requests_of(texts, max_tokens=20), hints)
+    assert speculative.new == expected
+    assert speculative.accepted > 20
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 512), (64, 33), (5, 1)])
+@pytest.mark.parametrize("count", [1, 8])
+def test_pages_chunks_and_company_do_not_change_the_text(model, page_size, chunk, count):
+    texts = prompts(8)
+    reference = run(engine_of(model), requests_of(texts[:1])).new[1]
+    flags = {"page_size": page_size, "chunked_prefill_size": chunk, "max_running_requests": min(count, 5)}
+    result = run(engine_of(model, **flags), requests_of(texts[:count]))
+    assert result.new[1] == reference
+    assert all(len(tokens) == 24 for tokens in result.new.values())
+
+
+# --- hints change the speed alone ---
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_hints_never_change_the_text(model, temperature):
+    params = SamplingParams(temperature, top_p=0.95 if temperature == 0.7 else 1.0, seed=42)
+    texts = prompts(4)
+    plain = run(engine_of(model), requests_of(texts, params))
+    assert (plain.verified, plain.accepted, plain.steps) == (0, 0, 24)
+    right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
+    rng = np.random.default_rng(3)
+
+    def perfect(session_id, path):
+        return [chain(session_id, path, right[session_id][len(path) : len(path) + 7])]
+
+    def garbage(session_id, path):
+        return [random_tree(rng, session_id, path, VOCAB, 12)]
+
+    def mixed(session_id, path):
+        """Late, repeated and foreign proposals, wrong siblings of right nodes, and tokens that do not exist."""
+        truth = right[session_id]
+        length = int(rng.integers(1, len(path) + 1))
+        late = chain(session_id, truth[:length], truth[length : length + 8], -0.5)
+        foreign = chain(session_id, [*path[:-1], 7], [1, 2, 3])
+        unknown = chain(session_id, path, [VOCAB, 2**32 - 1])
+        offers = [late, late, foreign, unknown, garbage(session_id, path)[0]]
+        return [offers[i] for i in rng.permutation(len(offers))[: rng.integers(0, 6)]]
+
+    best = run(engine_of(model, speculative_num_draft_tokens=8), requests_of(texts, params), perfect)
+    assert best.new == plain.new
+    assert best.steps == 3  # 24 tokens, 8 a step
+    assert best.accepted == best.verified == 4 * 21
+    for hints in (garbage, mixed):
+        assert run(engine_of(model), requests_of(texts, params), hints).new == plain.new
+
+
+@pytest.mark.parametrize("flags", [
+    {"speculative_num_steps": 2, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 16},
+    {"speculative_num_steps": 0}, {"speculative_num_draft_tokens": 1}, {"page_size": 1, "max_running_requests": 2},
+])  # fmt: skip
+def test_the_shape_of_trees_does_not_change_the_text(model, flags):
+    params = SamplingParams(1.0, seed=5)
+    texts = prompts(3)
+    plain = run(engine_of(model), requests_of(texts, params))
+    right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
+    rng = np.random.default_rng(3)
+
+    def hints(session_id, path):
+        ahead = right[session_id][len(path) : len(path) + 5]
+        return [random_tree(rng, session_id, path, VOCAB, 20), chain(session_id, path, ahead)]
+
+    result = run(engine_of(model, **flags), requests_of(texts, params), hints)
+    assert result.new == plain.new
+    no_drafts = flags.get("speculative_num_steps") == 0 or flags.get("speculative_num_draft_tokens") == 1
+    assert (result.verified == 0) == no_drafts
+
+
+def test_a_chain_has_as_many_rows_as_it_needs(model):
+    """Whatever --speculative-num-draft-tokens says, as in SGLang."""
+    text = prompts(1)[0]
+    plain = run(engine_of(model), requests_of([text])).new[1]
+    right = [*text, *plain]
+
+    def hints(session_id, path):
+        return [chain(session_id, path, right[len(path) : len(path) + 9])]
+
+    flags = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    result = run(engine_of(model, **flags), requests_of([text]), hints)
+    assert result.new[1] == plain
+    assert result.steps == len(plain) // 6
+
+
+def test_a_branch_off_the_best_path_is_compacted(model):
+    """The right path lies behind wrong siblings at each depth, so its rows must move, across pages too."""
+    text = prompts(1)[0]
+    plain = run(engine_of(model), requests_of([text])).new[1]
+    right = [*text, *plain]
+
+    def hints(session_id, path):
+        ahead = right[len(path) : len(path) + 4]
+        tokens = [token for right_token in ahead for token in ((right_token + 1) % VOCAB, right_token)]
+        parents = [-1 if i < 2 else 2 * (i // 2) - 1 for i in range(len(tokens))]
+        scores = [-0.01 if i % 2 == 0 else -0.02 for i in range(len(tokens))]
+        arrays = np.array(tokens, np.uint32), np.array(parents, np.int32), np.array(scores, np.float32)
+        return [Proposal(session_id, len(path), path_hash(np.array(path)), *arrays)]
+
+    result = run(engine_of(model, page_size=2, speculative_num_draft_tokens=9), requests_of([text]), hints)
+    assert result.new[1] == plain
+    assert result.steps == 5  # 24 tokens, 5 a step
+    assert result.accepted == 24 - 5
+
+
+def test_many_sessions_share_the_rows_of_a_step(model):
+    texts = prompts(20, longest=10)
+    plain = run(engine_of(model), requests_of(texts))
+    right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
+    engine = engine_of(model)
+    engine.planner.budget = Budget(StepCost({1: 0.01, 60: 0.01, 61: 1.0}))  # 60 rows are free
+    widest = 0
+
+    def hints(session_id, path):
+        nonlocal widest
+        widest = max(widest, engine.load().step_tokens if len(path) > len(texts[session_id - 1]) else 0)
+        return [chain(session_id, path, right[session_id][len(path) : len(path) + 8])]
+
+    result = run(engine, requests_of(texts), hints)
+    assert result.new == plain.new
+    assert result.steps == 9  # 3 rows a session and step; but one beside the prompts of all, where rows are dear
+    assert 60 < widest <= sum(len(text) for text in texts)
+
+
+# --- pages ---
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_a_tiny_pool_preempts_and_loses_nothing(model, hinted):
+    texts = prompts(6, longest=30, seed=4)
+    params = SamplingParams(0.8, seed=1)
+    plain = run(engine_of(model), requests_of(texts, params))
+    right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
+
+    def hints(session_id, path):
+        return [chain(session_id, path, right[session_id][len(path) : len(path) + 7])] if hinted else []
+
+    engine = engine_of(model, page_size=4, max_total_tokens=72)
+    result = run(engine, requests_of(texts, params), hints)
+    assert result.new == plain.new
+    assert hinted or engine.scheduler.preemptions > 0
+    assert set(result.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_closing_frees_pages_in_the_middle(model):
+    engine = engine_of(model)
+    for request in requests_of(prompts(3)):
+        engine.open(request)
+    engine.step()
+    engine.close(2)
+    engine.close(99)
+    engine.check()
+    engine.step()
+    engine.close(1)
+    engine.close(3)
+    assert engine.idle
+    engine.scheduler.allocator.check(expected_leased=0)
+
+
+# --- the end of a session ---
+
+
+def test_max_tokens_cut_hints_short(model):
+    text = prompts(1)[0]
+    plain = run(engine_of(model), requests_of([text])).new[1]
+    for limit in (1, 2, 5):
+        result = run(
+            engine_of(model), requests_of([text], max_tokens=limit),
+            lambda i, path: [chain(i, path, plain[len(path) - len(text) :][:8])],
+        )  # fmt: skip
+        assert result.new[1] == plain[:limit]
+        assert result.steps == 1
+        assert result.accepted == result.verified == limit - 1
+        assert result.reasons[1] == FinishReason.LENGTH
+
+
+def test_context_length_ends_a_session(model):
+    engine = engine_of(model, page_size=8, max_total_tokens=40)
+    assert engine.max_session_tokens == 40
+    result = run(engine, requests_of([list(range(3, 33))], max_tokens=100))
+    assert len(result.new[1]) == 10
+    assert result.reasons[1] == FinishReason.LENGTH
+
+
+def stopping_token(plain):
+    """A token that comes first in the middle of a text, and where."""
+    return next((token, i) for i, token in enumerate(plain) if i >= 4 and token not in plain[:i])
+
+
+def test_stop_tokens_end_within_an_accepted_path(model):
+    text = prompts(1)[0]
+    plain = run(engine_of(model), requests_of([text])).new[1]
+    token, place = stopping_token(plain)
+    request = opening(1, text, stop_token_ids=(token,))
+    for hints in (None, lambda i, path: [chain(i, path, plain[len(path) - len(text) :][:12])]):
+        result = run(engine_of(model, speculative_num_draft_tokens=16), [request], hints)
+        assert result.new[1] == plain[: place + 1]
+        assert result.reasons[1] == FinishReason.STOP
+        assert result.accepted == (0 if hints is None else place + 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_mask_stop_tokens_at_every_row(model, temperature):
+    text = prompts(1)[0]
+    params = SamplingParams(temperature, seed=2)
+    free = run(engine_of(model), requests_of([text], params)).new[1]
+    token, place = stopping_token(free)
+    request = opening(1, text, params, stop_token_ids=(token,), min_tokens=place + 3)
+    plain = run(engine_of(model), [request])
+    assert plain.new[1][:place] == free[:place]
+    assert token not in plain.new[1][: place + 3]
+    assert plain.new[1][place] != token
+    hinted = run(engine_of(model), [request], lambda i, path: [chain(i, path, free[len(path) - len(text) :][:8])])
+    assert hinted.new == plain.new
+    assert hinted.accepted > 0
+    # Where the token is allowed, it is so in the middle of an accepted path too.
+    allowed = opening(1, text, params, stop_token_ids=(token,), min_tokens=place)
+    engine = engine_of(model, speculative_num_draft_tokens=24)
+    ended = run(engine, [allowed], lambda i, path: [chain(i, path, free[len(path) - len(text) :])])
+    assert ended.new[1] == free[: place + 1]
+    assert ended.steps == 1
+
+
+def test_the_models_own_end_of_sequence_counts_unless_ignored(model):
+    assert model.eos_token_ids == (1,)
+    ends = set()
+    for seed in range(40):
+        request = opening(1, [5, 6, 7], SamplingParams(3.0, seed=seed), max_tokens=60, ignore_eos=False)
+        result = run(engine_of(model), [request])
+        assert (1 in result.new[1]) == (result.reasons[1] == FinishReason.STOP)
+        assert 1 not in result.new[1][:-1]
+        ends.add(result.reasons[1])
+    assert ends == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+# --- opening ---
+
+
+def test_a_reopened_session_goes_on_where_it_was(model):
+    params = SamplingParams(0.9, seed=77)
+    text = prompts(1)[0]
+    whole = run(engine_of(model), requests_of([text], params)).new[1]
+    for done in (1, 10, 23):
+        again = opening(1, text, params, committed=whole[:done])
+        assert run(engine_of(model), [again]).new[1] == whole[done:]
+
+
+def test_an_open_id_is_replaced(model):
+    engine = engine_of(model)
+    engine.open(opening(1, [5, 6, 7]))
+    engine.step()
+    assert run(engine, [opening(1, [9, 8])]).new[1] == run(engine_of(model), [opening(1, [9, 8])]).new[1]
+
+
+@pytest.mark.parametrize(("request_", "words"), [
+    (opening(1, []), "empty"),
+    (opening(1, [3, VOCAB]), "vocabulary"),
+    (opening(1, [3] * 512), "context"),
+    (opening(1, [3], stop_token_ids=(VOCAB,)), "stop token"),
+    (opening(1, [3], max_tokens=2, committed=[4, 5]), "max_tokens already"),
+])  # fmt: skip
+def test_bad_opens_are_refused(model, request_, words):
+    engine = engine_of(model)
+    with pytest.raises(InvalidRequest, match=words):
+        engine.open(request_)
+    assert engine.idle
+    engine.check()
+
+
+def test_nobody_waits_for_hints_of_a_session_that_has_ended(model):
+    """Where every step waits for its drafter's answer, too."""
+    engine = engine_of(model, speculative_always=True)
+    for number in (1, 2):
+        engine.open(opening(number, [3, 4, 5], max_tokens=2))
+        assert engine.patience == 0
+        (first,) = engine.step().commits
+        assert first.wanted
+        assert engine.patience > 5  # seconds, for the answer that the session is to have
+        (last,) = engine.step().commits
+        assert last.finish_reason == FinishReason.LENGTH
+        assert engine.patience == 0
+
+
+def test_hints_for_unknown_sessions_are_ignored(model):
+    engine = engine_of(model)
+    engine.receive([chain(5, [1, 2], [3])], ())
+    assert engine.idle
+    assert engine.step().commits == StepOutput().commits == []
+
+
+@pytest.mark.parametrize("flags", [
+    {"page_size": 0}, {"max_running_requests": 0}, {"speculative_num_draft_tokens": 0}, {"mem_fraction_static": 0.0},
+    {"max_total_tokens": 3},
+])  # fmt: skip
+def test_limits_that_make_no_sense_are_refused(model, flags):
+    with pytest.raises(ConfigError, match=next(iter(flags)).replace("_", "-")):
+        engine_of(model, **flags)
+
+
+def test_broken_logits_end_one_session_and_no_other(tmp_path):
+    model = load_model(write_model(tmp_path, tie_word_embeddings=False))
+    table = torch.randn(VOCAB, 48)
+    table[300] = float("nan")
+    model.runner.update({"model.embed_tokens.weight": table})
+    engine = engine_of(model)
+    engine.open(opening(1, [5, 6, 7]))
+    engine.open(opening(2, [5, 300, 7]))
+    output = engine.step()
+    assert [commit.session_id for commit in output.commits] == [1]
+    assert [failure.session_id for failure in output.failures] == [2]
+    assert "not finite" in output.failures[0].error.message
+    engine.check()
+
+
+@pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"attention_backend": "torch_native"}], ids=str)
+@pytest.mark.parametrize("nodes", [[300], [300, 5], [9, 300, 5]], ids=str)
+def test_a_hint_that_the_model_makes_no_numbers_of_ends_nothing(tmp_path, flags, nodes):
+    model = load_model(write_model(tmp_path, tie_word_embeddings=False), **flags)
+    table = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(0))
+    table[300] = float("nan")
+    model.runner.update({"model.embed_tokens.weight": table})
+    requests = [opening(1, [5, 6, 7], max_tokens=12)]
+    plain = run(engine_of(model), requests)
+    hinted = run(engine_of(model), requests, lambda session_id, tokens: [chain(session_id, tokens, nodes)])
+    assert hinted.new == plain.new
+    assert hinted.verified > 0
+
+
+def test_warm_up_leaves_nothing_behind(model):
+    engine = engine_of(model)
+    warm_up(engine)
+    assert engine.idle
+    assert engine.load().free_pages == engine.load().total_pages

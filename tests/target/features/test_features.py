@@ -1,0 +1,600 @@
+"""Hidden states for drafters: what the engine sends is what `transformers` computes, whatever batch, chunk and tree."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import ConfigError
+from outrider.serving.features import FeatureBlock, FeatureFormat, FeatureSpec, cut, decode
+from outrider.speculation.proposal import FinishReason
+from outrider.speculation.sampling import SamplingParams
+from services.target.features import features
+from services.target.features.fusion import Fusion
+from services.target.speculation.draft_wait import DraftWait, SpeculationMode
+from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree
+from tests.support.tiny import VOCAB, write_model
+
+LAYERS, WIDTH = 8, 48
+F32 = FeatureFormat.FLOAT32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("deep"), num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """All of transformers' hidden states of a text: [layer] -> [n, width]; the last has passed the final norm."""
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def states(tokens):
+        with torch.no_grad():
+            return [s[0].numpy() for s in module(torch.tensor([tokens]), output_hidden_states=True).hidden_states]
+
+    return states
+
+
+def configured(engine, spec, fusion=b""):
+    engine.features.configure(spec.id(fusion), spec, fusion)
+    return spec.id(fusion)
+
+
+class Reader:
+    """Serves sessions to their end and puts the blocks together; each position must come once, in order."""
+
+    def __init__(self, engine, layout=F32):
+        self.engine, self.layout = engine, layout
+        self.tokens, self.rows, self.first, self.specs = {}, {}, {}, {}
+
+    def open(self, request):
+        self.engine.open(request)
+        self.tokens.setdefault(request.session_id, request.tokens.tolist())
+        self.rows.setdefault(request.session_id, [])
+        self.specs[request.session_id] = request.feature_spec
+
+    def step(self, hints=None):
+        if hints is not None:
+            for session_id, path in self.tokens.items():
+                self.engine.receive(hints(session_id, path), ())
+        output = self.engine.step()
+        assert not output.failures
+        for commit in output.commits:
+            self.tokens[commit.session_id] += commit.tokens.tolist()
+        for block in output.features:
+            rows = self.rows[block.session_id]
+            assert block.spec_id == self.specs[block.session_id]
+            first = self.first.setdefault(block.session_id, block.first)
+            assert block.first == first + sum(map(len, rows))
+            assert block.first + len(block.rows) < len(self.tokens[block.session_id])
+            rows.append(decode(block.rows, self.layout))
+        return output
+
+    def run(self, hints=None):
+        while not self.engine.idle:
+            self.step(hints)
+        self.engine.check()
+        return self
+
+    def states(self, session_id):
+        return np.concatenate(self.rows[session_id])
+
+
+def prompts(count, longest=60, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, rng.integers(2, longest)).tolist() for _ in range(count)]
+
+
+def hints_of(right, seed=1):
+    rng = np.random.default_rng(seed)
+
+    def hints(session_id, path):
+        ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
+        return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
+
+    return hints
+
+
+@pytest.mark.parametrize(("chunk", "page_size"), [(7, 4), (512, 16), (1, 1)])
+@pytest.mark.parametrize("count", [1, 8])
+def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
+    spec = FeatureSpec((1, 3, 8), final=True, format=F32)
+    flags = {"page_size": page_size, "chunked_prefill_size": chunk, "max_running_requests": min(count, 5)}
+    params = SamplingParams(temperature=0.8, seed=3)
+    requests = [opening(i, text, params, max_tokens=20) for i, text in enumerate(prompts(count), start=1)]
+    plain = Reader(engine_of(model, **flags))
+    for request in requests:
+        plain.open(request)
+    plain.run()
+    assert not any(plain.rows.values()), "nobody asked"
+
+    engine = engine_of(model, **flags)
+    wanted = configured(engine, spec)
+    reader = Reader(engine)
+    for request in requests:
+        reader.open(replace(request, feature_spec=wanted))
+    accepted = 0
+    hints = hints_of(plain.tokens)
+    while not engine.idle:
+        accepted += sum(commit.accepted for commit in reader.step(hints).commits)
+    assert reader.tokens == plain.tokens
+    assert accepted > 5 * count
+    for request in requests:
+        tokens = reader.tokens[request.session_id]
+        states, rows = truth(tokens), reader.states(request.session_id)
+        assert reader.first[request.session_id] == 0
+        assert len(rows) >= len(tokens) - 1 - 8  # the last step's rows are of no use to anybody
+        assert rows.shape[1] == 4 * WIDTH
+        for column, layer in ((0, 1), (1, 3), (3, 8)):
+            expected = states[layer][: len(rows)]
+            np.testing.assert_allclose(rows[:, column * WIDTH : (column + 1) * WIDTH], expected, rtol=2e-3, atol=2e-3)
+
+
+def served(model, spec, fusion=b"", layout=F32, text=tuple(range(30, 75)), **flags):
+    """The rows of one session, and its tokens."""
+    engine = engine_of(model, **flags)
+    reader = Reader(engine, layout)
+    reader.open(replace(opening(1, text), feature_spec=configured(engine, spec, fusion)))
+    reader.run()
+    return reader.states(1), reader.tokens[1]
+
+
+def test_layers_by_default_are_those_of_eagle3(model, truth):
+    rows, tokens = served(model, FeatureSpec(format=F32))
+    states = truth(tokens)
+    expected = np.concatenate([states[2], states[4], states[5]], -1)[: len(rows)]
+    np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
+
+
+def test_the_fusion_is_the_plain_product(model, truth):
+    rng = torch.Generator().manual_seed(0)
+    fc, bias = torch.randn(20, 3 * WIDTH, generator=rng), torch.randn(20, generator=rng)
+    norms = [torch.rand(WIDTH, generator=rng) + 0.5 for _ in range(3)]
+    whole = torch.rand(3 * WIDTH, generator=rng) + 0.5
+
+    def rms(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight.numpy()
+
+    fusions = {
+        "alone": {"fc.weight": fc},
+        "with a bias": {"fc.weight": fc, "fc.bias": bias},
+        "each state normed": {"fc.weight": fc} | {f"fc_norm.{i}.weight": w for i, w in enumerate(norms)},
+        "all normed": {"fc.weight": fc, "norm_before_fc.weight": whole},
+    }
+    for name, tensors in fusions.items():
+        rows, tokens = served(model, FeatureSpec((2, 4, 5), format=F32, norm_epsilon=1e-5), save(tensors))
+        x = [truth(tokens)[layer][: len(rows)] for layer in (2, 4, 5)]
+        if "fc_norm.0.weight" in tensors:
+            x = [rms(state, weight) for state, weight in zip(x, norms, strict=True)]
+        x = np.concatenate(x, -1)
+        x = rms(x, whole) if "norm_before_fc.weight" in tensors else x
+        expected = x @ fc.numpy().T + (bias.numpy() if "fc.bias" in tensors else 0)
+        np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("layout", [FeatureFormat.FLOAT32, FeatureFormat.BFLOAT16])
+def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
+    """Few rows and many, of several sessions, with nodes that are not accepted: the same bits."""
+    model = load_model(folder, dtype="float32" if layout is F32 else "bfloat16")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"fc.weight": torch.randn(50, 3 * WIDTH, generator=generator)}
+    tensors |= {"fc.bias": torch.randn(50, generator=generator)} if biased else {}
+    spec, content = FeatureSpec((2, 4, 5), format=layout), save(tensors)
+    texts = [*prompts(3), list(range(30, 190))]
+
+    def said(by_program):
+        engine = engine_of(model, page_size=4)
+        wanted = configured(engine, spec, content)
+        fusion = engine.features._fusions[wanted]
+        if fusion.layer is None:
+            pytest.skip("there are no compiled programs")
+        fusion.layer = fusion.layer if by_program else None
+        reader = Reader(engine, layout)
+        for i, text in enumerate(texts, start=1):
+            reader.open(replace(opening(i, text, max_tokens=30), feature_spec=wanted))
+        rng = np.random.default_rng(3)
+        reader.run(lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
+        return reader
+
+    mine, plain = said(True), said(False)
+    assert mine.tokens == plain.tokens
+    for i in plain.rows:
+        np.testing.assert_array_equal(mine.states(i), plain.states(i))
+
+
+@pytest.mark.parametrize(("layout", "error"), [(FeatureFormat.BFLOAT16, 2**-8), (FeatureFormat.FLOAT8_E4M3, 2**-4)])
+def test_formats_lose_no_more_than_they_must(model, layout, error):
+    exact, _ = served(model, FeatureSpec((3,), format=F32))
+    rows, _ = served(model, FeatureSpec((3,), format=layout), layout=layout)
+    largest = np.abs(exact).max(-1, keepdims=True)
+    # e4m3 has no numbers below 2^-9 of the scale, which is the largest over 448.
+    assert np.all(np.abs(rows - exact) <= error * np.abs(exact) + largest / 448 * 2**-9)
+    assert not np.array_equal(rows, exact)
+
+
+def test_float8_bytes_mean_what_torch_says():
+    every = torch.arange(256, dtype=torch.uint8)
+    rows = torch.cat([torch.tensor([3.0]).view(torch.uint8), every])[None].numpy()
+    expected = every.view(torch.float8_e4m3fn).float().numpy() * 3
+    np.testing.assert_array_equal(decode(rows, FeatureFormat.FLOAT8_E4M3)[0], expected)
+
+
+@pytest.mark.parametrize(("spec", "tensors", "words"), [
+    (FeatureSpec((4, 2)), {}, "ascend"),
+    (FeatureSpec((9,)), {}, "beyond"),
+    (FeatureSpec((2, 4)), {"fc.weight": torch.zeros(8, 3 * WIDTH)}, "fc.weight"),
+    (FeatureSpec((2,)), {"fc.bias": torch.zeros(WIDTH)}, "no fc.weight"),
+    (FeatureSpec((2, 4)), {"fc_norm.0.weight": torch.zeros(WIDTH)}, "fc_norm"),
+    (FeatureSpec((2,)), {"midlayer.weight": torch.zeros(1)}, "midlayer.weight"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(model, spec, tensors, words):
+    with pytest.raises(ConfigError, match=words):
+        engine_of(model).features.configure(1, spec, save(tensors))
+
+
+def test_a_file_that_is_none_is_refused(model):
+    with pytest.raises(ConfigError, match="safetensors"):
+        engine_of(model).features.configure(1, FeatureSpec(final=True), b"nonsense")
+
+
+# --- each position once, whatever happens to the pages ---
+
+
+def test_preempted_sessions_are_not_told_twice(model, truth):
+    engine = engine_of(model, page_size=4, max_total_tokens=160, disable_radix_cache=True)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    reader = Reader(engine)
+    for i, text in enumerate(prompts(6, longest=30), start=1):
+        reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
+    reader.run()
+    assert engine.scheduler.preemptions > 0
+    for i, tokens in reader.tokens.items():
+        rows = reader.states(i)
+        assert (reader.first[i], len(rows)) == (0, len(tokens) - 2)
+        np.testing.assert_allclose(rows, truth(tokens)[4][: len(rows)], rtol=2e-3, atol=2e-3)
+
+
+def test_a_session_that_is_opened_again_says_from_where(model):
+    whole, tokens = served(model, spec := FeatureSpec((4,), format=F32))
+    engine = engine_of(model)
+    request = opening(1, tokens[:45], committed=tokens[45:55])
+    engine.open(replace(request, feature_spec=configured(engine, spec), features_from=50))
+    blocks = []
+    while not engine.idle:
+        blocks += engine.step().features
+    assert blocks[0].first == 50
+    assert np.allclose(np.concatenate([decode(b.rows, F32) for b in blocks]), whole[50:], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("cached", [True, False])
+def test_who_has_all_there_is_gets_what_comes(model, truth, ahead, cached):
+    """Of the first step that is what is accepted behind the session's tokens."""
+    spec, prompt = FeatureSpec((4,), format=F32), prompts(1)[0]
+    plain = Reader(engine_of(model))
+    plain.open(opening(1, prompt))
+    tokens = plain.run().tokens
+    reader = Reader(engine := engine_of(model, disable_radix_cache=not cached))
+    first = len(prompt) + ahead
+    reader.open(replace(opening(1, prompt), feature_spec=configured(engine, spec), features_from=first))
+    reader.run(lambda session_id, path: [chain(session_id, path, tokens[session_id][len(path) :][:4])])
+    assert reader.tokens == tokens
+    assert reader.first[1] == first
+    sent = reader.states(1)
+    np.testing.assert_allclose(sent, truth(tokens[1])[4][first:][: len(sent)], rtol=2e-3, atol=2e-3)
+
+
+def test_who_asks_for_what_nobody_configured_gets_nothing(model):
+    reader = Reader(engine := engine_of(model))
+    reader.open(replace(opening(1, [5, 6, 7]), feature_spec=77))
+    assert reader.run().rows[1] == []
+    assert not engine.features._wanted
+
+
+def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
+    engine = engine_of(model)
+    wanted = configured(engine, FeatureSpec((1,), format=F32))
+    for i in range(1, 12):
+        reader = Reader(engine)
+        reader.open(replace(opening(i, [5, 6, 7]), feature_spec=wanted))
+        assert reader.run().rows[i]
+        configured(engine, FeatureSpec((2,), format=F32, norm_epsilon=i * 1e-6))  # the next version of another head
+    assert len(engine.features._fusions) == 8
+
+
+# --- prompts that repeat ---
+
+
+def test_cached_rows_come_with_their_features(model, truth):
+    engine = engine_of(model, page_size=4)
+    wanted = configured(engine, FeatureSpec((2, 4), format=F32))
+    text = list(range(30, 75))
+    reader = Reader(engine)
+    for i, tail in enumerate(([], [9, 9, 9], [8] * 7), start=1):
+        reader.open(replace(opening(i, [*text, *tail]), feature_spec=wanted))
+        reader.run()
+        states = truth(reader.tokens[i])
+        rows = reader.states(i)
+        assert (reader.first[i], len(rows)) == (0, len(reader.tokens[i]) - 2)
+        expected = np.concatenate([states[2], states[4]], -1)[: len(rows)]
+        np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
+    assert engine.features._store.bytes == len(engine.features._store._pages) * 4 * 2 * WIDTH * 4
+    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes)
+    engine.scheduler.prefix.flush()
+    assert engine.features._store.bytes == 0
+
+
+def test_pages_that_were_computed_without_features_are_not_taken(model):
+    engine = engine_of(model, page_size=4)
+    wanted = configured(engine, FeatureSpec((2,), format=F32))
+    reader = Reader(engine)
+    reader.open(opening(1, list(range(30, 75))))
+    reader.run()
+    reader.open(replace(opening(2, list(range(30, 75))), feature_spec=wanted))
+    assert reader.run().first[2] == 0
+
+
+@pytest.mark.parametrize("pages", [0, 5, 100])
+def test_pages_whose_rows_are_gone_are_computed_again(model, truth, pages):
+    """A drafter could not begin behind a gap."""
+    page = 4 * WIDTH * 4
+    engine = engine_of(model, page_size=4, feature_cache_bytes=pages * page)
+    wanted = configured(engine, FeatureSpec((2,), format=F32))
+    reader, cached = Reader(engine), {}
+    for i in (1, 2, 3):
+        reader.open(replace(opening(i, [*range(30, 75), i]), feature_spec=wanted))
+        reader.run()
+        rows = reader.states(i)
+        assert (reader.first[i], len(rows)) == (0, len(reader.tokens[i]) - 2)
+        np.testing.assert_allclose(rows, truth(reader.tokens[i])[2][: len(rows)], rtol=2e-3, atol=2e-3)
+        cached[i] = engine.scheduler.prefix.allocator.cached_pages
+        engine.check()
+    if pages:
+        assert engine.features._store.bytes <= pages * page
+        assert cached[3] < 2 * cached[1], "they share what they compute anew"
+
+
+def test_rows_that_were_used_last_are_kept_longest(model):
+    page = 4 * WIDTH * 4
+    engine = engine_of(model, page_size=4, feature_cache_bytes=30 * page)
+    wanted = configured(engine, FeatureSpec((2,), format=F32))
+    took = []
+    for i in range(1, 6):
+        engine.open(replace(opening(i, [*range(30, 70), *[i] * 21], max_tokens=2), feature_spec=wanted))
+        while not engine.idle:
+            took += [commit.cached_tokens for commit in engine.step().commits if commit.cached_tokens]
+    assert took == [40] * 4, "what all begin with is there as long as anything"
+
+
+# --- while no hints are wanted ---
+
+
+class Moody(DraftWait):
+    """Wants hints or does not, from step to step as it comes."""
+
+    def __init__(self, rng, share):
+        super().__init__()
+        self._rng, self._share, self._mood = rng, share, SpeculationMode.NONE
+
+    @property
+    def way(self):
+        return self._mood
+
+    @property
+    def unwanted(self):
+        return self._mood is SpeculationMode.NONE
+
+    def end(self, *args, **kwargs):
+        super().end(*args, **kwargs)
+        self._mood = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize(("cached", "room"), [(True, 160), (True, 4096), (False, 160)])
+def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, cached, room, monkeypatch):
+    monkeypatch.setattr(features, "_MOST_UNFUSED", 40)
+    rng = np.random.default_rng(5)
+    flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
+    engine = engine_of(model, **flags)
+    engine._patience = Moody(rng, share)
+    fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    fusion = save({"fc.weight": fc})
+    wanted = configured(engine, FeatureSpec((2, 4), format=F32), fusion)
+    texts = prompts(6, longest=30)
+    right = Reader(engine_of(model))
+    for i, text in enumerate(texts, start=1):
+        right.open(opening(i, text, max_tokens=40))
+    right.run()
+
+    reader, hints = Reader(engine), hints_of(right.tokens)
+    for i, text in enumerate(texts, start=1):
+        reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
+    silent = 0
+    while not engine.idle:
+        output = reader.step(hints)
+        silent += bool(output.commits) and not output.features
+    assert reader.tokens == right.tokens
+    assert (engine.scheduler.preemptions > 0) == (room == 160)
+    assert silent > 10 * share, "rows are put off"
+    for i, tokens in reader.tokens.items():
+        rows = reader.states(i)
+        assert reader.first[i] == 0
+        assert share > 0.9 or len(rows) > len(tokens) - 20
+        states = truth(tokens)
+        expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
+        np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+    assert not engine.features._unfused
+    assert engine.features._unfused_rows == 0
+    if not cached:
+        return
+    kept, pages = set(engine.features._store._pages), set(engine.scheduler.prefix._nodes)
+    assert kept <= pages
+    assert kept == pages or room == 160, "without preemption none is missing"
+    assert not engine.features._store._due
+    for i, tokens in reader.tokens.items():  # what was kept is right
+        again = Reader(engine)
+        again.open(replace(opening(100 + i, tokens[:-1], max_tokens=1), feature_spec=wanted))
+        blocks = again.run().rows[100 + i]
+        if blocks:
+            first, rows = again.first[100 + i], np.concatenate(blocks)
+            states = truth(tokens)
+            expected = np.concatenate([states[2], states[4]], -1)[first : first + len(rows)] @ fc.numpy().T
+            np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
+    engine = engine_of(model, chunked_prefill_size=8)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    prompt = 4 * list(range(30, 75))
+    for i in (1, 2, 3):
+        engine._patience = Moody(np.random.default_rng(0), share)
+        if not share:
+            engine._patience._mood = SpeculationMode.DRAFT_IF_READY
+        engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
+        commits = []
+        while not engine.idle:
+            commits += engine.step().commits
+        empty = [commit for commit in commits if not len(commit.tokens)]
+        assert commits[: len(empty)] == empty
+        assert len(empty) == (share == 1.0 and i == 1), "the second one's prompt is known, the third one's nobody reads"
+        for commit in empty:
+            assert (commit.base_length, commit.draft_budget, commit.finish_reason) == (
+                len(prompt),
+                0,
+                FinishReason.RUNNING,
+            )
+        assert sum(len(commit.tokens) for commit in commits) == 4
+
+
+@pytest.mark.parametrize("left", [3, 30])
+def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
+    """Of a session that nobody wanted hints for before; one whose first commit wanted some keeps being drafted for."""
+    engine = engine_of(model)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    for rested in (True, False):
+        engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
+        engine._patience._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
+        engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
+        commits = []
+        while not engine.idle:
+            commits += engine.step().commits
+        told = [commit.draft_budget > 0 for commit in commits[:-1]]
+        asked = any(told[1:]) if rested else all(told)
+        assert asked == (left == 30 or not rested)
+        assert told[0] != rested
+
+
+def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
+    engine = engine_of(model, page_size=4)
+    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
+    text = list(range(30, 75))
+    engine.open(replace(opening(1, text), feature_spec=wanted))
+    for _ in range(5):
+        assert not engine.step().features
+    engine.close(1)
+    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes) != set()
+    engine._patience = Moody(np.random.default_rng(0), 0.0)
+    reader = Reader(engine)
+    reader.open(replace(opening(2, text), feature_spec=wanted))
+    rows = reader.run().states(2)
+    assert (reader.first[2], len(rows)) == (0, len(reader.tokens[2]) - 2)
+    np.testing.assert_allclose(rows, truth(reader.tokens[2])[4][: len(rows)], rtol=2e-3, atol=2e-3)
+
+
+def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(model, truth):
+    """Its draft has come back meanwhile, and feeds on the states of all tokens, not of those that wait to be fused."""
+    engine = engine_of(model)
+    engine._patience = Moody(np.random.default_rng(0), share=1.0)  # no hints are wanted
+    fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
+    wanted = configured(engine, FeatureSpec((2, 4), format=F32), save({"fc.weight": fc}))
+    prompt, other = prompts(2, longest=30)
+    reader = Reader(engine)
+    reader.open(replace(opening(1, other, max_tokens=40), feature_spec=wanted))
+    reader.open(opening(2, prompt, max_tokens=40))
+    for _ in range(3):
+        reader.step()
+    engine.features.forget()  # as of a flush: what waited until here is fused
+    for _ in range(3):
+        reader.step()
+    committed = reader.tokens[2][len(prompt) :]
+    assert committed
+    reader.open(replace(opening(2, prompt, committed=committed, max_tokens=40), feature_spec=wanted))
+    engine._patience = Moody(np.random.default_rng(0), share=0.0)
+    reader.run()
+    for session_id in (1, 2):
+        tokens, rows = reader.tokens[session_id], reader.states(session_id)
+        states = truth(tokens)
+        expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
+        assert (reader.first[session_id], len(rows)) == (0, len(tokens) - 2)
+        np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
+
+
+def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model, truth):
+    engine = engine_of(model)
+    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    wanted = configured(engine, FeatureSpec((4,), format=F32))
+    reader = Reader(engine)
+    reader.open(replace(opening(1, list(range(30, 75)), max_tokens=8), feature_spec=wanted))
+    while not engine.idle:
+        reader.step()
+        if not engine.idle:
+            assert sum(map(len, reader.rows[1])) == len(reader.tokens[1]) - 1
+    rows = reader.states(1)
+    np.testing.assert_allclose(rows, truth(reader.tokens[1])[4][: len(rows)], rtol=2e-3, atol=2e-3)
+
+
+def test_steps_ask_of_all_sessions_together_what_they_want(model):
+    """Not of each: there may be many."""
+    engine = engine_of(model)
+    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
+    asked = []
+
+    class Watched(Fusion):
+        @property
+        def fuses(self):
+            asked.append(1)
+            return True
+
+    fusion = engine.features._fusions[wanted]
+    del fusion.fuses
+    fusion.__class__ = Watched
+    for session_id in range(6):
+        engine.open(replace(opening(session_id, [5, 6, session_id + 7], max_tokens=8), feature_spec=wanted))
+    steps = 0
+    while not engine.idle:
+        steps += len(engine.step().commits) > 0
+    assert steps >= 8
+    assert 0 < len(asked) <= steps
+    assert not engine.features._used
+
+
+# --- frames ---
+
+
+def test_blocks_are_cut_between_rows():
+    blocks = [FeatureBlock(i, 10 * i, np.full((7, 3), i, np.uint8), 5 + i) for i in range(3)]
+    for limit in (1, 3, 10, 21, 40, 1000):
+        rest, pieces = list(blocks), []
+        while rest:
+            head, rest = cut(rest, limit)
+            assert head
+            assert sum(b.rows.nbytes for b in head) <= max(limit, 3)
+            pieces += head
+        for i in range(3):
+            own = [b for b in pieces if b.session_id == i]
+            assert [b.first for b in own] == [10 * i + sum(len(p.rows) for p in own[:j]) for j in range(len(own))]
+            assert sum(len(b.rows) for b in own) == 7
+            assert {b.spec_id for b in own} == {5 + i}

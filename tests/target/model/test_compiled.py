@@ -1,0 +1,52 @@
+"""--enable-torch-compile: the same tokens, from programs compiled for some numbers of rows."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from services.target.model.cuda.compiled import CompiledRunner, compiled
+from services.target.model.cuda.graphs import GraphRunner, direct
+from services.target.model.loading.load import load
+from tests.support.target.driving import engine_of, opening, run
+from tests.support.tiny import write_model
+from tests.target.model.test_graphs import modules
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch.compile's own
+]
+
+
+def test_compiled_steps_say_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = write_model(tmp_path / "model")
+    requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=8) for i in range(2)]
+    plain = load(folder, TargetConfig(device="cpu", dtype="float32"))
+    expected = run(engine_of(plain), requests).new
+    torch._dynamo.reset()
+    counters.clear()
+    runner = GraphRunner(compiled(modules(folder), 2), [2, 5], direct)
+    engine = engine_of(replace(plain, runner=runner))
+    runner.capture(engine.cache, engine.model.device)
+    assert run(engine, requests).new == expected
+    assert counters["stats"]["unique_graphs"] == 1  # for the size that is to be compiled, and for both layers
+    assert not counters["graph_break"]
+
+
+def test_flags_compile_steps_of_some_sizes(tmp_path):
+    flags = {"enable_torch_compile": True, "torch_compile_max_bs": 2, "speculative_num_draft_tokens": 4}
+    model = load(write_model(tmp_path), TargetConfig(device="cpu", **flags))
+    assert isinstance(model.runner, GraphRunner)
+    assert isinstance(model.runner._runner, CompiledRunner)
+    assert model.runner._sizes == [1, 2, 4, 8]
+
+
+def test_too_small_a_limit_is_refused(tmp_path):
+    config = TargetConfig(device="cpu", enable_torch_compile=True, torch_compile_max_bs=0)
+    with pytest.raises(ConfigError, match="--torch-compile-max-bs must be 1 or more"):
+        load(write_model(tmp_path), config)

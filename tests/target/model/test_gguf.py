@@ -1,0 +1,351 @@
+"""GGUF files become folders in the published format: the same model, once, with progress to see, never half of one."""
+
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.torch
+import tokenizers
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFReader
+from rich.console import Console
+from transformers import AutoConfig, AutoTokenizer
+
+from outrider.checkpoints import checkpoint
+from outrider.errors import ConfigError
+from outrider.text.tokenizer import Tokenizer
+from services.target.model.gguf import convert
+from services.target.model.gguf import facts as gguf_facts
+from services.target.model.gguf.progress import Phases
+from tests.support.checkpoints.families import write_family
+from tests.support.checkpoints.ggufs import write_gguf
+from tests.support.target.driving import engine_of, load_model, opening, run
+from tests.target.model.test_families import NEW, PROMPT, greedy
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.12}  # rows of whole blocks
+GEMMA = {"num_hidden_layers": 7, "sliding_window_pattern": 6}  # the pattern is not in the file
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), [
+    ("llama-2", Type.F32, {}), ("llama-2", Type.Q8_0, WIDE), ("llama-2", Type.Q4_0, WIDE), ("llama-2", Type.Q4_K, WIDE),
+    ("llama-3.1", Type.F32, {}), ("qwen2.5", Type.F32, {}), ("qwen2.5", Type.Q4_K, WIDE), ("qwen3", Type.Q8_0, WIDE),
+    ("gemma-3", Type.F32, GEMMA), ("gemma-3", Type.Q8_0, GEMMA | WIDE), ("phi-3", Type.F32, {}),
+])  # fmt: skip
+def test_the_same_model(family, kind, changes, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.support.checkpoints.families.FAMILIES", unsharded())
+    rope = {}
+    if family == "llama-3.1":  # waves of the published sizes
+        rope = {"rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                 "original_max_position_embeddings": 8192, "rope_type": "llama3"}}  # fmt: skip
+    write_gguf(
+        tmp_path / "it.gguf", write_family(tmp_path / "original", family, **(changes | rope)), tmp_path / "plain", kind
+    )
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    expected = safetensors.torch.load_file(tmp_path / "plain" / "model.safetensors")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    model = load_model(tmp_path / "out")
+    assert run(engine_of(model), [opening(1, PROMPT, max_tokens=NEW)]).new[1] == greedy(tmp_path / "plain")
+
+
+def unsharded():
+    from dataclasses import replace
+
+    from tests.support.checkpoints.families import FAMILIES
+
+    return {name: replace(family, shards=False) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture
+def tiny_gguf(tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain")
+    return tmp_path / "tiny.gguf"
+
+
+def test_the_tokenizer_and_what_ends_a_text(tiny_gguf, tmp_path):
+    assert convert.main([str(tiny_gguf), str(tmp_path / "out")]) == 0
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1  # others may read the weights too
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [1]
+    assert checkpoint.vocab_hash(tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
+
+
+def test_templates_by_name_are_kept(tmp_path, monkeypatch):
+    """As files of Command R and Hermes have them, of which llama.cpp takes "tool_use" where there are tools."""
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0] }}"}]
+    add = gguf.GGUFWriter.add_chat_template
+    monkeypatch.setattr(gguf.GGUFWriter, "add_chat_template", lambda writer, _: add(writer, templates))
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain")
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    paths = ("tokenizer.json", "tokenizer_config.json", *checkpoint.chat_template_files(tmp_path / "out"))
+    tokenizer = Tokenizer({path: (tmp_path / "out" / path).read_bytes() for path in paths})
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.template.render(messages) == "plain"
+    assert tokenizer.template.render(messages, tools=["one"]) == "one"
+
+
+@pytest.mark.parametrize(("names", "ends"), [
+    (["<end_of_turn>"], {1, 260}),  # Gemma, whose file states <eos>
+    (["<|return|>", "<|call|>", "<|end|>"], {1, 260, 261}),  # gpt-oss, where <|end|> follows what it thinks
+    (["<|endoftext|>", "<|end|>"], {1, 260, 261}),  # Phi-3
+])  # fmt: skip
+def test_what_ends_a_turn_is_known_by_name(names, ends, tmp_path):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", ends=names)
+    assert gguf_facts.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    assert load_model(tmp_path / "out").eos_token_ids == tuple(sorted(ends))
+
+
+@pytest.mark.parametrize(("pre", "stated", "begins", "whole"), [
+    ("llama-bpe", None, True, True), ("llama-bpe", False, False, True), ("tekken", None, True, True),
+    ("qwen2", None, False, False), ("qwen2", True, True, False), (None, None, False, False),
+])  # fmt: skip
+def test_texts_begin_and_words_stay_whole_as_in_llama_3(pre, stated, begins, whole, tmp_path):
+    """Files of it do not say so; llama.cpp knows it by how texts are split. "lol" is a token that no merge makes."""
+    folder = write_family(tmp_path / "original", "llama-2")
+    write_gguf(tmp_path / "it.gguf", folder, tmp_path / "plain", ends=["lol"], pre=pre, begins=stated)
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    tokenizer = Tokenizer({file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()})
+    found = tokenizer.encode("lol")
+    assert (found[0] == 0, found[-1] == 260) == (begins, whole)
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [
+    ("smollm", ["Hi", ",", "\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("refact", ["Hi", ",", "\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("stablelm2", ["Hi", ",\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("glm4", ["Hi", ",\n\n", "123", "4", ".", " Don", "'t"]),
+    ("seed-coder", ["Hi", ",", "\n\n", "1", "2", "3", "4", ".", " Don", "'t"]),
+    ("deepseek-coder", ["Hi", ",", "\n", "\n", "1", "2", "3", "4", ".", " Don", "'", "t"]),
+    ("falcon", ["Hi", ",", "\n", "\n", "123", "4", ".", " Don", "'", "t"]),
+    ("gpt-2", ["Hi", ",", "\n", "\n", "1234", ".", " Don", "'t"]),
+])  # fmt: skip
+def test_texts_are_split_as_the_file_names_it(pre, pieces, tmp_path, capsys):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", pre=pre)
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    splitter = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).pre_tokenizer
+    text = "Hi,\n\n1234. Don't"
+    assert [text[slice(*span)] for _, span in splitter.pre_tokenize_str(text)] == pieces
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").backend_tokenizer.pre_tokenizer.pre_tokenize_str(
+        text
+    ) == splitter.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(("pre", "said"), [("runes", '"runes", which is not known'), (None, "does not say")])
+def test_who_takes_a_file_whose_texts_nobody_can_split_is_warned(pre, said, tmp_path, capsys):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", pre=pre)
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
+    assert said in capsys.readouterr().err
+
+
+def rope_of(tmp_path, family, scaling):
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", family), tmp_path / "plain", scaling=scaling)
+    convert.convert(tmp_path / "it.gguf", tmp_path / "out", Console(file=io.StringIO()))
+    return json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+
+
+@pytest.mark.parametrize(("layers", "scalar"), [(62, 24), (48, 16)])
+def test_queries_of_the_largest_gemma_are_scaled_as_published(layers, scalar, tmp_path):
+    """27B, which has 62 layers: by hidden size over heads. Others: by the width of a head."""
+    sizes = {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 4}
+    write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "gemma-3", **sizes), tmp_path / "plain")
+    config = AutoConfig.for_model("gemma3_text", num_hidden_layers=layers, **sizes)
+    gguf_facts.apply(GGUFReader(tmp_path / "it.gguf"), config)
+    assert config.query_pre_attn_scalar == scalar
+
+
+def test_scaling_of_long_contexts_is_kept(tmp_path):
+    rope = rope_of(tmp_path, "qwen2.5", ("yarn", 4.0))
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 4.0)
+
+
+def test_scaling_leaves_windows_alone(tmp_path):
+    rope = rope_of(tmp_path, "gemma-3", ("linear", 8.0))
+    assert (rope["full_attention"]["rope_type"], rope["full_attention"]["factor"]) == ("linear", 8.0)
+    assert rope["sliding_attention"]["rope_type"] == "default"
+
+
+def test_scaling_that_is_not_known_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="longrope"):
+        rope_of(tmp_path, "qwen2.5", ("longrope", 4.0))
+
+
+def facts_of(tmp_path, architecture, fields, tensors=()):
+    """A file of fields alone; those without a dot in front are the architecture's."""
+    writer = gguf.GGUFWriter(tmp_path / "facts.gguf", architecture)
+    for name, value in fields.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(name.removeprefix(".") if name.startswith(".") else f"{architecture}.{name}", value)
+    for name, tensor in dict(tensors).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFReader(tmp_path / "facts.gguf")
+
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 512,
+         "pad_token_id": 0}  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "model_type", "field", "value", "attribute", "expected"), [
+    ("phi3", "phi3", "attention.sliding_window", 24, "sliding_window", 24),
+    ("phi3", "phi3", "attention.sliding_window", 0, "sliding_window", None),
+    ("gemma2", "gemma2", "attn_logit_softcapping", 7.0, "attn_logit_softcapping", 7.0),
+    ("gemma2", "gemma2", "final_logit_softcapping", 7.0, "final_logit_softcapping", 7.0),
+    ("qwen2moe", "qwen2_moe", "expert_feed_forward_length", 48, "moe_intermediate_size", 48),
+    ("qwen2moe", "qwen2_moe", "expert_shared_feed_forward_length", 40, "shared_expert_intermediate_size", 40),
+    ("qwen3moe", "qwen3_moe", "expert_feed_forward_length", 48, "moe_intermediate_size", 48),
+    ("qwen2", "qwen2", "attention.key_length", 24, "head_dim", 24),
+    ("starcoder2", "starcoder2", "rope.freq_base", 999999.0, "rope_theta", 999999.0),
+    ("stablelm", "stablelm", "rope.freq_base", 40000.0, "rope_theta", 40000.0),
+    ("stablelm", "stablelm", "rope.dimension_count", 8, "partial_rotary_factor", 0.5),
+    ("nemotron", "nemotron", "rope.dimension_count", 4, "partial_rotary_factor", 0.25),
+    ("phi3", "phi3", "rope.dimension_count", 12, "partial_rotary_factor", 0.75),
+])  # fmt: skip
+def test_what_a_file_states_is_kept(architecture, model_type, field, value, attribute, expected, tmp_path):
+    config = AutoConfig.for_model(model_type, **SIZES)
+    gguf_facts.apply(facts_of(tmp_path, architecture, {field: value}), config)
+    assert {**vars(config), **config.rope_parameters}[attribute] == expected
+
+
+def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
+    factors = {f"rope_factors_{name}.weight": np.arange(1, 9, dtype=np.float32) * by
+               for name, by in (("short", 1), ("long", 3))}  # fmt: skip
+    fields = {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.25, "rope.dimension_count": 16}
+    config = AutoConfig.for_model("phi3", **SIZES)
+    gguf_facts.apply(facts_of(tmp_path, "phi3", fields, factors), config)
+    config.save_pretrained(tmp_path)
+    rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert (rope["rope_type"], rope["original_max_position_embeddings"], rope["attention_factor"]) == (
+        "longrope", 128, 1.25,
+    )  # fmt: skip
+    assert rope["short_factor"] == list(range(1, 9))
+    assert rope["long_factor"] == list(range(3, 25, 3))
+
+
+@pytest.mark.parametrize(("field", "value", "said"), [
+    (".split.count", 3, "one of 3 parts.*--merge"), ("rope.dimension_count", 8, "turns 8 of 16 .*safetensors"),
+])  # fmt: skip
+def test_files_whose_text_would_be_another_are_refused(field, value, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        gguf_facts.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
+
+
+def test_tensors_that_would_not_be_read_are_refused(tmp_path, capsys):
+    folder = write_family(tmp_path / "original", "llama-2", mlp_bias=True)
+    write_gguf(tmp_path / "it.gguf", folder, tmp_path / "plain")
+    assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 1
+    assert "ffn_down.bias" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_gguf_is_refused(tmp_path, capsys):
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF?" * 10)
+    assert convert.main([str(tmp_path / "bad.gguf"), str(tmp_path / "out")]) == 1
+    assert "cannot be converted" in capsys.readouterr().err
+
+
+def test_progress_is_shown_in_per_cent_of_tensors(tiny_gguf, tmp_path):
+    said = io.StringIO()
+    convert.convert(tiny_gguf, tmp_path / "out", Console(file=said, width=200))
+    lines = said.getvalue().splitlines()
+    assert [line for line in lines if "reading weights" in line and "%" in line]
+    assert [line for line in lines if "loading weights" in line and "%" in line]
+    for phase in ("reading weights", "loading weights", "writing weights", "building the tokenizer"):
+        assert any(f"tiny.gguf: {phase}: done in" in line for line in lines), phase
+
+
+def test_a_terminal_shows_bars():
+    said = io.StringIO()
+    with Phases("work", ("one", "two"), Console(file=said, force_terminal=True, width=100)) as phases:
+        assert list(phases.track("one", [1, 2, 3, 4])) == [1, 2, 3, 4]
+        phases.enter("two")
+    assert "work: one" in said.getvalue()
+    assert "100%" in said.getvalue()
+
+
+def test_a_file_is_converted_once(tiny_gguf, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    folder = checkpoint.resolve(str(tiny_gguf))
+    before = os.stat(folder / "model.safetensors").st_mtime_ns
+    assert checkpoint.resolve(str(tiny_gguf)) == folder
+    assert os.stat(folder / "model.safetensors").st_mtime_ns == before
+
+
+def test_what_is_converted_is_found_where_nothing_can_be_written(tiny_gguf, tmp_path, monkeypatch):
+    """A mounted cache, or one of another user's, whose locks cannot be opened."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    folder = checkpoint.resolve(str(tiny_gguf))
+    lock = folder.parent / f"{folder.name}.lock"
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # opening it fails for everybody, root included
+    assert checkpoint.resolve(str(tiny_gguf)) == folder
+    folder.rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match="OUTRIDER_CACHE"):
+        checkpoint.resolve(str(tiny_gguf))
+
+
+def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_path, monkeypatch):
+    """As in a draft's container: another copy of the file, of another date, in a cache that both see."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    copy = tmp_path / "elsewhere" / tiny_gguf.name
+    copy.parent.mkdir()
+    copy.write_bytes(tiny_gguf.read_bytes())
+    os.utime(copy, (1, 1))
+    found: list[object] = []
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(checkpoint, "_GLANCE", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None if name == "torch" else find_spec(name))
+        patch.setattr(checkpoint, "_PATIENCE", 0.05)
+        with pytest.raises(ConfigError, match="needs PyTorch, and no target service has done it"):
+            checkpoint.resolve(str(copy))
+        patch.setattr(checkpoint, "_PATIENCE", 60.0)
+        waiter = threading.Thread(target=lambda: found.append(checkpoint.resolve(str(copy))))
+        waiter.start()
+        code = f"from outrider import checkpoint; print(checkpoint.resolve({str(tiny_gguf)!r}))"
+        folder = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+        waiter.join(30)
+    assert list(map(str, found)) == [folder]
+
+
+def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
+    """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    code = f"from outrider import checkpoint; checkpoint.resolve({str(tiny_gguf)!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
+    models = tmp_path / "cache" / "models"
+    deadline = time.monotonic() + 60
+    while not list(models.glob("*.partial/model.safetensors")):  # in the midst of its work
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert [path.suffix for path in models.iterdir() if path.is_dir()] == [".partial"]
+    folder = checkpoint.resolve(str(tiny_gguf))
+    assert [path for path in models.iterdir() if path.is_dir()] == [folder]
+    assert (folder / "generation_config.json").is_file()
+
+
+def test_a_conversion_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF?" * 10)
+    with pytest.raises(ConfigError, match="could not be converted"):
+        checkpoint.resolve(str(tmp_path / "bad.gguf"))
+    assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]

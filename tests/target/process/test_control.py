@@ -1,0 +1,519 @@
+"""Control of a target that runs: afterwards it is what a target is that was started with the new weights."""
+
+import asyncio
+import json
+import shutil
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+
+from outrider.checkpoints import checkpoint
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError, EngineFault, InvalidRequest, Overloaded
+from outrider.serving.features import FeatureFormat, FeatureSpec, decode
+from outrider.serving.loop import EngineLoop
+from outrider.serving.messages import Grammar, GrammarKind
+from outrider.speculation.proposal import FinishReason
+from outrider.speculation.sampling import SamplingParams
+from outrider.wire.v1 import target_pb2
+from services.target.kernels.cpu import library
+from services.target.process.control import Control, Update
+from services.target.process.service import TargetServicer, describe
+from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
+from tests.support.tiny import VOCAB, write_model, write_tokenizer
+
+PROMPTS = [[5, 6, 7], list(range(30, 75)), [9] * 20, [200]]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one architecture."""
+    base = tmp_path_factory.mktemp("weights")
+    return [write_model(base / str(seed), seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def texts(folders):
+    """What freshly started targets say, by checkpoint and temperature."""
+    return {
+        (i, t): run(engine_of(load_model(folder)), requests(t)).new
+        for i, folder in enumerate(folders)
+        for t in (0.0, 1.0)
+    }
+
+
+def requests(temperature, **options):
+    params = SamplingParams(temperature, seed=4)
+    return [opening(i, prompt, params, max_tokens=30, **options) for i, prompt in enumerate(PROMPTS, start=1)]
+
+
+def started(folder, **flags):
+    engine = engine_of(load_model(folder), **flags)
+    return engine, Control(engine, folder)
+
+
+def knowing(new):
+    """Hints of somebody who knows the text `new`, among others."""
+
+    def hints(session_id, path):
+        rng = np.random.default_rng(len(path))
+        done = len(path) - len(PROMPTS[session_id - 1])
+        ahead = chain(session_id, path, new[session_id][done : done + 3])
+        return [random_tree(rng, session_id, path, VOCAB, 5), ahead]
+
+    return hints
+
+
+def step(engine, tokens, hints):
+    """One step with hints; tokens of each session grow."""
+    for session_id, path in tokens.items():
+        engine.receive(hints(session_id, path), ())
+    output = engine.step()
+    assert not output.failures
+    for commit in output.commits:
+        assert commit.base_length == len(tokens[commit.session_id])
+        tokens[commit.session_id] += commit.tokens.tolist()
+    return output
+
+
+def in_parts(control, content, size=1000):
+    incoming = control.incoming()
+    for start in range(0, len(content), size):
+        incoming.add(content[start : start + size])
+    incoming.finish()
+    return incoming
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+def test_text_after_an_update_is_that_of_the_new_weights(folders, texts, way, temperature):
+    engine, control = started(folders[0], page_size=4)
+    old, new = texts[0, temperature], texts[1, temperature]
+    assert run(engine, requests(temperature), knowing(old)).new == old  # and its prefixes are cached
+    if way == "folder":
+        said = control.update_from_folder(control.read_folder(str(folders[1])), Update("two"))
+        assert said.fingerprint == Control(engine_of(load_model(folders[1])), folders[1]).weights.fingerprint
+    else:
+        tensors = load_file(folders[1] / "model.safetensors")
+        names = sorted(tensors)
+        for part in (names[::3], names[1::3], names[2::3]):
+            content = save({name: tensors[name] for name in part})
+            said = control.update_from_tensors(in_parts(control, content), Update("two"))
+            assert said.replaced == len(part)
+    assert said.weight_version == engine.load().weight_version == "two"
+    after = run(engine, requests(temperature), knowing(new))
+    assert after.new == new
+    assert after.accepted > 60
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sessions_go_on_as_if_they_had_been_opened_anew(folders, texts, temperature):
+    """What they say next is what a target with the new weights says to prompt and committed tokens."""
+    engine, control = started(folders[0], page_size=4)
+    opened = requests(temperature)
+    tokens = {request.session_id: request.tokens.tolist() for request in opened}
+    for request in opened:
+        engine.open(request)
+    for _ in range(4):
+        step(engine, tokens, knowing(texts[0, temperature]))
+    before = {i: list(path) for i, path in tokens.items()}
+    said = control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    assert (said.retracted, said.aborted, said.weight_version) == (4, 0, "default")
+    while not engine.idle:
+        step(engine, tokens, knowing(texts[1, temperature]))
+        engine.check()
+    again = [replace(r, tokens=np.array(before[r.session_id], np.uint32)) for r in opened]
+    fresh = run(engine_of(load_model(folders[1])), again)
+    assert {i: path[len(before[i]) :] for i, path in tokens.items()} == fresh.new
+
+
+def test_requests_can_be_aborted_by_an_update(folders, texts):
+    engine, control = started(folders[0])
+    for request in requests(0.0):
+        engine.open(request)
+    engine.step()
+    said = control.update_from_folder(control.read_folder(str(folders[1])), Update(abort_all_requests=True))
+    assert (said.aborted, said.retracted) == (4, 0)
+    assert not engine.idle
+    output = engine.step()
+    assert [(c.session_id, len(c.tokens), c.finish_reason) for c in output.commits] == [
+        (i, 0, FinishReason.ABORT) for i in (1, 2, 3, 4)
+    ]
+    assert engine.idle
+    engine.check()
+    assert run(engine, requests(0.0)).new == texts[1, 0.0]
+
+
+def test_what_an_update_aborts_is_told_as_of_the_weights_before(folders):
+    engine, control = started(folders[0])
+    first, second = requests(0.0)[:2]
+    engine.open(first)
+    assert engine.step().load.weight_version == "default"
+    control.update_from_folder(control.read_folder(str(folders[1])), Update("two", abort_all_requests=True))
+    engine.open(second)
+    aborted, after = engine.step(), engine.step()
+    assert [commit.finish_reason for commit in aborted.commits] == [FinishReason.ABORT]
+    assert (aborted.load.weight_version, after.load.weight_version) == ("default", "two")
+
+
+async def test_facts_are_those_of_the_weights_though_nobody_waits_for_the_update(folders, monkeypatch):
+    engine, control = started(folders[0])
+    began, goes_on = threading.Event(), threading.Event()
+    update = engine.model.runner.update
+    monkeypatch.setattr(engine.model.runner, "update", lambda tensors: (began.set(), goes_on.wait(20), update(tensors)))
+    loop = EngineLoop(lambda _: None)
+    loop.start(engine, lambda _: None)
+    try:
+        servicer = TargetServicer(None, loop)
+        servicer.serve(describe(folders[0], engine, TargetConfig(model_path=str(folders[0]))), engine, control)
+        request = target_pb2.UpdateWeightsFromDiskRequest(folder=str(folders[1]))
+        request.update.weight_version = "two"
+        call = asyncio.create_task(servicer.UpdateWeightsFromDisk(request, None))
+        await asyncio.to_thread(began.wait, 20)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        goes_on.set()
+        await asyncio.wrap_future(loop.call(lambda: None))
+        info = await servicer.GetTargetInfo(target_pb2.GetTargetInfoRequest(), None)
+    finally:
+        goes_on.set()
+        await asyncio.to_thread(loop.stop)
+    assert (info.weight_version, info.model.fingerprint) == ("two", checkpoint.fingerprint(folders[1]))
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_log_probabilities_of_a_prompt_are_of_the_same_weights(folders, steps):
+    """Also of one that was read in part when these came."""
+    request = opening(1, PROMPTS[1], max_tokens=3, prompt_logprobs=2)
+    [expected] = [c.prompt_logprobs for c in run(engine_of(load_model(folders[1])), [request]).commits[1][:1]]
+    engine, control = started(folders[0], page_size=4, max_prefill_tokens=7)
+    engine.open(request)
+    assert not any(commit for _ in range(steps) for commit in engine.step().commits)
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    other = opening(2, PROMPTS[1], max_tokens=1)  # its pages may be shared, but not those of what is to be told
+    engine.open(other)
+    told = []
+    while not engine.idle:
+        told += [commit.prompt_logprobs for commit in engine.step().commits if commit.session_id == 1]
+    assert np.allclose(told[0].values, expected.values, atol=1e-4)
+    assert np.array_equal(told[0].top_tokens, expected.top_tokens)
+
+
+def test_features_after_an_update_are_those_of_the_new_weights(folders):
+    spec = FeatureSpec((1, 2), format=FeatureFormat.FLOAT32)
+
+    def rows(engine, session_id):
+        engine.features.configure(1, spec, b"")
+        engine.open(replace(opening(session_id, PROMPTS[1], max_tokens=4), feature_spec=1))
+        blocks = []
+        while not engine.idle:
+            blocks += engine.step().features
+        return np.concatenate([decode(block.rows, spec.format) for block in blocks])
+
+    engine, control = started(folders[0], page_size=4)
+    old = rows(engine, 1)
+    assert np.array_equal(rows(engine, 2)[:44], old[:44])  # from cached pages
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    new = rows(engine, 3)
+    assert np.allclose(new, rows(engine_of(load_model(folders[1])), 1), atol=1e-3)
+    assert not np.allclose(new[:44], old[:44], atol=1e-1)
+
+
+def test_pages_computed_anew_have_their_features(folders):
+    """A session that was under way is not told twice, but who shares its pages later is told all."""
+    spec = FeatureSpec((1, 2), format=FeatureFormat.FLOAT32)
+    engine, control = started(folders[0], page_size=4)
+    engine.features.configure(1, spec, b"")
+    engine.open(replace(opening(1, PROMPTS[1], max_tokens=20), feature_spec=1))
+    for _ in range(3):
+        engine.step()
+    control.update_from_folder(control.read_folder(str(folders[1])), Update())
+    blocks = []
+    while not engine.idle:
+        blocks += engine.step().features
+    assert blocks[0].first == 45 + 3 - 1
+    engine.open(replace(opening(2, PROMPTS[1], max_tokens=4), feature_spec=1))
+    first = engine.step().features[0]
+    assert first.first == 0
+    fresh = engine_of(load_model(folders[1]))
+    fresh.features.configure(1, spec, b"")
+    fresh.open(replace(opening(1, PROMPTS[1], max_tokens=4), feature_spec=1))
+    truth = decode(fresh.step().features[0].rows, spec.format)
+    rows = decode(first.rows, spec.format)
+    assert len(rows) < len(truth), "a page's rows came from the cache"
+    assert np.allclose(rows, truth[: len(rows)], atol=1e-3)
+
+
+def test_a_sharded_folder_in_half_width_is_taken_as_well(folders, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    engine, control = started(folders[0])
+    control.update_from_folder(control.read_folder(str(tmp_path)), Update())
+    fresh = engine_of(load_model(tmp_path))
+    assert run(engine, requests(0.0)).new == run(fresh, requests(0.0)).new
+
+
+def test_equal_weights_have_one_fingerprint_in_whatever_parts_they_came(folders):
+    tensors = load_file(folders[1] / "model.safetensors")
+    names = sorted(tensors)
+    parts = [save({name: tensors[name] for name in part}) for part in (names[::3], names[1::3], names[2::3])]
+    found = []
+    for order, folder in (((0, 1, 2), 0), ((2, 1, 0, 2), 0), ((0, 1), 0), ((1, 0), 0), ((0, 1), 1), ((0, 1, 2), 1)):
+        _, control = started(folders[folder])
+        before = control.weights.fingerprint
+        for part in order:
+            said = control.update_from_tensors(in_parts(control, parts[part]), Update())
+            assert said.before == before
+            before = said.fingerprint
+        found.append((said.fingerprint, said.whole))
+    whole, some, others = found[0], found[2], found[4]
+    assert found == [whole, whole, some, some, others, whole]
+    assert len({whole, some, others}) == 3
+    assert (whole[1], some[1], others[1]) == (True, False, False)
+    said = control.update_from_folder(control.read_folder(str(folders[0])), Update())
+    assert (said.fingerprint, said.whole) == (checkpoint.fingerprint(folders[0]), True)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch_native"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("width", [torch.float32, torch.float16])
+def test_wider_weights_become_what_they_are_when_they_are_loaded(tmp_path, width, quantization, backend):
+    if quantization is not None and not library.available():
+        pytest.skip("weights are narrowed by compiled kernels")
+    first, second = (write_model(tmp_path / str(seed), "qwen2", seed=seed) for seed in (1, 2))
+    noise = torch.Generator().manual_seed(3)  # norms and biases of a random model have no bits to lose
+    tensors = load_file(second / "model.safetensors").items()
+    rough = {k: (v + 0.1 * torch.randn(v.shape, generator=noise)).to(width) for k, v in tensors}
+    save_file(rough, second / "model.safetensors", {"format": "pt"})
+    flags = {"dtype": "bfloat16", "quantization": quantization, "attention_backend": backend}
+    model = load_model(first, **flags)
+    model.runner.update(rough)
+    asked = [opening(i, prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(PROMPTS, start=1)]
+    after, fresh = run(engine_of(model), asked), run(engine_of(load_model(second, **flags)), asked)
+    assert after.new == fresh.new
+    for i in after.commits:
+        told, expected = ([c.logprobs.values for c in found.commits[i]] for found in (after, fresh))
+        assert np.array_equal(np.concatenate(told), np.concatenate(expected))
+
+
+# --- a bad update changes nothing, and says why ---
+
+
+def spoilt(folder, target, **changes):
+    """A copy of a checkpoint with other tensors; None leaves one out."""
+    shutil.copytree(folder, target)
+    tensors = {k: v for k, v in (load_file(folder / "model.safetensors") | changes).items() if v is not None}
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({NORM: None}, "missing.*model.norm.weight"),
+    ({NORM: torch.ones(47)}, r"shape \[47\]; the model's has \[48\]"),
+    ({"model.extra": torch.ones(1)}, "no tensors of these names: model.extra"),
+    ({NORM: torch.ones(48, dtype=torch.int32)}, "type I32"),
+])  # fmt: skip
+def test_what_does_not_fit_changes_nothing(folders, texts, tmp_path, changes, words):
+    engine, control = started(folders[0])
+    with pytest.raises(ConfigError, match=words):
+        control.read_folder(str(spoilt(folders[1], tmp_path / "spoilt", **changes)))
+    if None not in changes.values():
+        with pytest.raises(ConfigError, match=words):
+            in_parts(control, save(changes))
+    assert control.weights.weight_version == "default"
+    assert run(engine, requests(0.0)).new == texts[0, 0.0]
+
+
+def test_folders_that_are_not_whole_or_compute_otherwise_are_refused(folders, tmp_path):
+    _, control = started(folders[0])
+    short = spoilt(folders[1], tmp_path / "short")
+    data = (short / "model.safetensors").read_bytes()
+    for content, words in ((data[:-5], "not complete"), (data[:20], "no safetensors"), (b"x" * 99, "no safetensors")):
+        (short / "model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            control.read_folder(str(short))
+    other = spoilt(folders[1], tmp_path / "other")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match=r"rms_norm_eps: 0\.5"):
+        control.read_folder(str(other))
+    with pytest.raises(ConfigError, match="no folder"):
+        control.read_folder(str(tmp_path / "nowhere"))
+
+
+def test_streams_that_are_not_whole_are_refused(folders):
+    _, control = started(folders[0])
+    content = save({NORM: torch.ones(48)})
+    for data, words in (
+        (content[:-1], "less"),
+        (content + b"1", "more"),
+        (content[:20], "less"),
+        (b"\xff" * 30, "no safe"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            in_parts(control, data)
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch_native"])
+@pytest.mark.parametrize("way", ["folder", "tensors"])
+def test_an_embedding_that_is_the_head_may_come_by_either_name_or_both(tmp_path, way, backend):
+    first, second = (write_model(tmp_path / str(seed), seed=seed, tie_word_embeddings=True) for seed in (1, 2))
+    tensors = load_file(second / "model.safetensors")
+    assert HEAD not in tensors
+    expected = run(engine_of(load_model(second, attention_backend=backend)), requests(0.0)).new
+    both = tensors | {HEAD: tensors[EMBEDDING].clone()}
+    for number, came in enumerate((both, {name: both[name] for name in both if name != EMBEDDING})):
+        engine = engine_of(load_model(first, attention_backend=backend))
+        control = Control(engine, first)
+        if way == "folder":
+            folder = spoilt(second, tmp_path / f"named{number}", **{HEAD: came[HEAD], EMBEDDING: came.get(EMBEDDING)})
+            said = control.update_from_folder(control.read_folder(str(folder)), Update())
+        else:
+            said = control.update_from_tensors(in_parts(control, save(came)), Update())
+        assert (said.replaced, said.whole) == (len(tensors), True)
+        assert run(engine, requests(0.0)).new == expected
+    differ = {EMBEDDING: tensors[EMBEDDING], HEAD: tensors[EMBEDDING] + 1}
+    folder = spoilt(second, tmp_path / "differs", **differ)
+    with pytest.raises(ConfigError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one"):
+        control.read_folder(str(folder)) if way == "folder" else in_parts(control, save(differ))
+
+
+def sharded(folder, target):
+    """A copy of a checkpoint in several files."""
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(target, max_shard_size="40KB")
+    assert len(list(target.glob("*.safetensors"))) > 2
+    return target
+
+
+@pytest.mark.parametrize(("broken", "error", "words"), [
+    (0, ConfigError, "nothing has changed"), (-1, EngineFault, "in part"),
+])  # fmt: skip
+def test_a_disk_that_fails_in_the_midst_ends_the_engine(folders, texts, tmp_path, broken, error, words):
+    engine, control = started(folders[0])
+    folder = control.read_folder(str(sharded(folders[1], tmp_path / "weights")))
+    file = list(folder.files)[broken]
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(error, match=words):
+        control.update_from_folder(folder, Update())
+    if error is ConfigError:
+        assert control.weights.weight_version == "default"
+        assert run(engine, requests(0.0)).new == texts[0, 0.0]
+
+
+def test_what_cannot_be_read_is_refused(folders, tmp_path):
+    _, control = started(folders[0])
+    folder = spoilt(folders[1], tmp_path / "linked")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"cannot be read.*model\.safetensors"):
+        control.read_folder(str(folder))
+
+
+# --- pauses and flushes ---
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_a_pause_changes_no_token(folders, texts, mode):
+    engine, control = started(folders[0], page_size=4)
+    tokens = {request.session_id: request.tokens.tolist() for request in requests(1.0)}
+    for request in requests(1.0)[:3]:
+        engine.open(request)
+    for _ in range(4):
+        step(engine, tokens, knowing(texts[0, 1.0]))
+    assert control.pause(mode) == 0
+    assert engine.idle
+    engine.open(requests(1.0)[3])  # it waits
+    assert engine.idle
+    assert engine.scheduler.running == (0 if mode == "retract" else 3)
+    assert engine.load().paused
+    engine.check()
+    control.proceed()
+    assert not engine.load().paused
+    while not engine.idle:
+        step(engine, tokens, knowing(texts[0, 1.0]))
+    assert {i: path[len(PROMPTS[i - 1]) :] for i, path in tokens.items()} == texts[0, 1.0]
+
+
+def test_a_pause_can_abort(folders):
+    engine, control = started(folders[0])
+    for request in requests(0.0):
+        engine.open(request)
+    engine.step()
+    assert control.pause("abort") == 4
+    assert [commit.finish_reason for commit in engine.step().commits] == [FinishReason.ABORT] * 4
+    assert engine.idle
+    engine.open(opening(9, [5, 6], GREEDY, max_tokens=2))
+    assert engine.idle
+    control.proceed()
+    assert not engine.idle
+    engine.step()
+
+
+def test_the_cache_is_flushed_only_while_nothing_runs(folders):
+    engine, control = started(folders[0], page_size=4)
+    run(engine, requests(0.0))
+    assert len(engine.scheduler.prefix) > 0
+    engine.open(requests(0.0)[0])
+    for act in (lambda: None, engine.step, lambda: control.pause("in_place")):
+        act()
+        with pytest.raises(InvalidRequest, match="under way"):
+            control.flush_cache()
+    control.pause("retract")
+    control.flush_cache()
+    assert len(engine.scheduler.prefix) == 0
+    engine.check()
+
+
+@pytest.mark.parametrize("flush", ["update", "flush"])
+def test_who_waited_for_a_grammar_meanwhile_shares_pages_afterwards(tmp_path, flush):
+    folder = write_tokenizer(write_model(tmp_path))
+    engine, control = started(folder, page_size=4)
+    control.pause("in_place")
+    for i in (1, 2):
+        engine.open(opening(i, PROMPTS[1], max_tokens=3, grammar=Grammar(GrammarKind.REGEX, "[a-z]+")))
+    if flush == "update":
+        control.update_from_folder(control.read_folder(str(folder)), Update())
+    else:
+        control.flush_cache()
+    engine.sessions.grammars.wait(60)
+    control.proceed()
+    cached = {}
+    while not engine.idle:
+        for commit in engine.step().commits:
+            cached.setdefault(commit.session_id, commit.cached_tokens)
+    assert cached == {1: 0, 2: 44}
+    engine.check()
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract"])
+def test_nobody_begins_to_run_while_others_pause_however_short_the_queue(folders, mode):
+    engine, control = started(folders[0], page_size=4, max_queued_requests=1, max_running_requests=4)
+    control.pause(mode)
+    wanted = [replace(requests(0.0)[0], session_id=i) for i in range(1, 7)]
+    for request in wanted[:5]:  # four places, and one who waits
+        engine.open(request)
+    with pytest.raises(Overloaded, match="5 requests wait already"):
+        engine.open(wanted[5])
+    assert engine.scheduler.running == 0
+    control.flush_cache()
+    control.proceed()
+    ended = 0
+    while not engine.idle:
+        ended += sum(commit.finish_reason is not FinishReason.RUNNING for commit in engine.step().commits)
+    assert ended == 5

@@ -1,0 +1,236 @@
+"""Plain steps several at once say what steps one by one say, and are left as soon as there is something else to do."""
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from outrider.serving.features import FeatureSpec
+from outrider.serving.inbox import Inbox
+from outrider.serving.loop import EngineLoop
+from outrider.serving.messages import Message
+from outrider.speculation.proposal import FinishReason
+from outrider.speculation.sampling import SamplingParams
+from services.target.kernels.cpu import library
+from services.target.process.warmup import warm_up
+from services.target.speculation.draft_wait import SpeculationMode
+from tests.support.target.driving import chain, engine_of, load_model, load_modules, opening, run
+from tests.support.tiny import VOCAB, write_model
+
+pytestmark = [
+    pytest.mark.threads,
+    pytest.mark.skipif(not library.available(), reason="bursts are of compiled programs"),
+]
+
+LONG = 60.0  # seconds to gather in, for which a test never waits: as many steps as a burst has
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder)
+
+
+def sessions(count, temperature=1.0, seed=0, stops=12):
+    """Sessions of unlike lengths, some of which end by a stop token, some by their limit."""
+    rng = np.random.default_rng(seed)
+    for i in range(1, count + 1):
+        prompt = rng.integers(3, VOCAB, rng.integers(1, 70)).tolist()
+        params = SamplingParams(temperature, seed=i, top_p=[1.0, 0.9][i % 2], top_k=[0, 0, 40][i % 3])
+        ids = tuple(rng.integers(3, VOCAB, stops).tolist())
+        yield opening(i, prompt, params, max_tokens=int(rng.integers(1, 60)), stop_token_ids=ids)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("flags", [{}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}])
+def test_texts_and_ends_are_those_of_steps_one_by_one(model, temperature, flags):
+    one = opening(1, [5, 6, 7], SamplingParams(temperature, seed=9), max_tokens=50)
+    for requests in (list(sessions(9, temperature)), [one]):
+        expected = run(engine_of(model, **flags), requests)
+        found = run(engine_of(model, coalesce_seconds=LONG, **flags), requests)
+        assert (found.new, found.reasons) == (expected.new, expected.reasons)
+        assert found.steps < expected.steps
+        assert max(len(commit.tokens) for commits in found.commits.values() for commit in commits) > 3
+
+
+def test_bfloat16_too_and_a_session_that_ends_ends_the_burst(folder):
+    model = load_model(folder, dtype="bfloat16")
+    requests = list(sessions(6))
+    expected = run(engine_of(model), requests)
+    found = run(engine_of(model, coalesce_seconds=LONG), requests)
+    assert (found.new, found.reasons) == (expected.new, expected.reasons)
+    assert set(found.reasons.values()) == {FinishReason.STOP, FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("prompt", [[5], list(range(5, 5 + 33))], ids=["a token", "cached but for a token"])
+def test_a_first_token_waits_for_no_others(model, prompt):
+    engine = engine_of(model, coalesce_seconds=LONG)
+    run(engine, [opening(1, prompt, max_tokens=2)])
+    engine.open(opening(2, prompt, max_tokens=60))
+    said = [[len(commit.tokens) for commit in engine.step().commits] for _ in range(2)]
+    assert said[0] == [1]
+    assert said[1][0] > 1
+
+
+def test_what_is_cached_serves_those_who_come_later(model):
+    prompt = list(range(5, 40))
+    expected = run(engine_of(model, page_size=4), [opening(1, prompt, max_tokens=40)]).new[1]
+    engine = engine_of(model, page_size=4, coalesce_seconds=LONG)
+    assert run(engine, [opening(1, prompt, max_tokens=40)]).new[1] == expected
+    engine.open(opening(2, prompt, max_tokens=40, committed=expected[:38]))
+    assert engine.step().commits[0].tokens.tolist() == expected[38:39]
+    assert engine.load().step_tokens <= 4, "all pages but the last were found"
+    assert engine.step().commits[0].tokens.tolist() == expected[39:]
+
+
+def test_no_page_is_taken_from_others_and_all_come_home(model):
+    requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in range(6)]
+    expected = run(engine_of(model), requests).new
+    engine = engine_of(model, page_size=4, max_total_tokens=72, coalesce_seconds=LONG)
+    assert run(engine, requests).new == expected
+    assert engine.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("penalties", {}), ("logprobs", {"logprobs": 2}), ("min_tokens", {"min_tokens": 9})],
+)
+def test_who_asks_for_more_than_tokens_gets_it_step_by_step(model, name, options):
+    params = SamplingParams(1.0, seed=4, presence_penalty=1.0 if name == "penalties" else 0.0)
+    requests = [opening(1, [5, 6, 7], params, **options), *list(sessions(2))[1:]]
+    expected = run(engine_of(model), requests)
+    found = run(engine_of(model, coalesce_seconds=LONG), requests)
+    assert found.new == expected.new
+    assert all(len(commit.tokens) == 1 for commit in found.commits[1])
+
+
+def test_module_by_module_a_step_is_a_step(folder):
+    model = load_modules(folder)
+    requests = list(sessions(3))
+    expected = run(engine_of(model), requests)
+    found = run(engine_of(model, coalesce_seconds=LONG), requests)
+    assert (found.new, found.steps) == (expected.new, expected.steps)
+
+
+def test_steps_that_may_have_hints_are_taken_one_by_one(model):
+    engine = engine_of(model, coalesce_seconds=LONG)
+    engine.open(opening(1, [5, 6, 7], max_tokens=60))
+    tokens = [5, 6, 7]
+    while len(tokens) < 8:
+        tokens += engine.step().commits[0].tokens.tolist()
+    engine.receive([chain(1, tokens, [3, 4])], ())
+    sizes = [len(engine.step().commits[0].tokens) for _ in range(8)]
+    assert max(sizes) <= 3, "a drafter has answered, and is waited for"
+
+
+def test_hidden_states_are_those_of_steps_one_by_one(model):
+    def states(gather):
+        engine = engine_of(model, coalesce_seconds=gather)
+        spec = FeatureSpec((0, 1), final=True)
+        engine.features.configure(7, spec, b"")
+        engine.open(replace(opening(1, list(range(4, 30)), max_tokens=50), feature_spec=7))
+        rows, longest, count = {}, 0, 0
+        engine._patience = patience = Resting()
+        while not engine.idle:
+            output = engine.step()
+            count += sum(len(commit.tokens) for commit in output.commits)
+            if count > 40:
+                patience.way, patience.unwanted, patience.unhinted = SpeculationMode.DRAFT_IF_READY, False, False
+            longest = max(longest, *(len(commit.tokens) for commit in output.commits))
+            for block in output.features:
+                for i, row in enumerate(block.rows):
+                    assert block.first + i not in rows
+                    rows[block.first + i] = row.tobytes()
+        return rows, longest
+
+    (expected, one), (found, many) = states(0.0), states(LONG)
+    assert one == 1
+    assert many > 3
+    assert found == expected
+    assert len(found) > 70
+
+
+class Resting:
+    """Hints rest until a test says otherwise."""
+
+    way, unwanted, unhinted, remaining = SpeculationMode.NONE, True, True, 0.0
+
+    def drafted(self, _):
+        return False
+
+    def __getattr__(self, _):
+        return lambda *args, **options: None
+
+
+def test_a_burst_is_left_when_somebody_calls(model):
+    engine = engine_of(model, coalesce_seconds=LONG)
+    inbox = Inbox()
+    inbox.open()
+    engine.open(opening(1, [5, 6, 7], max_tokens=200))
+    while not engine.step().commits:
+        pass
+    engine.listen = inbox.listening
+    assert len(engine.step().commits[0].tokens) == 16
+    inbox.put("somebody")  # before it begins
+    assert len(engine.step().commits[0].tokens) == 1
+    assert inbox.get() == "somebody"
+    assert len(engine.step().commits[0].tokens) == 16
+
+    @contextmanager
+    def called_within():
+        with inbox.listening() as files:
+            inbox.put("somebody")  # while it runs
+            yield files
+
+    engine.listen = called_within
+    assert len(engine.step().commits[0].tokens) == 1
+    inbox.close()
+
+
+def test_a_loop_takes_messages_while_sessions_run_in_bursts(model):
+    requests = list(sessions(12))
+    expected = run(engine_of(model), requests).new
+    found, ended, done = {request.session_id: [] for request in requests}, set(), threading.Event()
+
+    def publish(output):
+        for commit in output.commits:
+            found[commit.session_id] += commit.tokens.tolist()
+            if commit.finish_reason != FinishReason.RUNNING:
+                ended.add(commit.session_id)
+        if len(ended) == len(requests):
+            done.set()
+
+    loop = EngineLoop(on_fault=lambda error: done.set())
+    loop.start(engine_of(model, coalesce_seconds=0.016), publish)
+    for request in requests:
+        loop.submit(Message(opens=[request]))
+    assert done.wait(60)
+    assert loop.call(lambda: loop.engine.check()).result(10) is None
+    loop.stop()
+    assert loop.fault is None
+    assert found == expected
+
+
+def test_the_warm_up_times_single_steps(model):
+    engine = engine_of(model, coalesce_seconds=LONG)
+    step, steps = engine.step, []
+
+    def counted():
+        output = step()
+        steps.append(output.steps)
+        return output
+
+    engine.step = counted
+    warm_up(engine)
+    assert len(steps) > 30
+    assert set(steps) == {1}
+    engine.open(opening(1, [5, 6, 7], max_tokens=40))
+    while not engine.idle:
+        engine.step()
+    assert max(steps) > 3

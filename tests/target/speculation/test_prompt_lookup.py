@@ -1,0 +1,187 @@
+"""What texts repeat is drafted, changes no text, and is looked up only where it pays."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.config import TargetConfig
+from outrider.errors import ConfigError
+from outrider.speculation.sampling import SamplingParams
+from services.target.engine.engine import TargetEngine
+from services.target.kernels.cpu import library
+from services.target.process.warmup import warm_up
+from services.target.speculation.estimates.step_cost import StepCost
+from services.target.speculation.mode_selector import SpeculationMode
+from services.target.speculation.sources.prompt_lookup import LEAST, PromptLookup, find
+from tests.support.target.driving import CACHES, GREEDY, engine_of, load_model, opening, run, run_as_plain
+from tests.support.tiny import write_model
+
+WORDS = 12
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="they are for compiled programs")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of so few tokens that texts repeat."""
+    return write_model(tmp_path_factory.mktemp("model"), seed=1, vocab=WORDS)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder, self_draft="text")
+
+
+def looking_back(model, **flags):
+    """An engine that drafts by itself in every step, with its copy if it has one."""
+    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
+    engine = TargetEngine(
+        model,
+        TargetConfig(**(small | flags)),
+        (SpeculationMode.SELF_SPECULATE if model.drafts else SpeculationMode.NONE,),
+    )
+    engine.planner.budget.cost = StepCost({1: 1e-3, 64: 1.2e-3})  # many rows cost little
+    return engine
+
+
+def sessions(count, temperature=0.0):
+    """Prompts that say the same several times, as far as some of them go."""
+    rng = np.random.default_rng(3)
+    for i in range(1, count + 1):
+        phrase = rng.integers(3, WORDS, int(rng.integers(2, 9))).tolist()
+        prompt = (phrase * 6)[: int(rng.integers(1, 40))]
+        params = SamplingParams(temperature, seed=i, top_k=[0, 5][i % 2])
+        ids = tuple(rng.integers(3, WORDS, 3).tolist())
+        yield opening(i, prompt, params, max_tokens=int(rng.integers(1, 90)), stop_token_ids=ids)
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 9))
+def test_the_longest_repetition_is_found(numbers, most):
+    tokens = np.array(numbers, np.uint32)
+    same, after = find(tokens, most)
+    best, places = 0, []
+    for place in range(1, len(numbers)):
+        length = 0
+        while length < place and numbers[place - 1 - length] == numbers[-1 - length]:
+            length += 1
+        length = min(length, 12)
+        if length >= LEAST:
+            places.append((length, place))
+    places = places[-8:]  # the latest
+    best, place = max(places, default=(0, 0))
+    if not best or not most:
+        assert same == 0
+        assert not len(after)
+        return
+    assert same == best
+    assert after.tolist() == numbers[place : place + most]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("flags", CACHES)
+def test_texts_and_ends_are_those_of_plain_steps(model, temperature, flags):
+    one = opening(1, [5, 6, 7], SamplingParams(temperature, seed=9), max_tokens=300)
+    for requests in (list(sessions(9, temperature)), [one]):
+        run_as_plain(looking_back, model, requests, **flags)
+
+
+def test_a_copy_drafts_where_nothing_repeats(folder):
+    model = load_model(folder, self_draft="int4")
+    requests = list(sessions(9))
+    expected = run(engine_of(model), requests)
+    engine = looking_back(model)
+    asked = []
+    chains, engine.own.chains.chains = (
+        engine.own.chains.chains,
+        lambda works, *args: asked.append(works) or chains(works, *args),
+    )
+    found = run(engine, requests)
+    assert (found.new, found.reasons) == (expected.new, expected.reasons)
+    assert asked
+    assert engine.own.repeats._tried.sum() > 0
+    assert engine.own.chains._tried > 0
+
+
+def test_a_burst_ends_where_a_text_repeats(model):
+    """So that what follows need not be computed token by token."""
+    expected = run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=300)]).new[1]
+    engine = looking_back(model, coalesce_seconds=60.0)
+    engine.open(opening(1, [5, 6, 7], max_tokens=300))
+    said, ended = [], 0
+    while not engine.idle:
+        for commit in engine.step().commits:
+            before = len(said)
+            said += commit.tokens.tolist()
+            text = np.array([5, 6, 7, *said], np.uint32)
+            if before and not commit.verified and len(said) < 300:
+                steps = len(said) - before
+                repeated = [find(text[: len(text) - i], 9)[0] > 0 for i in range(steps)]
+                assert not any(repeated[1:]), "not a token further"
+                ended += repeated[0]
+    assert said == expected
+    assert ended > 0
+
+
+def test_what_never_comes_true_is_left_and_tried_again(model):
+    engine = looking_back(model)
+    own = engine.own
+    assert own.least(1, 100) == LEAST
+    for same in range(LEAST, LEAST + len(own.repeats.chances())):
+        for _ in range(200):
+            own.repeats.observe(same, 8, 0, goes_on=True)
+    engine.planner.budget.cost = StepCost({1: 1e-3, 64: 8e-3})
+    assert own.least(2, 100) == 0, "other sessions, so it is judged anew"
+    judged = 0
+    while not own.least(2, 100):
+        judged += 1
+        assert judged < 64 * 400
+    assert judged > 64
+
+
+def test_dear_rows_are_spent_on_likely_chains_alone(model):
+    own = looking_back(model).own
+    assert own.least(1, 100) == LEAST
+    own._planner.budget.cost = StepCost({1: 1e-3, 2: 1.7e-3, 64: 45e-3})
+    least = own.least(2, 100)
+    assert least == 0 or own.repeats.chance(least) > 0.7
+
+
+def test_chances_are_what_came_true():
+    repeats = PromptLookup()
+    for _ in range(300):
+        repeats.observe(3, 4, 1, goes_on=True)
+        repeats.observe(9, 4, 4, goes_on=True)
+    assert repeats.chance(3) == pytest.approx(0.5, abs=0.05)
+    assert repeats.chance(9) > 0.97
+    assert repeats.chance(5) == PromptLookup().chance(5)
+
+
+def test_what_sessions_ask_for_besides_stays_exact(model):
+    penalised = SamplingParams(0.0, presence_penalty=1.5, repetition_penalty=1.3)
+    phrase = [5, 6, 7, 8] * 5
+    requests = [opening(1, phrase, penalised, max_tokens=60), opening(2, phrase, GREEDY, logprobs=2, max_tokens=60)]
+    expected, found = run(engine_of(model), requests), run(looking_back(model), requests)
+    assert found.new == expected.new
+    assert found.verified > 0
+
+
+def test_it_is_a_part_of_plain_steps(model):
+    engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0))
+    warm_up(engine)
+    assert engine._patience.way is SpeculationMode.NONE
+    assert engine.own.chains is None
+    requests = [opening(1, [5, 6, 7], max_tokens=400)]
+    assert run(engine, requests).new == run(engine_of(model), requests).new
+
+
+def test_flags(folder, tmp_path):
+    assert not load_model(folder).prompt_lookup, "small models are left alone"
+    assert load_model(folder, self_draft="text", quantization="int4").prompt_lookup
+    with pytest.raises(ConfigError, match="--self-draft text: --speculative-num-draft-tokens"):
+        load_model(folder, self_draft="text", speculative_num_draft_tokens=4)
+    large = write_model(tmp_path, hidden_size=512, intermediate_size=4096)
+    for flags, drafts in (({}, True), ({"quantization": "int4"}, False), ({"self_draft": "text"}, False)):
+        loaded = load_model(large, **flags)
+        assert (loaded.prompt_lookup, loaded.drafts) == (True, drafts)
+    assert not load_model(large, self_draft="off").prompt_lookup
