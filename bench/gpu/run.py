@@ -34,7 +34,8 @@ from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import StopConditions
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.dispatch import choose
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model import attention
 from services.target.model.base import Model, Runner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct

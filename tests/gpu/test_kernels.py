@@ -12,7 +12,8 @@ from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.tree import EMPTY_SLICE
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.sampling.compaction import Moves, lay_out
 from services.target.step.batch import SessionWork, build, pad

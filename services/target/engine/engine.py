@@ -37,11 +37,11 @@ from services.target.engine.limits import check_limits, scheduling, thresholds, 
 from services.target.engine.sessions import Sessions
 from services.target.engine.verifier import StepOutcome, settle
 from services.target.features.features import Features
-from services.target.kernels.kv_cache import pages_that_fit
+from services.target.kernels.pools import pages_that_fit
 from services.target.model.base import Model
 from services.target.sampling.compaction import Moves
-from services.target.sampling.sampling import StepSampler, StepSamples
 from services.target.sampling.session import TargetSession
+from services.target.sampling.step_sampler import StepSampler, StepSamples
 from services.target.speculation.budget import promised
 from services.target.speculation.draft_stats import DraftStatsRecorder
 from services.target.speculation.draft_wait import AS_LONG_AS_IT_TAKES, DraftWait

@@ -46,7 +46,7 @@ _ENDED = sys.maxsize
 
 
 @dataclass
-class _Wanted:
+class _Subscription:
     """A session that is sent features.
 
     spec_id: the name of what it asked for; next: the first position that it has not been sent, _ENDED if it needs no
@@ -60,7 +60,7 @@ class _Wanted:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _StepRows:
     """A session's rows among those that a fusion makes in the step under way.
 
     position: of the first row, in tokens; offset: of the first row; committed: rows before those of draft nodes
@@ -87,14 +87,14 @@ class Features:
         """cache_bytes: host memory for the features of cached pages."""
         self._model = model
         self._fusions: dict[int, Fusion] = {}  # what was asked for longest ago stands first
-        self._wanted: dict[int, _Wanted] = {}
+        self._wanted: dict[int, _Subscription] = {}
         self._used: Counter[Fusion] = Counter()  # by how many of them: steps ask what all want
         self._ready: list[FeatureBlock] = []
         # Of the step under way: how many rows each fusion makes, they on the host, and whose they are; or its chunks,
         # if its rows wait.
         self._counts: dict[Fusion, int] = {}
         self._host: dict[Fusion, Tensor] = {}
-        self._shares: dict[int, _Share] = {}
+        self._shares: dict[int, _StepRows] = {}
         self._arrived: torch.cuda.Event | None = None
         self._late: Sequence[Chunk] | None = None
         self._late_states: Tensor | None = None  # of chunks with drafts behind them, and where each one's rows begin
@@ -114,19 +114,19 @@ class Features:
     def configure(self, spec_id: int, spec: FeatureSpec, content: bytes) -> Fusion:
         """Get to know a specification. content: its fusion as a file, or nothing. Raises ConfigError."""
         if spec_id not in self._fusions:
-            self._forget_unused()
+            self._evict_unused()
             self._fusions[spec_id] = fusion = Fusion(spec, content, self._model)
             log.info(
                 "features of layers %s%s: %d numbers, %d bytes a token", list(fusion.layers),
                 " and the end" if fusion.final else "", fusion.width, fusion.row_bytes,
             )  # fmt: skip
-        return self._asked_for(spec_id)
+        return self._touch(spec_id)
 
-    def _asked_for(self, spec_id: int) -> Fusion:
+    def _touch(self, spec_id: int) -> Fusion:
         self._fusions[spec_id] = fusion = self._fusions.pop(spec_id)
         return fusion
 
-    def _forget_unused(self) -> None:
+    def _evict_unused(self) -> None:
         """Keep a few specifications: a drafter that comes back in another version leaves its last one behind."""
         unused = [name for name, fusion in self._fusions.items() if fusion not in self._used]
         for name in unused[: max(0, len(self._fusions) - _MOST_SPECS + 1)]:
@@ -144,11 +144,11 @@ class Features:
             return request
         if any(chunk.session.id == request.session_id for step in self._unfused for chunk in step.chunks):
             self._catch_up()  # what waits of a former run, which wanted none, is not this one's
-        fusion = self._asked_for(request.feature_spec)
+        fusion = self._touch(request.feature_spec)
         first = request.features_from
         # Rows that are not sent are computed, too, where others may find their page.
         assert request.session_id not in self._wanted, "one of the same id is closed before"
-        self._wanted[request.session_id] = _Wanted(
+        self._wanted[request.session_id] = _Subscription(
             request.feature_spec, fusion, first, 0 if self._store is not None else first
         )
         self._used[fusion] += 1
@@ -212,7 +212,7 @@ class Features:
             if first + known == behind:
                 continue
             own = chosen.setdefault(wanted.fusion, [])
-            self._shares[chunk.session.id] = _Share(wanted.fusion, chunk.start + known, len(own), len(chunk) - known)
+            self._shares[chunk.session.id] = _StepRows(wanted.fusion, chunk.start + known, len(own), len(chunk) - known)
             own += range(first + known, behind)
         if not chosen:
             return None

@@ -23,9 +23,9 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.tree import TreeSlice
-from services.target.grammar.closing import closed
-from services.target.grammar.formats import understood
+from services.target.grammar.closed_objects import closed
 from services.target.grammar.gbnf import readable
+from services.target.grammar.string_formats import understood
 
 log = logging.getLogger(__name__)
 

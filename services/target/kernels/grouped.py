@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from services.target.kernels import reference
-from services.target.kernels.kv_cache import gather
+from services.target.kernels.pools import gather
 from services.target.step.batch import Batch
 from services.target.step.layout import Span
 

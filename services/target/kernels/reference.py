@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from services.target.kernels.kv_cache import gather
+from services.target.kernels.pools import gather
 from services.target.step.batch import Batch
 from services.target.step.layout import Span
 

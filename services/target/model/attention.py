@@ -18,7 +18,8 @@ from transformers import AttentionInterface
 
 from outrider.errors import ConfigError
 from services.target.kernels.dispatch import Planner
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.model import latent
 from services.target.step.batch import Batch
 

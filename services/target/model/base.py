@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
-from services.target.model.head import Head
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
+from services.target.model.eagle_head import EagleHead
 from services.target.step.batch import Batch
 from services.target.step.fused_loop import LoopRound
 
@@ -79,7 +80,7 @@ class Model:
     shapes: tuple[LayerShape, ...]
     tokenizer_file: Path | None = None
     copied: bool = False
-    head: Head | None = None
+    head: EagleHead | None = None
     prompt_lookup: bool = False
 
     @property

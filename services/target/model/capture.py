@@ -17,7 +17,7 @@ from services.target.step.batch import Capture
 from services.target.step.upload import upload
 
 
-class Taps:
+class HiddenStateHooks:
     """Where a model's hidden states can be taken. Raises ConfigError for a model that is built in another way."""
 
     def __init__(self, module: Any) -> None:
@@ -31,7 +31,7 @@ class Taps:
         self._layers = layers
 
     @contextlib.contextmanager
-    def taking(self, capture: Capture) -> Iterator[list[Tensor]]:
+    def capturing(self, capture: Capture) -> Iterator[list[Tensor]]:
         """Forward passes inside leave the states of `capture.rows` in the list as computed. [F, H] each."""
         states: list[Tensor] = []
         rows: Tensor | None = None

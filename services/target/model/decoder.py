@@ -18,7 +18,7 @@ _SCALED_NORMS = ("gemma2", "gemma3_text")  # multiply with 1 + weight
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
-def reason_against(module: Any) -> str | None:
+def unsupported_reason(module: Any) -> str | None:
     """Why a loaded model is none of these decoders; None if it is one."""
     config = module.config
     if config.model_type not in MODEL_TYPES:
@@ -38,7 +38,7 @@ def activation(config: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Parts:
+class LayerModules:
     """The modules of a layer. A norm is None where the layer has none.
 
     after_attention, after_feed_forward: norms of what the branches add
@@ -57,11 +57,11 @@ class Parts:
     after_feed_forward: nn.Module | None
 
 
-def parts(layer: Any) -> Parts:
+def parts(layer: Any) -> LayerModules:
     """Take a layer apart."""
     attention, mlp = layer.self_attn, layer.mlp
     sandwiched = hasattr(layer, "pre_feedforward_layernorm")
-    return Parts(
+    return LayerModules(
         layer.input_layernorm,
         (attention.q_proj, attention.k_proj, attention.v_proj),
         getattr(attention, "q_norm", None),
@@ -91,7 +91,7 @@ def final_softcap(config: Any) -> float:
     return float(getattr(config, "final_logit_softcapping", None) or 0.0)
 
 
-class Rotation:
+class RotaryTables:
     """Cosines and sines of a model's positions, one pair for all layers of a kind."""
 
     def __init__(self, module: Any, positions: int, device: torch.device | None = None) -> None:

@@ -94,12 +94,12 @@ def _load(folder: Path, config: TargetConfig) -> Model:
         return load(folder, config)
     from services.target.process.tensor_parallel import load_split
 
-    model, followers = load_split(folder, config, _die)
-    atexit.register(followers.stop)
+    model, workers = load_split(folder, config, _exit_process)
+    atexit.register(workers.stop)
     return model
 
 
-def _die(why: str) -> None:
+def _exit_process(why: str) -> None:
     """End the process at once: the engine may be in the midst of a step that cannot end."""
     log.error("%s", why)
     os._exit(1)

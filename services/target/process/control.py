@@ -22,7 +22,14 @@ from torch import Tensor
 from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError, EngineFault, InvalidRequest
 from services.target.engine.engine import TargetEngine
-from services.target.model.loading.updates import Folder, Incoming, Origin, by_own_names, check, tied_names
+from services.target.model.loading.updates import (
+    CheckpointFolder,
+    IncomingTensors,
+    WeightsOrigin,
+    by_own_names,
+    check,
+    tied_names,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +61,22 @@ class Control:
 
     def __init__(self, engine: TargetEngine, folder: Path, *, trust_remote_code: bool = False) -> None:
         """folder: what the engine was started with. Its headers are read now, for it may be gone later."""
-        loaded = Folder(folder, trust_remote_code)
+        loaded = CheckpointFolder(folder, trust_remote_code)
         self._engine = engine
         self._trust_remote_code = trust_remote_code
         self._settings = loaded.settings
         self._shapes = dict(engine.model.runner.weights())
         self._tied = tied_names(self._settings, self._shapes)
         self._ignored = frozenset(loaded.entries.keys() - self._shapes.keys() - self._tied.keys())
-        self._origin = Origin(loaded.fingerprint)
+        self._origin = WeightsOrigin(loaded.fingerprint)
         self.weights = Weights(engine.weight_version, self._origin.folder)
 
     # --- weights ---
 
-    def read_folder(self, path: str) -> Folder:
+    def read_folder(self, path: str) -> CheckpointFolder:
         """A folder's checkpoint, checked against the model. Raises ConfigError."""
         try:
-            folder = Folder(checkpoint.resolve(path), self._trust_remote_code)
+            folder = CheckpointFolder(checkpoint.resolve(path), self._trust_remote_code)
         except OSError as error:
             raise ConfigError(f"the weights in {path} cannot be read: {error}") from None
         folder.check_settings(self._settings)
@@ -78,26 +85,26 @@ class Control:
         folder.check_tied(self._tied)
         return folder
 
-    def incoming(self) -> Incoming:
+    def incoming(self) -> IncomingTensors:
         """Where tensors arrive that are sent in parts."""
-        return Incoming(self._shapes, self._tied)
+        return IncomingTensors(self._shapes, self._tied)
 
-    def update_from_folder(self, folder: Folder, update: Update) -> Weights:
+    def update_from_folder(self, folder: CheckpointFolder, update: Update) -> Weights:
         """In the engine thread: take a checked folder's weights over. Raises EngineFault; ConfigError for a folder that
         is gone by now.
         """
         names = by_own_names(folder.entries, self._tied)
         wanted = {own: name for own, name in names.items() if own in self._shapes}
-        return self._update(folder.tensors(wanted), Origin(folder.fingerprint), update, whole=True)
+        return self._update(folder.tensors(wanted), WeightsOrigin(folder.fingerprint), update, whole=True)
 
-    def update_from_tensors(self, incoming: Incoming, update: Update) -> Weights:
+    def update_from_tensors(self, incoming: IncomingTensors, update: Update) -> Weights:
         """In the engine thread: take checked tensors over. Raises EngineFault."""
         origin = self._origin.under(incoming.digests)
         whole = self.weights.whole or origin.covered(self._shapes)
         return self._update([incoming.tensors()], origin, update, whole=whole)
 
     def _update(
-        self, shards: Iterable[Mapping[str, Tensor]], origin: Origin, update: Update, *, whole: bool
+        self, shards: Iterable[Mapping[str, Tensor]], origin: WeightsOrigin, update: Update, *, whole: bool
     ) -> Weights:
         engine, start, replaced = self._engine, time.perf_counter(), 0
         engine.finish()

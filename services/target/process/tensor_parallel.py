@@ -37,13 +37,13 @@ from services.target.step.layout import Layout
 
 log = logging.getLogger(__name__)
 
-_FOLLOWER = "services.target.process.tensor_parallel_worker"
+_WORKER_MODULE = "services.target.process.tensor_parallel_worker"
 HOST = "127.0.0.1"
 _CACHE, _BATCH, _MOVE = range(3)
 _INLINE = 2048  # numbers that travel in the first broadcast; what is longer needs a second
-_JOIN = timedelta(minutes=10)  # until all ranks have loaded the libraries and met
-_FOR_EVER = timedelta(days=3650)  # an idle engine says nothing for as long as it likes
-_LAST_WORDS = 5.0  # seconds that a follower has to end
+_JOIN_TIMEOUT = timedelta(minutes=10)  # until all ranks have loaded the libraries and met
+_NO_TIMEOUT = timedelta(days=3650)  # an idle engine says nothing for as long as it likes
+_EXIT_SECONDS = 5.0  # seconds that a follower has to end
 
 
 def load_split(
@@ -54,17 +54,17 @@ def load_split(
     on_death: told why if a follower ends before `TensorParallelWorkers.stop`; from a thread of its own.
     """
     check_devices(config.tp_size, config.device)
-    followers = TensorParallelWorkers(folder, config, on_death)
+    workers = TensorParallelWorkers(folder, config, on_death)
     try:
-        channel = join(followers.store, 0, config)
+        channel = join(workers.store, 0, config)
         model = load(folder, dataclasses.replace(config, device=_device(config, 0)))
     except BaseException:
-        followers.stop()
+        workers.stop()
         raise
-    return dataclasses.replace(model, runner=LeadingRunner(model.runner, channel)), followers
+    return dataclasses.replace(model, runner=LeadingRunner(model.runner, channel)), workers
 
 
-def join(store: dist.Store, rank: int, config: TargetConfig) -> Channel:
+def join(store: dist.Store, rank: int, config: TargetConfig) -> BroadcastChannel:
     """Meet the other ranks. Returns the way by which rank 0 speaks to all."""
     device = torch.device(_device(config, rank))
     cuda = device.type == "cuda"
@@ -73,9 +73,13 @@ def join(store: dist.Store, rank: int, config: TargetConfig) -> Channel:
     else:
         torch.set_num_threads(_threads(config.tp_size))
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=config.tp_size, timeout=_JOIN
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=config.tp_size,
+        timeout=_JOIN_TIMEOUT,
     )
-    return Channel(dist.new_group(backend="gloo", timeout=_FOR_EVER))
+    return BroadcastChannel(dist.new_group(backend="gloo", timeout=_NO_TIMEOUT))
 
 
 def _device(config: TargetConfig, rank: int) -> str:
@@ -98,7 +102,7 @@ class TensorParallelWorkers:
         self.processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, config.tp_size):
             told = dataclasses.replace(config, model_path=str(folder), device=_device(config, rank))
-            command = python("-m", _FOLLOWER, str(rank), str(self.store.port), *to_argv(told))
+            command = python("-m", _WORKER_MODULE, str(rank), str(self.store.port), *to_argv(told))
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env=environment | {"LOCAL_RANK": str(rank)}, start_new_session=True
             )
@@ -113,7 +117,7 @@ class TensorParallelWorkers:
                 process.stdin.close()
         for process in self.processes:
             try:
-                process.wait(_LAST_WORDS)
+                process.wait(_EXIT_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -127,7 +131,7 @@ class TensorParallelWorkers:
             self._on_death(f"rank {rank} of {len(self.processes) + 1} {how}; the target cannot go on without it")
 
 
-class Channel:
+class BroadcastChannel:
     """Arrays of integers from rank 0 to all others, in order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -159,7 +163,7 @@ class Channel:
 class LeadingRunner:
     """Rank 0's runner: says each step to the others before it computes its own share."""
 
-    def __init__(self, runner: Runner, channel: Channel) -> None:
+    def __init__(self, runner: Runner, channel: BroadcastChannel) -> None:
         self._runner = runner
         self._channel = channel
         self._cache: KVCache | None = None
@@ -186,7 +190,7 @@ class LeadingRunner:
 
 
 @torch.inference_mode()
-def follow(model: Model, channel: Channel) -> None:
+def run_worker(model: Model, channel: BroadcastChannel) -> None:
     """Do what rank 0 says, for ever; the process is ended from outside."""
     cache: KVCache | None = None
     while True:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:  # the first rank says the same unless it is for this one alone
         log.error("%s", error.message)
         return 2
-    parallel.follow(model, channel)
+    parallel.run_worker(model, channel)
     return 0
 
 

@@ -18,9 +18,9 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.grammar import matcher as grammar_module
-from services.target.grammar.closing import closed
-from services.target.grammar.formats import KNOWN, understood
+from services.target.grammar.closed_objects import closed
 from services.target.grammar.matcher import Grammars, Matcher
+from services.target.grammar.string_formats import KNOWN, understood
 from services.target.sampling import masks
 from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import EOS, VOCAB, write_model, write_tokenizer

@@ -14,7 +14,7 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, sample
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu import sampling as compiled
-from services.target.sampling import sampling as drawing
+from services.target.sampling import step_sampler as drawing
 from services.target.sampling.sampler import RowRequest, gather, pick
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask

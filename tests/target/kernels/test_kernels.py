@@ -19,7 +19,8 @@ from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.dispatch import plan
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape, pages_that_fit
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, pages_that_fit
 from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build
 from services.target.step.layout import tree_mask

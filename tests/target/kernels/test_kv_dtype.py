@@ -9,7 +9,8 @@ from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.dispatch import plan
-from services.target.kernels.kv_cache import KVCache, LayerShape, gather, pick_cache_dtype, stored, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, gather, pick_cache_dtype, stored, token_bytes
 from services.target.kernels.reference import paged_attention
 from services.target.model.loading.load import load
 from services.target.speculation.draft_wait import DRAFT_MODES

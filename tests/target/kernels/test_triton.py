@@ -21,7 +21,8 @@ from services.target.kernels.cpu.attention import NativeAttention
 from services.target.kernels.cuda.ragged import _BEGINNING, Load, Ragged, Split, _through, ancestor_words
 from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Layout, tree_mask
@@ -313,8 +314,9 @@ def test_paths_of_sessions_move_in_all_pools():
 _COMPILE = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from services.target.kernels.cuda import (cache as triton_cache, few as triton_few, greedy as triton_greedy,
-    attention_kernels as triton_kernels, product as triton_product, rows as triton_rows)
+from services.target.kernels.cuda import (
+    attention_kernels as triton_kernels, cache as triton_cache, fused_elementwise as elementwise,
+    greedy as triton_greedy, invariant_matmul, small_batch_matmul)
 POINTERS = {"q": "bf16", "k_pool": "bf16", "v_pool": "bf16", "out": "bf16", "sinks": "bf16", "keys": "bf16",
     "values": "bf16", "partial_acc": "fp32", "partial_ml": "fp32", "positions": "i64", "slots": "i64", "pools": "i64",
     "row_bytes": "i64", "moves": "i64", "sources": "i64", "destinations": "i64", "tiles": "i32", "items": "i32",
@@ -329,8 +331,9 @@ HEADS = dict(KV_HEADS=8, GROUP=4, HEADS=4, BLOCKS=1, HEAD_COUNT=32, D1=128, D2=0
     ROWS=64, OUTPUTS=64, INPUTS=64, BLOCK=1024, HALF=64, HALF_PAD=64, NORMED=True, SHIFTED=True, ADDED=True, AFTER=True,
     EVEN=True, GATED=True, GELU=True, PAIRS=16, CHAINED=True, TABLES=True)
 for kernel in (triton_kernels.attend, triton_kernels.fold, triton_cache.write_rows, triton_cache.move_rows,
-               triton_cache.move_paths, triton_product._product, triton_product._sum, triton_few.few_rows,
-               triton_few.turned_rows, triton_rows._add_norm, triton_rows._turn, triton_rows._gated,
+               triton_cache.move_paths, invariant_matmul._product, invariant_matmul._sum,
+               small_batch_matmul.small_batch_linear, small_batch_matmul.small_batch_rotary,
+               elementwise._add_norm, elementwise._rotate_and_store, elementwise._gated,
                triton_greedy.part_best, triton_greedy.row_best):
     names = kernel.arg_names
     floats = ("scale", "softcap", "v_scale", "epsilon", "after_epsilon", "query_epsilon", "key_epsilon")
@@ -349,8 +352,8 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path):
     assert result.returncode == 0, result.stderr
     shared = {name: int(size) for name, _, size in map(str.split, result.stdout.splitlines())}
     assert list(shared) == [
-        "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "few_rows", "turned_rows",
-        "_add_norm", "_turn", "_gated", "part_best", "row_best",
+        "attend", "fold", "write_rows", "move_rows", "move_paths", "_product", "_sum", "small_batch_linear",
+        "small_batch_rotary", "_add_norm", "_rotate_and_store", "_gated", "part_best", "row_best",
     ]  # fmt: skip
     assert max(shared.values()) < 227 << 10
 

@@ -15,7 +15,7 @@ from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library, rowwise
 from services.target.kernels.cpu.rowwise import Function
-from services.target.model.deterministic import invariant
+from services.target.model.deterministic import invariant_mode
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
 from services.target.sampling import logprobs
@@ -88,7 +88,7 @@ def test_products(dtype, by_inputs, threads):
 def test_products_of_groups():
     torch.manual_seed(1)
     x, weight = torch.randn(10, 24), torch.randn(5, 6, 24)
-    found = invariant.CpuKernels().grouped(x, weight, None, torch.tensor([3, 0, 6, 1, 0]))
+    found = invariant_mode.CpuKernels().grouped(x, weight, None, torch.tensor([3, 0, 6, 1, 0]))
     expected = torch.cat([x[:3] @ weight[0].T, x[3:9] @ weight[2].T, x[9:] @ weight[3].T])
     torch.testing.assert_close(found, expected)
 
@@ -133,7 +133,7 @@ def test_operators_inside_the_mode(dtype, threads):
         "power": lambda x: x.abs() ** 1.3,
         "cosine": lambda x: x.cos(),
     }
-    mode = invariant.of(CPU)
+    mode = invariant_mode.of(CPU)
     for name, call in calls.items():
         expected = call(x)
         with mode:
@@ -176,13 +176,13 @@ def test_the_text_is_that_of_the_plain_operators(load):
 def without(monkeypatch, names):
     """The mode leaves some operators as they are."""
 
-    class Careless(invariant.Invariant):
+    class Careless(invariant_mode.BatchInvariantMode):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             for name in names:
                 self._table.pop(name)
 
-    monkeypatch.setattr(invariant, "Invariant", Careless)
+    monkeypatch.setattr(invariant_mode, "BatchInvariantMode", Careless)
 
 
 def test_a_module_that_looks_at_its_company_is_named(load, monkeypatch):

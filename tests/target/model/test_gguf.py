@@ -25,7 +25,7 @@ from outrider.checkpoints import checkpoint
 from outrider.errors import ConfigError
 from outrider.text.tokenizer import Tokenizer
 from services.target.model.gguf import convert
-from services.target.model.gguf import facts as gguf_facts
+from services.target.model.gguf import metadata as gguf_metadata
 from services.target.model.gguf.progress import Phases
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.ggufs import write_gguf
@@ -103,7 +103,7 @@ def test_templates_by_name_are_kept(tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_what_ends_a_turn_is_known_by_name(names, ends, tmp_path):
     write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "llama-2"), tmp_path / "plain", ends=names)
-    assert gguf_facts.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
+    assert gguf_metadata.end_token_ids(GGUFReader(tmp_path / "it.gguf")) == ends
     assert convert.main([str(tmp_path / "it.gguf"), str(tmp_path / "out")]) == 0
     assert load_model(tmp_path / "out").eos_token_ids == tuple(sorted(ends))
 
@@ -163,7 +163,7 @@ def test_queries_of_the_largest_gemma_are_scaled_as_published(layers, scalar, tm
     sizes = {"head_dim": 16, "hidden_size": 96, "num_attention_heads": 4}
     write_gguf(tmp_path / "it.gguf", write_family(tmp_path / "original", "gemma-3", **sizes), tmp_path / "plain")
     config = AutoConfig.for_model("gemma3_text", num_hidden_layers=layers, **sizes)
-    gguf_facts.apply(GGUFReader(tmp_path / "it.gguf"), config)
+    gguf_metadata.apply(GGUFReader(tmp_path / "it.gguf"), config)
     assert config.query_pre_attn_scalar == scalar
 
 
@@ -219,7 +219,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "m
 ])  # fmt: skip
 def test_what_a_file_states_is_kept(architecture, model_type, field, value, attribute, expected, tmp_path):
     config = AutoConfig.for_model(model_type, **SIZES)
-    gguf_facts.apply(facts_of(tmp_path, architecture, {field: value}), config)
+    gguf_metadata.apply(facts_of(tmp_path, architecture, {field: value}), config)
     assert {**vars(config), **config.rope_parameters}[attribute] == expected
 
 
@@ -228,7 +228,7 @@ def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
                for name, by in (("short", 1), ("long", 3))}  # fmt: skip
     fields = {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": 1.25, "rope.dimension_count": 16}
     config = AutoConfig.for_model("phi3", **SIZES)
-    gguf_facts.apply(facts_of(tmp_path, "phi3", fields, factors), config)
+    gguf_metadata.apply(facts_of(tmp_path, "phi3", fields, factors), config)
     config.save_pretrained(tmp_path)
     rope = AutoConfig.from_pretrained(tmp_path).rope_parameters
     assert (rope["rope_type"], rope["original_max_position_embeddings"], rope["attention_factor"]) == (
@@ -243,7 +243,7 @@ def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
 ])  # fmt: skip
 def test_files_whose_text_would_be_another_are_refused(field, value, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
-        gguf_facts.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
+        gguf_metadata.apply(facts_of(tmp_path, "llama", {field: value}), AutoConfig.for_model("llama", **SIZES))
 
 
 def test_tensors_that_would_not_be_read_are_refused(tmp_path, capsys):

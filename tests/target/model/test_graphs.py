@@ -11,7 +11,8 @@ from outrider.errors import ConfigError
 from outrider.paging.allocator import NULL_PAGE
 from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.model.cuda import graphs
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.modules import ModuleRunner

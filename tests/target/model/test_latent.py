@@ -8,7 +8,8 @@ import transformers
 
 from outrider.config import TargetConfig
 from services.target.engine.engine import TargetEngine
-from services.target.kernels.kv_cache import KVCache, LayerShape, token_bytes
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model import latent
 from services.target.model.loading.load import load
 from tests.support.checkpoints.families import write_family

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from services.target.kernels.kv_cache import LayerShape
+from services.target.kernels.pools import LayerShape
 from services.target.model.loading.load import load, pick_device
 from services.target.process.service import describe
 from tests.support.target.driving import engine_of, load_model, opening, run

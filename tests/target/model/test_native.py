@@ -19,7 +19,7 @@ from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, TreeSlice
 from services.target.kernels.cpu import library
 from services.target.kernels.kv_cache import KVCache
-from services.target.model.loading import narrow
+from services.target.model.loading import weight_quantization
 from services.target.model.loading.load import load
 from services.target.model.modules import ModuleRunner
 from services.target.model.native import ProgramRunner
@@ -180,4 +180,4 @@ def test_without_kernels_pytorch_serves_and_narrow_weights_are_refused(tmp_path,
         load(folder, TargetConfig(device="cpu", quantization="int8"))
     with pytest.raises(ConfigError, match="--attention-backend native cannot be had"):
         load(folder, TargetConfig(device="cpu", attention_backend="native"))
-    assert narrow.cpu_format(None) is None
+    assert weight_quantization.cpu_format(None) is None

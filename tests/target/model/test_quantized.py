@@ -10,8 +10,8 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from services.target.kernels.cpu import library
-from services.target.model.loading import narrow as narrow_module
 from services.target.model.loading import quantized
+from services.target.model.loading import weight_quantization as narrow_module
 from services.target.model.loading.load import load
 from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import add_tensors, write_family

@@ -35,13 +35,13 @@ def start(tmp_path):
 
     def start(folder, **flags):
         deaths = []
-        model, followers = load_split(folder, TargetConfig(model_path=str(folder), **(SPLIT | flags)), deaths.append)
-        started.append(followers)
-        return SimpleNamespace(model=model, followers=followers, deaths=deaths)
+        model, workers = load_split(folder, TargetConfig(model_path=str(folder), **(SPLIT | flags)), deaths.append)
+        started.append(workers)
+        return SimpleNamespace(model=model, workers=workers, deaths=deaths)
 
     yield start
-    for followers in started:
-        followers.stop()
+    for workers in started:
+        workers.stop()
 
 
 @pytest.mark.parametrize("family", ["gemma-3", "qwen3-moe"])
@@ -59,8 +59,8 @@ def test_the_text_is_that_of_one_rank(family, tmp_path, start):
         result = run(engine, sessions, hints_near(expected, page_size))
         assert result.new[1] == expected
         assert 0 < result.accepted < result.verified
-    ranks.followers.stop()
-    assert [process.returncode for process in ranks.followers.processes] == [0]
+    ranks.workers.stop()
+    assert [process.returncode for process in ranks.workers.processes] == [0]
     assert not ranks.deaths
 
 

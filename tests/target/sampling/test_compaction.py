@@ -16,7 +16,8 @@ from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.sampling import SamplingParams
 from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
 from services.target.engine.verifier import settle
-from services.target.kernels.kv_cache import KVCache, LayerShape
+from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import LayerShape
 from services.target.sampling.compaction import Moves, lay_out
 from services.target.step.batch import SessionWork, build
 from services.target.step.upload import UploadBatch

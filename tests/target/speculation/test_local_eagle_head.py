@@ -14,8 +14,9 @@ from outrider.speculation.sampling import SamplingParams, log_softmax, sample
 from services.target.engine.engine import TargetEngine
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format
-from services.target.model import head
-from services.target.model.loading.self_draft import Means, own_drafts
+from services.target.model import eagle_head_weights
+from services.target.model.loading.self_draft import SelfSpeculationConfig as Found
+from services.target.model.loading.self_draft import self_speculation_config as found_for
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
 from services.target.speculation.estimates.linear_cost import LinearCost
 from services.target.speculation.estimates.step_cost import StepCost
@@ -40,7 +41,7 @@ def pair(tmp_path_factory):
 @pytest.fixture
 def exact(monkeypatch):
     """Heads in the format of their twin."""
-    monkeypatch.setattr(head, "_FORMAT", Format.FLOAT32)
+    monkeypatch.setattr(eagle_head_weights, "FORMAT", Format.FLOAT32)
 
 
 def with_head(target, folder, **flags):
@@ -368,18 +369,18 @@ def test_what_auto_takes():
     large = nn.Linear(4096, 4096)
 
     def means(**flags):
-        return own_drafts(TargetConfig(device="cpu", **flags), large, None)
+        return found_for(TargetConfig(device="cpu", **flags), large, None)
 
-    assert means(quantization="int8") == means(quantization="int4") == Means(True, None, DEFAULT_HEAD)
-    assert means(dtype="bfloat16") == Means(True, Format.INT4, DEFAULT_HEAD)
-    assert means(dtype="bfloat16", self_draft="int8") == Means(True, Format.INT8)
-    assert means(self_draft="int8", self_draft_head="folder") == Means(True, Format.INT8, Path("folder"))
-    assert means(self_draft_head="folder") == Means(True, None, Path("folder"))
-    assert means(dtype="bfloat16", model_path="another") == Means(True, Format.INT4)
+    assert means(quantization="int8") == means(quantization="int4") == Found(True, None, DEFAULT_HEAD)
+    assert means(dtype="bfloat16") == Found(True, Format.INT4, DEFAULT_HEAD)
+    assert means(dtype="bfloat16", self_draft="int8") == Found(True, Format.INT8)
+    assert means(self_draft="int8", self_draft_head="folder") == Found(True, Format.INT8, Path("folder"))
+    assert means(self_draft_head="folder") == Found(True, None, Path("folder"))
+    assert means(dtype="bfloat16", model_path="another") == Found(True, Format.INT4)
     assert means(self_draft="head").head == DEFAULT_HEAD
-    assert means(quantization="int8", model_path="another") == Means(True), "which no head comes along for"
-    assert own_drafts(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == Means(), "it is read from caches"
-    assert own_drafts(TargetConfig(quantization="int8"), large, "it is no program") == Means()
+    assert means(quantization="int8", model_path="another") == Found(True), "which no head comes along for"
+    assert found_for(TargetConfig(quantization="int8"), nn.Linear(8, 8), None) == Found(), "it is read from caches"
+    assert found_for(TargetConfig(quantization="int8"), large, "it is no program") == Found()
 
 
 def test_flags(pair, tmp_path):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from services.target.kernels.cpu import library
+from services.target.kernels.cpu.batch_view import BatchPointers
 from services.target.kernels.cpu.library import AttentionShape
 from services.target.kernels.cpu.pool import shared_pool
-from services.target.kernels.cpu.view import View
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import gather_pages
+from services.target.kernels.pools import gather_pages
 from services.target.step.batch import Batch
 
 # Formats of pools, as in outrider/native/include/eight.h.
@@ -33,12 +33,12 @@ class NativeAttention:
         self._pool = shared_pool()
 
     @functools.cached_property
-    def _view(self) -> View:
-        return View(self._batch)
+    def _view(self) -> BatchPointers:
+        return BatchPointers(self._batch)
 
     @functools.cached_property
-    def _gathered_view(self) -> View:
-        return View(self._batch, gathered=True)
+    def _gathered_view(self) -> BatchPointers:
+        return BatchPointers(self._batch, gathered=True)
 
     @functools.cached_property
     def _gathering(self) -> GroupedAttention:

@@ -1,8 +1,10 @@
 """A decoder as a program of the compiled kernels: built operation by operation, then run once a step.
 
-residual  the stream [T, H]            wide      queries, keys and values side by side, turned in place
-attended  what attention returns       hidden    the gated values of the feed-forward layer
-branch    what a branch adds, where it is normalised first
+residual  the residual stream [T, H]   wide      queries, keys and values side by side, rotated in place
+attended  the output of attention      hidden    the gated values of the feed-forward layer
+branch    the output of a branch that is normalised before it is added
+
+A new operation goes into csrc/program.h and program.cpp, with a method here that appends it.
 """
 
 from __future__ import annotations
@@ -20,21 +22,28 @@ from torch import Tensor
 from outrider.native import freed_with
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.attention import POOL_FORMATS, reads
+from services.target.kernels.cpu.batch_view import BatchPointers
+from services.target.kernels.cpu.cache import Mover
+from services.target.kernels.cpu.calls import (
+    TRANSIENT_ROWS,
+    LogitsMemory,
+    PoolAddresses,
+    loop_results,
+    multi_step_argument,
+)
 from services.target.kernels.cpu.library import AttentionShape
+from services.target.kernels.cpu.pruned_head import PrunedHead
 from services.target.kernels.cpu.sampling import HeadDraftTokens, SampledRows
-from services.target.kernels.cpu.screen import Screen
-from services.target.kernels.cpu.view import View
 from services.target.kernels.cpu.weights import Format, PackedWeight
-from services.target.kernels.kv_cache import KVCache
+from services.target.kernels.pools import CachePools
 from services.target.step.batch import Batch, MultiStep
 from services.target.step.fused_loop import FusedLoop, LoopRound
 
-_NOTHING = (None, None, 0, None, 0, None, None, None)  # is captured
-_PASSING_ROWS = 64  # most rows of logits for which there is room all the time
+_NO_CAPTURE = (None, None, 0, None, 0, None, None, None)
 
 
 class Buffer(enum.IntEnum):
-    """Rows of float32 that operations read and write, as in csrc/program.h."""
+    """Buffers of float32 rows that operations read and write, as in csrc/program.h."""
 
     RESIDUAL = 0
     WIDE = 1
@@ -44,7 +53,7 @@ class Buffer(enum.IntEnum):
 
 
 class Activation(enum.IntEnum):
-    """Of the gates in a gated layer, as in csrc/program.h."""
+    """The activation of the gates in a gated layer, as in csrc/program.h."""
 
     NONE = 0
     SILU = 1
@@ -53,21 +62,21 @@ class Activation(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Norm:
-    """Root-mean-square norm. weight: [width] float32, what is multiplied with at last."""
+    """Root-mean-square norm. weight: [width] float32, any shift included."""
 
     weight: Tensor
     epsilon: float
 
 
 class Program:
-    """Operations over a step's rows. Tensors that are handed over are kept, and may be overwritten where they lie."""
+    """Operations over a step's rows. The program keeps references to its tensors, which may be overwritten in place."""
 
     def __init__(
         self, threads: int, computed: torch.dtype, pools: torch.dtype, width: int, beside: Program | None = None
     ) -> None:
-        """computed: what keys and queries are multiplied in; pools: of the KV cache, see `attention.reads`.
+        """computed: format in which keys and queries are multiplied; pools: of the KV cache, see `attention.reads`.
 
-        width: of the residual stream. beside: a program whose threads it shares, as long as they never run at once.
+        width: of the residual stream. beside: a program whose threads it shares; the two must never run at once.
         """
         assert reads(computed, pools), "the kernels read these"
         self._functions = library.load()
@@ -76,15 +85,14 @@ class Program:
         )
         freed_with(self, self._functions.outrider_program_free, self._handle)
         self._kept: list[object] = [beside]
-        self._caches: dict[int, tuple[object, ...]] = {}
+        self._addresses = PoolAddresses()
         self._width = width
         self._marks = 0
         self._captured = torch.bfloat16 if computed == torch.bfloat16 else torch.float32
         self._columns: dict[tuple[int, ...], NDArray[np.int64]] = {}
         self._vocab = 0
-        self._ids: Tensor | None = None  # of the tokens that the logits are of; None if they are all, in order
-        self._passing: dict[int, Tensor] = {}  # room for logits that are drawn from at once, by rows; all lie in one
-        self._passing_address = 0
+        self._ids: Tensor | None = None  # [vocab] token ids of the logits; None: the whole vocabulary in order
+        self._memory = LogitsMemory()
         for buffer in (Buffer.RESIDUAL, Buffer.BRANCH):
             self._functions.outrider_program_width(self._handle, buffer, width)
 
@@ -115,30 +123,29 @@ class Program:
         activation: Activation = Activation.NONE,
         narrow: PackedWeight | None = None,
     ) -> None:
-        """target (+)= norm(source) W^T + bias. With an activation, outputs come as 16 gates, their 16 values, ...
+        """target (+)= norm(source) W^T + bias. With an activation, outputs alternate: 16 gates, their 16 values.
 
-        narrow: a copy of the weight in fewer bits, which drafts read in its place
+        narrow: a copy of the weight in fewer bits, which drafting steps read instead
         """
         width = weight.outputs // 2 if activation else weight.outputs
         self._functions.outrider_program_width(self._handle, target, width)
         self._linear(weight, source, target, norm, bias, width, add=add, activation=activation)
-        self._draft_with(narrow)
+        self._set_narrow(narrow)
 
     def head(
         self,
         weight: PackedWeight,
         norm: Norm,
         softcap: float = 0.0,
-        screen: Screen | None = None,
+        pruned: PrunedHead | None = None,
         narrow: PackedWeight | None = None,
         ids: Tensor | None = None,
     ) -> None:
         """logits = softcapped norm(residual) W^T, of the sampled rows.
 
-        ids: [outputs] int32, ascending, the tokens that the outputs stand for, where these are not all, in order
-
-        screen: of the weight, in float32 or bfloat16, without a softcap. Where the largest logits are all that draws
-        need, the others are the screen's. narrow: as of `linear`
+        ids: [outputs] int32, ascending token ids of the outputs; None: the whole vocabulary in order. pruned: a narrow
+        copy of the weight, which must be float32 or bfloat16 and without softcap; runs whose sampling needs only the
+        largest logits compute the others with the copy. narrow: as in `linear`.
         """
         self._vocab = weight.outputs
         self._linear(weight, Buffer.RESIDUAL, Buffer.RESIDUAL, norm, None, weight.outputs, head=True, softcap=softcap)
@@ -146,13 +153,16 @@ class Program:
             assert ids.dtype == torch.int32, "the kernels read these"
             self._kept.append(ids)
             self._ids = ids
-        self._draft_with(narrow)
-        if screen is not None:
-            assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "others are narrow themselves"
-            assert not softcap, "bounds are of products"
-            self._kept.append(screen)
-            self._functions.outrider_program_screen(
-                self._handle, screen.weight.handle, self._address(screen.errors), self._address(screen.sizes)
+        self._set_narrow(narrow)
+        if pruned is not None:
+            assert weight.format in (Format.FLOAT32, Format.BFLOAT16), "other formats are narrow themselves"
+            assert not softcap, "the bounds are those of products"
+            self._kept.append(pruned)
+            self._functions.outrider_program_prune_head(
+                self._handle,
+                pruned.weight.handle,
+                self._address(pruned.error_norms),
+                self._address(pruned.narrow_norms),
             )
 
     def _linear(
@@ -175,7 +185,7 @@ class Program:
             norm.epsilon if norm else 0.0, source, target, width, add, activation, head, softcap,
         )  # fmt: skip
 
-    def _draft_with(self, narrow: PackedWeight | None) -> None:
+    def _set_narrow(self, narrow: PackedWeight | None) -> None:
         if narrow is not None:
             self._kept.append(narrow)
             self._functions.outrider_program_narrow(self._handle, narrow.handle)
@@ -195,7 +205,7 @@ class Program:
         query_norm: Norm | None = None,
         key_norm: Norm | None = None,
     ) -> None:
-        """Turn queries and keys in wide, store keys and values, and attend. cosines, sines: [positions, turned / 2]."""
+        """Rotate queries and keys in wide, store keys and values, attend. cosines, sines: [positions, rotary / 2]."""
         self._functions.outrider_program_width(self._handle, Buffer.ATTENDED, shape.heads * shape.value_dim)
         self._functions.outrider_program_rotate(
             self._handle, layer, ctypes.byref(shape), 2 * cosines.shape[1], self._address(cosines),
@@ -205,60 +215,61 @@ class Program:
         self._functions.outrider_program_attend(self._handle, layer, ctypes.byref(shape))
 
     def mark(self, norm: Norm | None = None) -> None:
-        """A place where the residual stream, normalised if there is a norm, can be captured. Counted from 0."""
+        """Mark a point where the residual stream, normalised if there is a norm, can be captured. Counted from 0."""
         self._functions.outrider_program_capture(
             self._handle, self._marks, self._width,
             self._address(norm.weight if norm else None), norm.epsilon if norm else 0.0,
         )  # fmt: skip
         self._marks += 1
 
-    def keep(self, column: int) -> None:
+    def store_state(self, column: int) -> None:
         """Copy the residual stream of every row to its slot in the cache's states, from a column on."""
-        self._functions.outrider_program_keep(self._handle, column, self._width)
+        self._functions.outrider_program_store_state(self._handle, column, self._width)
 
-    def feed(self, width: int) -> None:
-        """hidden = the rows' states in the cache, which are so wide."""
+    def load_state(self, width: int) -> None:
+        """hidden = the rows' states in the cache. width: of a state."""
         self._functions.outrider_program_width(self._handle, Buffer.HIDDEN, width)
-        self._functions.outrider_program_feed(self._handle, width)
+        self._functions.outrider_program_load_state(self._handle, width)
 
-    def join(self, table: Tensor, embedding: Norm, state: Norm, *, after_norm: bool) -> None:
-        """hidden = [embedding(table[ids]), state(residual)]; the later steps of a burst that follows begin here.
+    def join_embedding(self, table: Tensor, embedding: Norm, state: Norm, *, after_norm: bool) -> None:
+        """hidden = [embedding(table[ids]), state(residual)]; later steps of `draft_chain` start here.
 
-        after_norm: the residual stream goes on normalised
+        after_norm: the normalised state replaces the residual stream
         """
-        assert embedding.epsilon == state.epsilon, "there is one for both"
+        assert embedding.epsilon == state.epsilon, "one epsilon serves both norms"
         self._functions.outrider_program_width(self._handle, Buffer.HIDDEN, 2 * self._width)
-        self._functions.outrider_program_join(
+        self._functions.outrider_program_join_embedding(
             self._handle, self._address(table), table.dtype == torch.bfloat16, self._width,
             self._address(embedding.weight), self._address(state.weight), state.epsilon, after_norm,
         )  # fmt: skip
 
-    def run(self, batch: Batch, cache: KVCache) -> tuple[Tensor, Tensor | None, NDArray[np.int64] | None]:
-        """Write keys and values; return logits [R, V], float32, and features [F, W], bfloat16 if computed in it.
+    def run(self, batch: Batch, cache: CachePools) -> tuple[Tensor, Tensor | None, NDArray[np.int64] | None]:
+        """Write keys and values. Returns logits [R, V] float32, features [F, W], and the tokens that the batch samples.
 
-        The features are fused if the capture says by what. The tokens that the batch's plan draws come last; logits
-        from which they were drawn may be overwritten by the next run, and be a screen's where nothing else is sampled.
-        Features and tokens of the steps of a burst lie one behind the other; the logits are the last one's.
+        Features are fused if the capture has a fusion, and bfloat16 if the computation is. Logits that the run samples
+        from may be overwritten by the next run, and approximate if nothing else reads them. With multi-step decoding,
+        features and tokens of the steps follow one another, and the logits are those of the last step.
         """
-        assert not (batch.burst and batch.capture and batch.capture.fusion), "nothing is fused in a burst"
-        steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, _burst(batch.burst))
-        view = View(batch)
-        keys, values, *states = self._pools(cache)
+        assert not (batch.burst and batch.capture and batch.capture.fusion), "multi-step decoding fuses nothing"
+        steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, multi_step_argument(batch.burst))
+        view = BatchPointers(batch)
+        keys, values, *states = self._addresses.of(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
-        logits, address = self._logits(rows, passing=batch.draws is not None)
-        draws = None if batch.draws is None else SampledRows(address, self._vocab, batch.draws, steps=steps)
-        pointer, tokens = (None, None) if draws is None else (draws.pointer, draws.tokens)
+        logits, address = self._memory.of(rows, self._vocab, transient=batch.draws is not None)
+        samples = None if batch.draws is None else SampledRows(address, self._vocab, batch.draws, steps=steps)
+        pointer, tokens = (None, None) if samples is None else (samples.pointer, samples.tokens)
         if capture is None:
             done = self._functions.outrider_program_run(
-                self._handle, view.pointer, keys, values, *states, address, pointer, *_NOTHING, burst
+                self._handle, view.pointer, keys, values, *states, address, pointer, *_NO_CAPTURE, burst
             )
-            return logits, None, tokens if done == steps else tokens[: done * rows]
+            return logits, None, _leading(tokens, done * rows) if done != steps else tokens
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
         if marks not in self._columns:
             self._columns[marks] = self._columns_of(marks)
         taken = np.arange(len(batch)) if capture.rows is None else capture.rows
         features = torch.empty(steps * len(taken), len(marks) * self._width, dtype=self._captured)
-        fusion, fused = (None, None, None), features
+        fusion: tuple[int | None, int | None, int | None] = (None, None, None)
+        fused = features
         if capture.fusion is not None:
             weight, bias = capture.fusion
             fused = torch.empty(len(taken), weight.outputs, dtype=self._captured)
@@ -267,116 +278,87 @@ class Program:
             self._handle, view.pointer, keys, values, *states, address, pointer, self._columns[marks].ctypes.data,
             taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, burst,
         )  # fmt: skip
-        return (logits, fused, tokens) if done == steps else (logits, fused[: done * len(taken)], tokens[: done * rows])
+        if done == steps:
+            return logits, fused, tokens
+        return logits, fused[: done * len(taken)], _leading(tokens, done * rows)
 
-    def follow(self, batch: Batch, cache: KVCache) -> HeadDraftTokens:
-        """Draft a burst of a head: its rows are committed tokens, `ahead` by one (see `build`), those of later steps a
-        row a session. Keys and values are written."""
-        assert batch.burst is not None, "drafts are drawn one behind the other"
-        assert batch.draws is not None, "drafts are drawn"
+    def draft_chain(self, batch: Batch, cache: CachePools) -> HeadDraftTokens:
+        """Draft a chain a session with an EAGLE head, and write its keys and values.
+
+        The batch's rows are committed tokens, `ahead` by one (see `build`); later steps have one row a session.
+        """
+        assert batch.burst is not None, "a chain takes several steps"
+        assert batch.draws is not None, "draft tokens are sampled"
         sessions = len(batch.rows.sampled)
-        view, (keys, values, *states) = View(batch), self._pools(cache)
-        _, address = self._logits(sessions, passing=True)
-        draws = SampledRows(address, self._vocab, batch.draws, steps=batch.burst.steps, seconds=True, ids=self._ids)
+        view, (keys, values, *states) = BatchPointers(batch), self._addresses.of(cache)
+        _, address = self._memory.of(sessions, self._vocab, transient=True)
+        steps = batch.burst.steps
+        samples = SampledRows(address, self._vocab, batch.draws, steps=steps, second_tokens=True, ids=self._ids)
         done = self._functions.outrider_program_run(
-            self._handle, view.pointer, keys, values, *states, address, draws.pointer, *_NOTHING, _burst(batch.burst)
-        )
-        return draws.guesses(done)
+            self._handle, view.pointer, keys, values, *states, address, samples.pointer, *_NO_CAPTURE,
+            multi_step_argument(batch.burst),
+        )  # fmt: skip
+        return samples.draft_tokens(done)
 
-    def rounds(
-        self, head: Program | None, batch: Batch, cache: KVCache
+    def fused_loop(
+        self, head: Program | None, batch: Batch, cache: CachePools
     ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopRound]]:
-        """Draft, with a head or with the narrow copy or with both, and verify, round after round.
+        """Draft with an EAGLE head, the narrow copy or both, and verify, several times in one call.
 
-        The batch is the root of one session.
-
-        Returns logits that are of no use any more, the tokens that were committed, [n], and what came of each round.
+        The batch is the root of one session. Returns logits, which must not be read, the committed tokens, [n] int64,
+        and the result of each iteration.
         """
         burst, draws = batch.burst, batch.draws
-        assert burst is not None, "rounds are a burst's"
-        assert burst.rounds is not None, "rounds are a burst's"
-        assert burst.texts is not None, "tokens are read where the session has them"
-        assert draws is not None, "tokens are drawn"
-        rounds, mover = burst.rounds, cache.mover
-        logits, address = self._logits(_PASSING_ROWS, passing=True)
-        tokens, told = np.empty(rounds.room, np.int64), (library.LoopRound * burst.steps)()
-        within = (library.LoopRound * (burst.steps * rounds.chain))()
+        assert burst is not None, "the loop is part of multi-step decoding"
+        assert burst.rounds is not None, "the loop is planned"
+        assert burst.texts is not None, "the loop reads the session's tokens"
+        assert draws is not None, "tokens are sampled"
+        loop, mover = burst.rounds, cache.mover
+        assert isinstance(mover, Mover), "the loop moves rows by compiled code"
+        logits, address = self._memory.of(TRANSIENT_ROWS, self._vocab, transient=True)
+        tokens, results = np.empty(loop.room, np.int64), (library.LoopIteration * burst.steps)()
+        inner = (library.LoopIteration * (burst.steps * loop.chain))()
         call = library.FusedLoop(
-            burst.steps, rounds.seconds, burst.texts.places[0], burst.texts.lengths[0], rounds.room, rounds.known,
-            rounds.depth, rounds.others, rounds.chain, rounds.longest, draws.sessions, burst.stops,
+            burst.steps, loop.seconds, burst.texts.places[0], burst.texts.lengths[0], loop.room, loop.known,
+            loop.depth, loop.others, loop.chain, loop.longest, draws.sessions, burst.stops,
             burst.stop_counts[0], *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data,
             batch.layout.page_size, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count,
-            self._vocab, tokens.ctypes.data, ctypes.addressof(told), ctypes.addressof(within),
+            self._vocab, tokens.ctypes.data, ctypes.addressof(results), ctypes.addressof(inner),
         )  # fmt: skip
-        if rounds.depth:
-            assert head is not None, "it guesses"
-            head._guess_in(call, burst, rounds)
-        done = self._functions.outrider_program_rounds(
-            self._handle, head and head._handle, *self._pools(cache), address, ctypes.byref(call)
+        if loop.depth:
+            assert head is not None, "the loop drafts with a head"
+            head._set_head(call, burst, loop)
+        done = self._functions.outrider_program_fused_loop(
+            self._handle, head and head._handle, *self._addresses.of(cache), address, ctypes.byref(call)
         )
-        inner = iter(within)
-        came = [_round(one, [_round(next(inner)) for _ in range(one.within)]) for one in told[:done]]
-        return logits, tokens[: sum(one.committed for one in came)], came
+        iterations = loop_results(results[:done], inner)
+        return logits, tokens[: sum(one.committed for one in iterations)], iterations
 
-    def _guess_in(self, call: library.FusedLoop, burst: MultiStep, rounds: FusedLoop) -> None:
-        """Say how a head guesses in rounds."""
-        assert burst.worth is not None, "what a guess is worth decides how many there are"
-        assert burst.odds is not None, "odds decide, too"
-        assert rounds.second_odds is not None, "also of second guesses"
-        call.odds, call.second_odds = burst.odds.buffer_info()[0], rounds.second_odds.buffer_info()[0]
+    def _set_head(self, call: library.FusedLoop, burst: MultiStep, loop: FusedLoop) -> None:
+        """Fill in the fields of a fused loop that describe this head."""
+        assert burst.worth is not None, "the value of draft tokens decides how many there are"
+        assert burst.odds is not None, "acceptance rates decide it, too"
+        assert loop.second_odds is not None, "also those of second choices"
+        call.acceptance_rates = burst.odds.buffer_info()[0]
+        call.second_acceptance_rates = loop.second_odds.buffer_info()[0]
         worth = burst.worth
-        call.next, call.token, call.row, call.step = worth.next, worth.token, worth.row, worth.step
-        _, call.head_logits = self._logits(1, passing=True)
+        call.token_gain, call.token_value, call.row_cost, call.step_cost = (
+            worth.next,
+            worth.token,
+            worth.row,
+            worth.step,
+        )
+        _, call.head_logits = self._memory.of(1, self._vocab, transient=True)
         call.head_vocab, call.head_ids = self._vocab, None if self._ids is None else self._ids.data_ptr()
 
-    def _logits(self, rows: int, *, passing: bool) -> tuple[Tensor, int]:
-        """Room for logits, and its address. passing: they are of use until the next run alone."""
-        if not passing or rows > _PASSING_ROWS:
-            logits = torch.empty(rows, self._vocab)
-            return logits, logits.data_ptr()
-        if rows not in self._passing:
-            if not self._passing:
-                self._passing[_PASSING_ROWS] = torch.empty(_PASSING_ROWS, self._vocab)
-                self._passing_address = self._passing[_PASSING_ROWS].data_ptr()
-            self._passing[rows] = self._passing[_PASSING_ROWS][:rows]
-        return self._passing[rows], self._passing_address
-
     def _columns_of(self, marks: Sequence[int]) -> NDArray[np.int64]:
-        """Where in a row of features each mark's state begins; -1 for those that are not among these."""
+        """[marks] int64: first column of each mark's state in a row of features; -1 for marks not captured."""
         columns = np.full(self._marks, -1)
         columns[list(marks)] = np.arange(len(marks)) * self._width
         return columns
 
-    def _pools(self, cache: KVCache) -> tuple[object, ...]:
-        """Addresses of the layers' pools, as C arrays; that of the pool of states, and its width."""
-        if id(cache) not in self._caches:
-            sides = [
-                (ctypes.c_void_p * len(pools))(*(p.data_ptr() for p in pools)) for pools in (cache.keys, cache.values)
-            ]
-            states = (None, 0) if cache.states is None else (cache.states.data_ptr(), cache.states.shape[-1])
-            self._caches = {id(cache): (cache, *sides, *states)}
-        return self._caches[id(cache)][1:]
 
-
-def _round(told: library.LoopRound, within: Sequence[LoopRound] = ()) -> LoopRound:
-    others = [place for place in range(told.chain) if told.beside >> place & 1]
-    odds = [(one[0], one[1]) for one in told.odds[: told.chain]]
-    return LoopRound(
-        told.written, told.guesses, told.chain, others, told.right, told.accepted, told.committed, told.guessing,
-        told.verifying, odds, told.known, within,
-    )  # fmt: skip
-
-
-def _burst(burst: MultiStep) -> object:
-    """What the kernels take."""
-    (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
-    told = library.MultiStep(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
-    told.follows = burst.follows
-    if burst.worth is not None and burst.odds is not None:
-        worth = burst.worth
-        told.odds = burst.odds.buffer_info()[0]
-        told.next, told.row, told.step = worth.next, worth.row, worth.step
-    if (texts := burst.texts) is not None:
-        told.texts, told.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
-        told.same = texts.same
-    return ctypes.byref(told)
+def _leading(tokens: NDArray[np.int64] | None, count: int) -> NDArray[np.int64]:
+    """The first `count` tokens of a run that ended early."""
+    assert tokens is not None, "only runs that sample end early"
+    return tokens[:count]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.target.kernels.cuda import attention_kernels as triton_kernels
-from services.target.kernels.cuda.launch_chain import chained
+from services.target.kernels.cuda.dependent_launch import supports_dependent_launch
 from services.target.kernels.cuda.ragged import (
     FOLD_COLUMNS,
     ITEM_COLUMNS,
@@ -325,7 +325,7 @@ def launch(
         scale, cap = 2.0 * scale / softcap, softcap * _LOG2E
     padded_value = max(16, 1 << (value_dim - 1).bit_length())
     programs = processors(q.device) * _PER_PROCESSOR
-    chain = chained(q.device)
+    chain = supports_dependent_launch(q.device)
     triton_kernels.attend[(programs,)](
         q, k_pool, v_pool, out, acc, ml, positions, tables.tiles, tables.items, tables.count, pages, words,
         paths, q if sinks is None else sinks,

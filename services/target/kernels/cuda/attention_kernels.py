@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from services.target.kernels.cuda.launch_chain import let_go, wait
+from services.target.kernels.cuda.dependent_launch import launch_dependents, wait
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -160,7 +160,7 @@ def attend(
     ORDERED: whether tiles may look up in `paths` where some of their keys lie. EACH: an item's splits are computed one
     by one and folded, as if each had a program of its own; without it they are one range of keys.
     """
-    let_go(CHAINED)
+    launch_dependents(CHAINED)
     total = tl.load(item_count) * (KV_HEADS * BLOCKS)
     for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         item = items + (work // (KV_HEADS * BLOCKS)) * 4
@@ -241,7 +241,7 @@ def fold(
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Fold partial results in the order of their splits. One program a row and head; M is 1."""
-    let_go(CHAINED)
+    launch_dependents(CHAINED)
     row, head = tl.program_id(0), tl.program_id(1)
     base, step, count = tl.load(folds + row * 3), tl.load(folds + row * 3 + 1), tl.load(folds + row * 3 + 2)
     wait(CHAINED)

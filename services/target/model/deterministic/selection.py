@@ -18,7 +18,7 @@ from outrider.errors import ConfigError
 from services.target.kernels.cpu import attention as cpu_attention
 from services.target.kernels.cpu import library
 from services.target.model.attention import Probe
-from services.target.model.deterministic import experts, invariant
+from services.target.model.deterministic import experts, invariant_mode
 
 _FLAG = "--deterministic"
 
@@ -61,4 +61,4 @@ def prepare(module: Any, how: Mapping[str, Any], probe: Probe, device: torch.dev
                 f"numbers as {number_format}; choose --dtype bfloat16 or float32, or leave it out"
             )
     module.set_experts_implementation(experts.NAME)
-    return invariant.of(device)
+    return invariant_mode.of(device)

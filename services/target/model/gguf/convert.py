@@ -44,14 +44,14 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
     import transformers
     from gguf import GGUFReader
 
-    from services.target.model.gguf import facts as gguf_facts
-    from services.target.model.gguf import splits as gguf_splits
+    from services.target.model.gguf import metadata as gguf_metadata
+    from services.target.model.gguf import pretokenizers as gguf_pretokenizers
 
     transformers.utils.logging.set_verbosity_error()
     with Phases(gguf.name, _PHASES, console) as phases, _watching(phases.track):
         config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         reader = GGUFReader(gguf)
-        gguf_facts.apply(reader, config)
+        gguf_metadata.apply(reader, config)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
@@ -62,7 +62,7 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         )
         if report["missing_keys"]:  # they would be random
             raise ValueError(f"it lacks tensors that the model needs, such as {min(report['missing_keys'])}")
-        if spare := gguf_facts.unread(reader, model):  # the text would be another without them
+        if spare := gguf_metadata.unread(reader, model):  # the text would be another without them
             raise ConfigError(
                 f"it has tensors that {type(model).__name__} of transformers does not read, such as {spare[0]}; "
                 "take the checkpoint as safetensors instead"
@@ -70,17 +70,19 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         phases.enter(_PHASES[2])
         model.save_pretrained(folder, max_shard_size=_SHARD)
         phases.enter(_PHASES[3])
-        whole = gguf_facts.words_are_whole(reader)
+        whole = gguf_metadata.words_are_whole(reader)
         begin = {"add_bos_token": True} if whole else {}  # what the file states is stronger
         tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **begin)
         if whole:
             tokenizer.backend_tokenizer.model.ignore_merges = True
-        if warning := gguf_splits.apply(reader, tokenizer):
+        if warning := gguf_pretokenizers.apply(reader, tokenizer):
             console.print(f"warning: {gguf.name}: {warning}", style="yellow", markup=False, soft_wrap=True)
-        if templates := gguf_facts.chat_templates(reader):
+        if templates := gguf_metadata.chat_templates(reader):
             tokenizer.chat_template = templates
         tokenizer.save_pretrained(folder)
-        model.generation_config.eos_token_id = _eos_token_ids(model.config, tokenizer, gguf_facts.end_token_ids(reader))
+        model.generation_config.eos_token_id = _eos_token_ids(
+            model.config, tokenizer, gguf_metadata.end_token_ids(reader)
+        )
         model.generation_config.save_pretrained(folder)
     mask = os.umask(0)
     os.umask(mask)

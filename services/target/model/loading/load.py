@@ -20,18 +20,22 @@ from outrider.errors import ConfigError
 from outrider.native import vectors
 from services.target.kernels.cpu import library
 from services.target.kernels.dispatch import Planner, choose
-from services.target.kernels.kv_cache import pick_cache_dtype
+from services.target.kernels.pools import pick_cache_dtype
 from services.target.model import attention, latent, native
 from services.target.model.base import Model, Runner
 from services.target.model.cuda import graphs
 from services.target.model.deterministic import selection as deterministic
 from services.target.model.deterministic.batch_invariance import check as check_batch_invariance
-from services.target.model.head import read_head
+from services.target.model.eagle_head_weights import read_eagle_head
 from services.target.model.linear import pack
-from services.target.model.loading import positions, quantized, shards, support
-from services.target.model.loading import self_check as selfcheck
-from services.target.model.loading.narrow import check_dtype, cpu_format, narrowed, tell_of_experts
-from services.target.model.loading.self_draft import own_drafts
+from services.target.model.loading import positions, quantized, self_check, shards, support
+from services.target.model.loading.self_draft import self_speculation_config
+from services.target.model.loading.weight_quantization import (
+    check_dtype,
+    cpu_format,
+    quantization_arguments,
+    warn_about_experts,
+)
 from services.target.model.modules import ModuleRunner
 from services.target.step.upload import use_device
 
@@ -52,13 +56,13 @@ def load(folder: Path, config: TargetConfig) -> Model:
     transformers.utils.logging.set_verbosity_error()
     settings, remote = support.read_settings(folder, config.trust_remote_code)
     positions.stretch(settings.get_text_config(), config.context_length)
-    how = narrowed(config.quantization, settings, device)
+    how = quantization_arguments(config.quantization, settings, device)
     how |= shards.split(folder, settings, config.tp_size) | quantized.prepare(settings, device)
     dtype = pick_dtype(config.dtype, settings, device)
     check_dtype(config.quantization, dtype, device)
     module = _read_weights(folder, settings, dtype, remote, how)
     module.to(device).eval().requires_grad_(False)
-    tell_of_experts(config.quantization, module)
+    warn_about_experts(config.quantization, module)
     vocab_size = module.get_output_embeddings().weight.shape[0]
     support.check_vocabulary(folder, vocab_size)
     if config.tp_size == 1:
@@ -86,7 +90,7 @@ def load(folder: Path, config: TargetConfig) -> Model:
         head=None if program is None else program.head,
         prompt_lookup=program is not None and program.prompt_lookup,
     )
-    selfcheck.check(model)
+    self_check.check(model)
     if config.deterministic:
         check_batch_invariance(model)
     return model
@@ -107,13 +111,13 @@ def _runner(
     reason: str | None = "it needs compiled kernels on a CPU, without --tp-size and --enable-torch-compile"
     if device.type == "cpu" and not plain:
         number_format = cpu_format(config.quantization)
-        reason = native.reason_against(module, config.attention_backend, cache_dtype)
-        means = own_drafts(config, module, reason)
+        reason = native.unsupported_reason(module, config.attention_backend, cache_dtype)
+        means = self_speculation_config(config, module, reason)
         if reason is None:
             head = None
             if means.head is not None:
                 vocab, hidden = module.get_input_embeddings().weight.shape
-                head = read_head(means.head, len(probe.shapes), hidden, vocab, context_length)
+                head = read_eagle_head(means.head, len(probe.shapes), hidden, vocab, context_length)
             runner = native.ProgramRunner(
                 module, probe, number_format, context_length, cache_dtype, means.copied,
                 prompt_lookup=means.prompt_lookup, head=head,
@@ -136,7 +140,7 @@ def _runner(
         pack(module, number_format)
     elif config.quantization is not None and device.type == "cpu":
         raise ConfigError("--quantization on a CPU goes with neither --tp-size nor --enable-torch-compile")
-    own_drafts(config, module, reason)  # raises if they were asked for
+    self_speculation_config(config, module, reason)  # raises if they were asked for
     if device.type == "cuda" and config.tp_size == 1 and not config.deterministic:
         fused = _fused(module, probe, planner, context_length)
         if fused is not None:
@@ -151,7 +155,7 @@ def _fused(module: Any, probe: attention.Probe, planner: Planner, context_length
         return None
     from services.target.model.cuda import fused
 
-    reason = fused.reason_against(module)
+    reason = fused.unsupported_reason(module)
     if reason is not None:
         log.info("running module by module: %s", reason)
         return None

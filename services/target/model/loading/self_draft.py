@@ -12,13 +12,13 @@ from outrider.config import TargetConfig
 from outrider.drafts import DEFAULT_HEAD, has_head
 from outrider.errors import ConfigError
 from services.target.kernels.cpu.weights import Format
-from services.target.model.loading.narrow import cpu_format
+from services.target.model.loading.weight_quantization import cpu_format
 
 _LEAST_BYTES = 32e6  # of linear layers: smaller ones are read from caches, where narrower ones gain nothing
 
 
 @dataclass(frozen=True)
-class Means:
+class SelfSpeculationConfig:
     """prompt_lookup: from what texts repeat; copied: with a copy of the weights in a narrow format; head: with a head.
 
     Of both, the head guesses for the copy.
@@ -29,13 +29,13 @@ class Means:
     head: Path | None = None
 
 
-def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
+def self_speculation_config(config: TargetConfig, module: Any, reason: str | None) -> SelfSpeculationConfig:
     """What a target drafts with. reason: why the model is no compiled program, if it is none. Raises ConfigError."""
     choice, folder = config.self_draft, _head_folder(config)
     if config.self_draft_head is not None and choice not in ("auto", "head", "int4", "int8"):
         raise ConfigError(f"--self-draft-head says what a head drafts with, not {choice}")
     if choice == "off":
-        return Means()
+        return SelfSpeculationConfig()
     wanted = choice if choice != "auto" else _best(config, folder)
     against = reason
     if against is None and config.verifies_all_draft_tokens:
@@ -51,9 +51,9 @@ def own_drafts(config: TargetConfig, module: Any, reason: str | None) -> Means:
     layers = [layer.weight for layer in module.modules() if isinstance(layer, nn.Linear)]
     small = sum(weight.nbytes for weight in layers) < _LEAST_BYTES
     if against is not None or (choice == "auto" and small and config.self_draft_head is None):
-        return Means()
+        return SelfSpeculationConfig()
     guessing = choice in ("auto", "head") or config.self_draft_head is not None  # others have the head that they name
-    return Means(True, cpu_format(wanted) if narrower else None, folder if guessing else None)
+    return SelfSpeculationConfig(True, cpu_format(wanted) if narrower else None, folder if guessing else None)
 
 
 def _best(config: TargetConfig, folder: Path | None) -> str:

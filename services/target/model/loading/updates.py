@@ -114,15 +114,15 @@ def _differ(second: str, own: str) -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightsOrigin:
     """Where weights are from. folder: fingerprint of a checkpoint; tensors: digests of those that came on top of it."""
 
     folder: str
     tensors: Mapping[str, bytes] = field(default_factory=dict)
 
-    def under(self, tensors: Mapping[str, bytes]) -> Origin:
+    def under(self, tensors: Mapping[str, bytes]) -> WeightsOrigin:
         """With further tensors on top."""
-        return Origin(self.folder, {**self.tensors, **tensors})
+        return WeightsOrigin(self.folder, {**self.tensors, **tensors})
 
     def covered(self, names: Iterable[str]) -> bool:
         """True if nothing of the folder is left of a model with tensors of these names."""
@@ -138,7 +138,7 @@ class Origin:
         return digest.hexdigest()[:16]
 
 
-class Folder:
+class CheckpointFolder:
     """The weights of a checkpoint's folder. settings: its configuration; files: the tensors of each file, by path."""
 
     def __init__(self, path: Path, trust_remote_code: bool) -> None:
@@ -197,7 +197,7 @@ def _file_header(file: Path) -> dict[str, HeaderEntry]:
     return entries
 
 
-class Incoming:
+class IncomingTensors:
     """A safetensors file that comes in parts. It is checked as soon as its header is here."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> None:

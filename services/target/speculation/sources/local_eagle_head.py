@@ -24,9 +24,10 @@ from outrider.serving.loop import Listen
 from outrider.serving.scheduler import Chunk, Scheduler
 from outrider.serving.session import Session
 from outrider.speculation.tree import TreeSlice
+from services.target.kernels.cpu.sampling import HeadDraftTokens
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.model.head import Head, HeadDraftTokens
+from services.target.model.eagle_head import EagleHead
 from services.target.sampling.session import TargetSession
 from services.target.speculation.estimates.cached_estimate import CachedEstimate
 from services.target.speculation.estimates.calibration_bins import CalibrationBins
@@ -87,7 +88,7 @@ class LocalEagleHead(DraftSource):
     def __init__(
         self,
         model: Model,
-        head: Head,
+        head: EagleHead,
         cache: KVCache,
         prefix: PrefixCache,
         planner: Planner,

@@ -1,0 +1,84 @@
+"""Arguments and results of a compiled program's calls, between Python's objects and the structures of csrc."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from services.target.kernels.cpu import library
+from services.target.kernels.pools import CachePools
+from services.target.step.batch import MultiStep
+from services.target.step.fused_loop import LoopRound
+
+TRANSIENT_ROWS = 64
+"""Most rows of logits that `LogitsMemory` keeps allocated."""
+
+
+class LogitsMemory:
+    """Memory for the logits of runs. Logits that are read only until the next run share one allocation."""
+
+    def __init__(self) -> None:
+        self._views: dict[int, Tensor] = {}  # by number of rows, all in one allocation
+        self._address = 0
+
+    def of(self, rows: int, vocab: int, *, transient: bool) -> tuple[Tensor, int]:
+        """A tensor [rows, vocab] float32 and its address. transient: its numbers are read only until the next run."""
+        if not transient or rows > TRANSIENT_ROWS:
+            logits = torch.empty(rows, vocab)
+            return logits, logits.data_ptr()
+        if rows not in self._views:
+            if not self._views:
+                self._views[TRANSIENT_ROWS] = torch.empty(TRANSIENT_ROWS, vocab)
+                self._address = self._views[TRANSIENT_ROWS].data_ptr()
+            self._views[rows] = self._views[TRANSIENT_ROWS][:rows]
+        return self._views[rows], self._address
+
+
+class PoolAddresses:
+    """Addresses of a cache's pools, for the cache that was used last."""
+
+    def __init__(self) -> None:
+        self._caches: dict[int, tuple[object, ...]] = {}
+
+    def of(self, cache: CachePools) -> tuple[object, ...]:
+        """C arrays of the layers' keys and values; address of the pool of states, and its width."""
+        if id(cache) not in self._caches:
+            sides = [
+                (ctypes.c_void_p * len(pools))(*(p.data_ptr() for p in pools)) for pools in (cache.keys, cache.values)
+            ]
+            states = (None, 0) if cache.states is None else (cache.states.data_ptr(), cache.states.shape[-1])
+            self._caches = {id(cache): (cache, *sides, *states)}
+        return self._caches[id(cache)][1:]
+
+
+def multi_step_argument(burst: MultiStep) -> object:
+    """Multi-step decoding as the kernels take it, by reference."""
+    (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
+    argument = library.MultiStep(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
+    argument.draft_chain = burst.follows
+    if burst.worth is not None and burst.odds is not None:
+        worth = burst.worth
+        argument.acceptance_rates = burst.odds.buffer_info()[0]
+        argument.token_gain, argument.row_cost, argument.step_cost = worth.next, worth.row, worth.step
+    if (texts := burst.texts) is not None:
+        argument.texts, argument.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
+        argument.repeat_length = texts.same
+    return ctypes.byref(argument)
+
+
+def loop_results(outer: Sequence[library.LoopIteration], inner: Sequence[library.LoopIteration]) -> Sequence[LoopRound]:
+    """The iterations of a fused loop. inner: those of the narrow copy, of one outer iteration after another."""
+    rest = iter(inner)
+    return [_loop_result(one, [_loop_result(next(rest)) for _ in range(one.inner)]) for one in outer]
+
+
+def _loop_result(one: library.LoopIteration, inner: Sequence[LoopRound] = ()) -> LoopRound:
+    second_choices = [place for place in range(one.chain) if one.second_choices >> place & 1]
+    probabilities = [(pair[0], pair[1]) for pair in one.probabilities[: one.chain]]
+    return LoopRound(
+        one.written, one.draft_tokens, one.chain, second_choices, one.chain_accepted, one.accepted, one.committed,
+        one.drafting, one.verifying, probabilities, one.head_tokens, inner,
+    )  # fmt: skip
