@@ -13,7 +13,7 @@ from services.target.model.cuda.fused import FusedRunner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.loading.load import load
 from services.target.step.batch import Capture
-from tests.support.target.decoders import MODELS, cache_of, random_batch, runners, small_batch_linear, written
+from tests.support.target.decoders import MODELS, cache_of, few_rows, random_batch, runners, written
 from tests.support.tiny import write_model
 
 # What libraries warn of on a GPU is theirs.
@@ -56,7 +56,7 @@ def test_a_step_of_a_few_rows_waits_for_every_launch_of_its_chain(name, tmp_path
     torch.backends.cuda.matmul.allow_tf32 = False
     exact, _, _ = runners(written(tmp_path, name, **WIDE), "triton", CUDA)
     modules, few, probe = runners(tmp_path, "triton", CUDA, torch.bfloat16)
-    batch, works = small_batch_linear(small_batch_matmul.ROWS, CUDA)
+    batch, works = few_rows(small_batch_matmul.ROWS, CUDA)
     said = []
     for runner, dtype in ((exact, torch.float32), (modules, torch.bfloat16), (few, torch.bfloat16)):
         cache = cache_of(probe, works, CUDA, dtype)

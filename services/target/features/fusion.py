@@ -62,8 +62,9 @@ class Fusion:
         """What a compiled program does itself if it is all that there is to do; None if it cannot, or there is more."""
         plain = self._whole_norm is None and all(norm is None for norm in self._norms)
         same = _FORMATS.get(self._format) is model.dtype
-        able = isinstance(model.runner, ProgramRunner) and isinstance(self._fc, NativeLinear)
-        return self._fc.laid_out if able and plain and same else None
+        if not (plain and same and isinstance(model.runner, ProgramRunner) and isinstance(self._fc, NativeLinear)):
+            return None
+        return self._fc.laid_out
 
     def _check(self, weight: Tensor | None, bias: Tensor | None) -> int:
         """Shapes against the model's. Returns the width of a row."""

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import GrammarFormat, LLMatcher, LLTokenizer, grammar_from
 
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
@@ -27,17 +28,20 @@ from services.target.grammar.closed_objects import closed
 from services.target.grammar.gbnf import readable
 from services.target.grammar.string_formats import understood
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 log = logging.getLogger(__name__)
 
 _CACHED = 64  # compiled grammars that are kept
 _ERROR_LENGTH = 500  # characters of llguidance's own words
-_FORMATS = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
+_FORMATS: dict[GrammarKind, GrammarFormat] = {GrammarKind.REGEX: "regex", GrammarKind.EBNF: "ebnf"}
 # Where it is not plain that alternatives exclude one another, as it is not of two numbers, one at least must fit, as
 # xgrammar has it, too; else llguidance refuses them.
-_ONE_OF = {"coerce_one_of": True}
+_ONE_OF: JsonCompileOptions = {"coerce_one_of": True}
 # Between the parts of JSON, unless a schema has a word of its own on it. Without an end to it, a small model may go on
 # with blanks until its tokens are spent; this much holds a line's end and the indentation of any sane nesting.
-_BLANKS = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+_BLANKS: JsonCompileOptions = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 
 
 class Matcher:

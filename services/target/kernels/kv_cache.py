@@ -92,7 +92,8 @@ class KVCache:
     @property
     def mover(self) -> object | None:
         """The compiled code that moves rows; None if there is none."""
-        return self._mover
+        mover: object | None = self._mover
+        return mover
 
     def move_paths(self, moves: Tensor) -> None:
         """Copy rows of many sessions between slots in every layer. moves: [2, S, D] int64, sources and destinations.

@@ -36,7 +36,8 @@ class Latent:
     @property
     def _heads(self) -> Tensor:
         """[heads, nope + value, rank]."""
-        return self.projection.weight.unflatten(0, (-1, self.nope + self.value))
+        heads: Tensor = self.projection.weight.unflatten(0, (-1, self.nope + self.value))
+        return heads
 
     def queries(self, q: Tensor) -> Tensor:
         """q: [heads, T, nope + rope]. Returns [heads, T, rank + rope]."""
@@ -52,6 +53,7 @@ class Latent:
 def install(module: nn.Module) -> int:
     """Have the layers of a model that `transformers` writes in this way hand their latents on. Returns how many."""
     found = 0
+    layer: Any  # modules of `transformers`, whose attributes are replaced
     for layer in module.modules():
         latent = _latent(layer)
         if latent is not None:

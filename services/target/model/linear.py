@@ -6,6 +6,8 @@ is the same bits however many rows are computed together (oneDNN's: in float32 o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -88,7 +90,7 @@ class NativeLinear(nn.Module):
         return y
 
 
-def pack(module: nn.Module, number_format: Format | None = None) -> int:
+def pack(module: Any, number_format: Format | None = None) -> int:
     """Lay out every linear layer of a model, in place. Returns how many.
 
     number_format: of the weights, if it is not the module's own. The plain weights are let go one by one, but for

@@ -98,8 +98,8 @@ class ProgramRunner:
         """Write the batch's keys and values. Returns logits in float32, features in the model's dtype, and tokens."""
         if batch.burst is not None and batch.burst.rounds is not None:
             head = None if self.head is None else self.head.program
-            logits, tokens, iterations = self.program.fused_loop(head, batch, cache)
-            return Outputs(logits, None, tokens, iterations)
+            logits, committed, iterations = self.program.fused_loop(head, batch, cache)
+            return Outputs(logits, None, committed, iterations)
         logits, features, tokens = self.program.run(batch, cache)
         return Outputs(logits, features if features is None else features.to(self._dtype), tokens)
 

@@ -60,7 +60,7 @@ class ProgramBuilder:
     def build(self) -> Tensor:
         """Build the whole program. Returns the embedding, [V, H]."""
         program, model = self._runner.program, self._module.model
-        table = model.embed_tokens.weight.data.contiguous()
+        table: Tensor = model.embed_tokens.weight.data.contiguous()
         scale = float(getattr(model.embed_tokens, "scalar_embed_scale", 1.0))
         program.embed(table, float(torch.tensor(scale).to(table.dtype)))
         self._runner.add_weight("model.embed_tokens.weight", tuple(table.shape), table.copy_)

@@ -75,7 +75,7 @@ class Trees:
         nowhere = self.sessions * self.depths
         places = torch.where(self.accepted(drawn), self.places, nowhere)
         slots = self.slots.new_zeros(2, nowhere + 1).scatter_(1, places.expand(2, -1), self.slots)
-        return slots[:, :nowhere].unflatten(1, (self.sessions, self.depths))
+        return slots[:, :nowhere].view(2, self.sessions, self.depths)
 
 
 def lay_out(works: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> Callable[[], Trees]:
@@ -100,6 +100,6 @@ def lay_out(works: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> 
 
     def trees() -> Trees:
         (tensor,) = placed()
-        return Trees(*tensor[:3], tensor[3:], len(drafts), depths)
+        return Trees(tensor[0], tensor[1], tensor[2], tensor[3:], len(drafts), depths)
 
     return trees

@@ -70,7 +70,8 @@ class Masks:
         for guided in sessions:
             _ban(bits, rows, guided)
         words = self._buffer[:count].to(self._device, non_blocking=True)
-        return TokenMask(*upload([rows], self._device), words)
+        (placed,) = upload([rows], self._device)
+        return TokenMask(placed, words)
 
     def _allocate(self, rows: int) -> Tensor:
         return torch.empty(rows, self._words, dtype=torch.int32, pin_memory=self._device.type == "cuda")

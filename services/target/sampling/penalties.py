@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -113,7 +113,7 @@ class Adjustments:
     own_tokens: Tensor
     own_scales: Tensor
     own_shifts: Tensor
-    pairs: int
+    pairs: int = field(kw_only=True)
 
 
 def gather(sessions: Sequence[tuple[int, PenaltyCounts, TreeSlice]], device: torch.device) -> Adjustments | None:

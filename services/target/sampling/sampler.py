@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -99,10 +99,10 @@ class RowParams:
     keys: Tensor
     banned_rows: Tensor
     banned_tokens: Tensor
-    all_greedy: bool
-    any_filter: bool
-    any_top_p_alone: bool
-    max_top_k: int
+    all_greedy: bool = field(kw_only=True)
+    any_filter: bool = field(kw_only=True)
+    any_top_p_alone: bool = field(kw_only=True)
+    max_top_k: int = field(kw_only=True)
 
     @property
     def may_be_unsure(self) -> bool:

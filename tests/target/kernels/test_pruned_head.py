@@ -30,7 +30,7 @@ pytestmark = [
 
 CPU = torch.device("cpu")
 FORMATS = {torch.float32: Format.FLOAT32, torch.bfloat16: Format.BFLOAT16}
-FEW = 4  # rows that are screened together
+FEW = 4  # rows that are pruned together
 PARAMS = [
     SamplingParams(0.0),
     SamplingParams(1.0, seed=1),
@@ -41,12 +41,12 @@ PARAMS = [
 ]
 
 
-def program_of(table, weight, dtype, screened):
+def program_of(table, weight, dtype, pruned):
     """From a token's row of a table to its logits, and to nothing else."""
     program = Program(2, dtype, dtype, table.shape[1])
     program.embed(table.to(dtype).contiguous())
     copy = None
-    if screened:
+    if pruned:
         copy = PrunedHead(*weight.shape)
         copy.fill(torch.arange(len(weight)), weight.to(dtype))
     program.head(packed(weight, FORMATS[dtype]), Norm(torch.ones(table.shape[1]), 1e-6), pruned=copy)
@@ -96,11 +96,11 @@ def case(kind, rng, width, vocab):
 def test_tokens_are_those_of_all_logits(dtype, kind, width, vocab):
     rng = torch.Generator().manual_seed(width + vocab)
     table, weight = case(kind, rng, width, vocab)
-    whole, screened = (program_of(table, weight, dtype, which) for which in (False, True))
+    whole, pruned = (program_of(table, weight, dtype, which) for which in (False, True))
     for turn in range(24):
         tokens = torch.randint(0, len(table), (1 + turn % FEW,), generator=rng).tolist()
         params = [PARAMS[(i + turn) % len(PARAMS)] for i in range(len(tokens))]
-        assert drawn(screened, tokens, params)[0] == drawn(whole, tokens, params)[0]
+        assert drawn(pruned, tokens, params)[0] == drawn(whole, tokens, params)[0]
 
 
 def test_bounds_hold_and_few_panels_are_within_them():
@@ -108,24 +108,24 @@ def test_bounds_hold_and_few_panels_are_within_them():
     table, weight = torch.randn(40, 256, generator=rng), torch.randn(9000, 256, generator=rng).bfloat16().float()
     copy = PrunedHead(*weight.shape)
     copy.fill(torch.arange(len(weight)), weight)
-    whole, screened = (program_of(table, weight, torch.bfloat16, which) for which in (False, True))
-    (_, logits), (_, rough) = (drawn(program, range(FEW), [PARAMS[0]] * FEW) for program in (whole, screened))
+    whole, pruned = (program_of(table, weight, torch.bfloat16, which) for which in (False, True))
+    (_, logits), (_, rough) = (drawn(program, range(FEW), [PARAMS[0]] * FEW) for program in (whole, pruned))
     off = (logits - rough).abs()
     x = table[:FEW].bfloat16().float()
     x = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt()
-    bound = x.norm(dim=1)[:, None] * (screen.errors + 0.02 * screen.sizes)[:9000]
+    bound = x.norm(dim=1)[:, None] * (copy.error_norms + 0.02 * copy.narrow_norms)[:9000]
     assert (off > 0).any()
     assert (off < bound).all()
-    assert (screen.errors[:9000] < 0.03 * screen.sizes[:9000]).all()
+    assert (copy.error_norms[:9000] < 0.03 * copy.narrow_norms[:9000]).all()
 
 
 def test_where_more_is_asked_for_all_logits_are_there():
     rng = torch.Generator().manual_seed(6)
     table, weight = case("random", rng, 64, 1000)
-    whole, screened = (program_of(table, weight, torch.bfloat16, which) for which in (False, True))
+    whole, pruned = (program_of(table, weight, torch.bfloat16, which) for which in (False, True))
     for other in (SamplingParams(1.0, top_p=0.9, seed=1), SamplingParams(1.0, top_k=5), SamplingParams(1.0, min_p=0.1)):
         params = [*PARAMS[: FEW - 1], other]
-        (expected, logits), (found, same) = (drawn(program, range(FEW), params) for program in (whole, screened))
+        (expected, logits), (found, same) = (drawn(program, range(FEW), params) for program in (whole, pruned))
         assert found == expected
         assert torch.equal(logits, same)
 
@@ -135,8 +135,8 @@ def test_what_is_not_finite_draws_nothing(broken):
     rng = torch.Generator().manual_seed(7)
     table, weight = case("random", rng, 64, 1000)
     table[3, 5] = broken
-    for screened in (False, True):
-        tokens, _ = drawn(program_of(table, weight, torch.float32, screened), [2, 3, 4], PARAMS[:3])
+    for pruned in (False, True):
+        tokens, _ = drawn(program_of(table, weight, torch.float32, pruned), [2, 3, 4], PARAMS[:3])
         assert [token < 0 for token in tokens] == [False, True, False]
     weight[700, 9] = broken * table[2, 9].sign()
     for params in (PARAMS[0], PARAMS[1]):

@@ -18,10 +18,10 @@ from services.target.step.batch import Capture
 from tests.support.target.decoders import (
     MODELS,
     cache_of,
+    few_rows,
     module_of,
     random_batch,
     runners,
-    small_batch_linear,
     written,
 )
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
@@ -58,7 +58,7 @@ def test_a_step_is_that_of_the_modules(name, tmp_path):
 def test_a_step_of_a_few_rows_is_that_of_the_modules(name, dim, tmp_path, monkeypatch):
     monkeypatch.setattr(small_batch_matmul, "serves", lambda x, weight: True)
     modules, few, probe = runners(written(tmp_path, name, head_dim=dim), "torch_native")
-    batch, works = small_batch_linear(small_batch_matmul.ROWS)
+    batch, works = few_rows(small_batch_matmul.ROWS)
     batch = replace(batch, capture=Capture((0, 1, 2), True, None))
     said = []
     for runner in (modules, few):

@@ -28,7 +28,7 @@ class Reader:
         begin = self._next if self._next + size <= _BYTES else 0
         self._next = begin + size
         place = ctypes.cast(self._memory.ctypes.data + begin, ctypes.c_char_p)
-        return library.load().outrider_read_bandwidth(self._pool.handle, place, size, self._clock)
+        return float(library.load().outrider_read_bandwidth(self._pool.handle, place, size, self._clock))
 
 
 def read_bandwidth(threads: int) -> float:

@@ -69,10 +69,15 @@ def multi_step_argument(burst: MultiStep) -> object:
     return ctypes.byref(argument)
 
 
-def loop_results(outer: Sequence[library.LoopIteration], inner: Sequence[library.LoopIteration]) -> Sequence[LoopRound]:
-    """The iterations of a fused loop. inner: those of the narrow copy, of one outer iteration after another."""
+def loop_results(
+    outer: ctypes.Array[library.LoopIteration], count: int, inner: ctypes.Array[library.LoopIteration]
+) -> Sequence[LoopRound]:
+    """The first `count` iterations of a fused loop.
+
+    inner: iterations of the narrow copy, those of one outer iteration after another
+    """
     rest = iter(inner)
-    return [_loop_result(one, [_loop_result(next(rest)) for _ in range(one.inner)]) for one in outer]
+    return [_loop_result(one, [_loop_result(next(rest)) for _ in range(one.inner)]) for one in outer[:count]]
 
 
 def _loop_result(one: library.LoopIteration, inner: Sequence[LoopRound] = ()) -> LoopRound:

@@ -272,6 +272,7 @@ class Program:
         fused = features
         if capture.fusion is not None:
             weight, bias = capture.fusion
+            assert isinstance(weight, PackedWeight), "the kernels multiply packed weights"
             fused = torch.empty(len(taken), weight.outputs, dtype=self._captured)
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         done = self._functions.outrider_program_run(
@@ -331,7 +332,7 @@ class Program:
         done = self._functions.outrider_program_fused_loop(
             self._handle, head and head._handle, *self._addresses.of(cache), address, ctypes.byref(call)
         )
-        iterations = loop_results(results[:done], inner)
+        iterations = loop_results(results, done, inner)
         return logits, tokens[: sum(one.committed for one in iterations)], iterations
 
     def _set_head(self, call: library.FusedLoop, burst: MultiStep, loop: FusedLoop) -> None:

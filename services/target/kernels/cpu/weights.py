@@ -77,7 +77,8 @@ def interleaved(count: int, part: int) -> Tensor:
 
 def packed(weight: Tensor, number_format: Format) -> PackedWeight:
     """A whole weight, [outputs, inputs], laid out."""
-    made = PackedWeight(*weight.shape, number_format)
+    outputs, inputs = weight.shape
+    made = PackedWeight(outputs, inputs, number_format)
     made.fill(torch.arange(len(weight)), weight)
     return made
 

@@ -209,7 +209,8 @@ def rotate_and_store(
         PAGE=k_pool.shape[1], NORMED=norms is not None, SHIFTED=query.shift != 0.0,
         LIMIT=largest(k_pool), CHAINED=chain, num_warps=1, launch_pdl=chain,
     )  # fmt: skip
-    return wide[:, : count * dim].unflatten(1, (count, dim))
+    queries: Tensor = wide[:, : count * dim].unflatten(1, (count, dim))
+    return queries
 
 
 @triton.jit

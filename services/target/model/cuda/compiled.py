@@ -6,6 +6,8 @@ program; the rest runs as it comes. Attention stays as it is: to the compiler it
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -22,12 +24,12 @@ _PROGRAMS = 256  # most that one function is compiled into: sizes times kinds of
 class CompiledRunner(ModuleRunner):
     """Runs the steps of `run` compiled, up to a number of rows, and those of `forward` as they come."""
 
-    def __init__(self, module: nn.Module, planner: Planner, most_rows: int) -> None:
+    def __init__(self, module: Any, planner: Planner, most_rows: int) -> None:
         """Raises ConfigError for a model whose layers cannot be found."""
         super().__init__(module, planner)
         self._most_rows = most_rows
-        count = module.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
-        decoder = module.get_decoder()  # type: ignore[operator]
+        count = module.config.get_text_config().num_hidden_layers
+        decoder = module.get_decoder()
         lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
         if not lists:
             raise ConfigError(f"--enable-torch-compile does not suit {type(module).__name__}; leave it out")

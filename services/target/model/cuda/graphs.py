@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.config import TargetConfig
@@ -109,7 +110,7 @@ class _Step:
         return Outputs(outputs.logits[: len(batch.rows.sampled)], features)
 
     def _fill(self, batch: Batch) -> bool:
-        arrays = batch.inputs
+        arrays: list[NDArray[np.integer]] = [*batch.inputs]
         if self._attention:
             tables = self._attention.arrays(batch)
             if tables is None:

@@ -113,12 +113,12 @@ class BatchInvariantMode(TorchFunctionMode):
     def __enter__(self) -> Self:
         """Turn it on. It does not nest."""
         self._token = self._kernels.set(self.kernels)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Turn it off."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         assert self._token is not None, "it was turned on"
         self._kernels.reset(self._token)
 

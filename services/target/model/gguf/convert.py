@@ -52,7 +52,8 @@ def convert(gguf: Path, folder: Path, console: Console) -> None:
         config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
         reader = GGUFReader(gguf)
         gguf_metadata.apply(reader, config)
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        auto_class: Any = transformers.AutoModelForCausalLM
+        model, report = auto_class.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
             config=config,

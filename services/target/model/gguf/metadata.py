@@ -149,7 +149,8 @@ def llama3_factors(scaling: dict[str, Any], theta: float, head_dim: int) -> NDAr
     waves = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     smooth = np.clip((scaling["original_max_position_embeddings"] / waves - low) / (high - low), 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
+    factors: NDArray[np.float64] = 1.0 / ((1.0 - smooth) / scaling["factor"] + smooth)
+    return factors
 
 
 def _from_fields(reader: GGUFReader) -> dict[str, Any] | None:
@@ -167,7 +168,9 @@ def _from_fields(reader: GGUFReader) -> dict[str, Any] | None:
 
 def unread(reader: GGUFReader, model: Any) -> list[str]:
     """Tensors of a file that a model loaded from it has no use for, but for those that are facts."""
-    from transformers import modeling_gguf_pytorch_utils as files
+    from transformers import modeling_gguf_pytorch_utils
+
+    files: Any = modeling_gguf_pytorch_utils
 
     architecture = field(reader, "general.architecture")
     processor = files.TENSOR_PROCESSORS.get(architecture, files.TensorProcessor)(config={})

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from numpy.typing import NDArray
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.utils.quantization_config import Mxfp4Config, QuantizationConfigMixin
 
 from outrider.checkpoints.dequantize import check_layout, dequantize
 from outrider.errors import ConfigError
@@ -67,7 +66,7 @@ def prepare(settings: Any, device: torch.device) -> dict[str, Any]:
     method = _method(stored)
     if method == "mxfp4":
         if device.type == "cpu":
-            return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+            return {"quantization_config": Mxfp4Config(dequantize=True)}
         return {"device_map": {"": device}}
     if method in _NEEDS_PACKAGE:
         _check_package(method, device)
@@ -132,22 +131,22 @@ class _Unpack(ConversionOps):
     def __init__(self, quantizer: _Unpacker) -> None:
         self.hf_quantizer = quantizer  # so named, `transformers` hands the stored tensors over uncast
 
-    def convert(
+    def convert(  # type: ignore[override]  # the base class passes its other arguments by keyword only
         self, input_dict: dict[str, Any], *, model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """input_dict: stored tensors, or lists of them, by name. Returns weights, by the names of plain ones."""
+        """input_dict: stored tensors, or lists of them, by name. Returns plain weights by their names."""
         dtype = model.get_parameter(full_layer_name).dtype
         layers: dict[str, dict[str, list[Any]]] = defaultdict(dict)
         for key, value in input_dict.items():
-            layer, _, name = key.rpartition(".")
+            layer, _dot, name = key.rpartition(".")
             layers[layer][name] = value if isinstance(value, list) else [value]
         weights: dict[str, Any] = {}
-        for layer, parts in layers.items():
+        for stem, parts in layers.items():
             whole = [
                 self.hf_quantizer.unpack(full_layer_name, dict(zip(parts, tensors, strict=True)), dtype)
                 for tensors in zip(*parts.values(), strict=True)
             ]
-            weights[f"{layer}.weight" if layer else full_layer_name] = whole if layer else whole[0]
+            weights[f"{stem}.weight" if stem else full_layer_name] = whole if stem else whole[0]
         return weights
 
 
@@ -156,7 +155,7 @@ class _UnpackConfig(QuantizationConfigMixin):
     """Stands in `quantization_config` for the stored one, which it holds."""
 
     def __init__(self, stored: Mapping[str, Any], **_: Any) -> None:
-        self.quant_method = _METHOD
+        self.quant_method: Any = _METHOD  # `transformers` accepts names of registered methods
         self.stored = dict(stored)
         self.dequantize = True
 

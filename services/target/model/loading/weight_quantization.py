@@ -74,6 +74,6 @@ def warn_about_experts(choice: Quantization | None, module: nn.Module) -> None:
         log.warning("--quantization %s leaves experts as they are; they take %.0f MB", choice, wide / 1e6)
 
 
-def cpu_format(choice: Quantization | None) -> Format | None:
+def cpu_format(choice: str | None) -> Format | None:
     """The CPU kernels' number format for --quantization; None: the model's own format."""
     return {"int8": Format.INT8, "int4": Format.INT4}.get(choice or "")
