@@ -41,7 +41,7 @@ from services.target.model.base import Model, Runner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct
 from services.target.model.loading.load import pass_a_token
 from services.target.model.modules import ModuleRunner
-from services.target.sampling import sampler
+from services.target.sampling import row_params, sampler
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
@@ -200,12 +200,14 @@ class Bench:
         plain = 0.0
         for rows in (1, VERIFIED) if count <= self.size.verify_up_to else (1,):
             works = sessions(count, context, rows, cache)
-            requests = [sampler.RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
+            requests = [row_params.RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
 
-            def once(works: Sequence[SessionWork] = works, requests: Sequence[sampler.RowRequest] = requests) -> None:
+            def once(
+                works: Sequence[SessionWork] = works, requests: Sequence[row_params.RowRequest] = requests
+            ) -> None:
                 batch = build(works, self.device)
-                drawn = sampler.gather(requests, self.device)
-                sampler.draw(runner.forward(batch, cache).logits, drawn).cpu()
+                drawn = row_params.gather(requests, self.device)
+                sampler.sample(runner.forward(batch, cache).logits, drawn).cpu()
 
             seconds = self.clocks.host(once)
             plain = plain or seconds

@@ -10,9 +10,9 @@ from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.sampling import SamplingParams, logprobs
 from services.target.process.warmup import warm_up
 from services.target.sampling import logprobs as device_logprobs
-from services.target.sampling import masks, penalties, sampler
+from services.target.sampling import masks, penalties, row_params, sampler
 from services.target.sampling.penalties import PenaltyCounts
-from services.target.sampling.sampler import RowRequest
+from services.target.sampling.row_params import RowRequest
 from services.target.step.download import Download
 from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import GarbageDraft, Pair, request
@@ -40,10 +40,10 @@ def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
     for device in (CPU, torch.device("cuda")):
         adjustments = penalties.gather([(0, tally, draft)], device)
         mask = masks.Mask(torch.tensor([0, 2, 5], device=device), words.to(device))
-        rows = sampler.gather([RowRequest(PARAMS, range(7), [[7], *[[]] * 6])], device)
+        rows = row_params.gather([RowRequest(PARAMS, range(7), [[7], *[[]] * 6])], device)
         adjusted = sampler.adjusted(logits.to(device), (rows.banned_rows, rows.banned_tokens), adjustments, mask)
         probabilities = sampler.probabilities(adjusted, rows, parents.to(device), tokens.to(device))
-        results.append((adjusted.cpu(), sampler.pick(adjusted, rows).cpu(), probabilities.cpu()))
+        results.append((adjusted.cpu(), sampler.sample_adjusted(adjusted, rows).cpu(), probabilities.cpu()))
     (adjusted, drawn, probable), (adjusted_there, drawn_there, probable_there) = results
     assert torch.equal(adjusted, adjusted_there)
     assert drawn.tolist() == drawn_there.tolist()

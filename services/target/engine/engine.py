@@ -40,8 +40,9 @@ from services.target.features.features import Features
 from services.target.kernels.pools import pages_that_fit
 from services.target.model.base import Model
 from services.target.sampling.compaction import Moves
+from services.target.sampling.samples import StepSamples
 from services.target.sampling.session import TargetSession
-from services.target.sampling.step_sampler import StepSampler, StepSamples
+from services.target.sampling.step_sampler import StepSampler
 from services.target.speculation.budget import promised
 from services.target.speculation.draft_stats import DraftStatsRecorder
 from services.target.speculation.draft_wait import AS_LONG_AS_IT_TAKES, DraftWait
@@ -268,7 +269,7 @@ class TargetEngine(Engine):
         if not works:
             return None
         started = time.perf_counter()
-        capture = self.features.capture(works, late=self._unwanted)
+        capture = self.features.capture(works, deferred=self._unwanted)
         bursting = works if self._may_burst else ()
         with self.bursts.planned(bursting, self.listen, self._same(bursting), self.own.take_rounds()) as burst:
             batch = build(works, self.model.device, capture, self._drawing.plan(works, self._entries), burst)
@@ -367,7 +368,7 @@ class TargetEngine(Engine):
         self._patience.end(waited_for, count, committed, prompts=prompts, steps=draws.turns)
         output.steps = draws.turns
         output.commits += hushed
-        output.features = self.features.flush(late=self._unwanted)
+        output.features = self.features.flush(deferred=self._unwanted)
         output.urgent = urgent or bool(output.failures or (output.features and not self._unwanted))
 
     def _is_urgent(self, commit: Commit, session: Session) -> bool:

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from outrider.serving.session import Session
+from services.target.sampling.samples import LaunchedStep, StepSamples
 from services.target.sampling.session import TargetSession
-from services.target.sampling.step_sampler import LaunchedStep, StepSamples
 from services.target.step.batch import Batch, Roots, SessionWork
 
 

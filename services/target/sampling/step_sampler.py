@@ -1,13 +1,13 @@
-"""The draws of a step: what its sessions asked for, row by row, brought to the logits; and what came out.
+"""Sampling of a step: the sessions' parameters, laid out row by row, applied to the logits.
 
-Between the engine, which knows sessions, and the device, which knows rows.
+The engine deals in sessions, the device in rows; this module translates between them. The tree mask is not applied
+here but in the attention kernels (kernels/reference.py).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
@@ -17,20 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.speculation.acceptance import Thresholds
-from outrider.speculation.proposal import Logprobs
 from services.target.features.features import Features
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu import sampling as compiled
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model
-from services.target.sampling import compaction, logprobs, penalties, sampler
+from services.target.sampling import compaction, logprobs, penalties, row_params, sampler
 from services.target.sampling.compaction import Trees
 from services.target.sampling.logprobs import Scores
 from services.target.sampling.masks import GrammarRows, Masks
+from services.target.sampling.samples import LaunchedStep, ScoredRows
 from services.target.sampling.session import TargetSession
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import Batch, SamplingPlan, SessionWork
-from services.target.step.download import Download
 from services.target.step.fused_loop import LoopRound
 from services.target.step.token_mask import TokenMask
 from services.target.step.upload import UploadBatch, upload, use_device
@@ -38,118 +37,26 @@ from services.target.step.upload import UploadBatch, upload, use_device
 _IS_PLAIN, _SAMPLING = attrgetter("plain"), attrgetter("sampling")
 
 
-@dataclass(frozen=True)
-class StepSamples:
-    """What a step drew. tokens: [R], after each root and its nodes, session by session; of a burst [steps * R].
-
-    steps:   more than one for a burst; tokens of its session, if it was rounds
-    rounds:  what came of those
-    redrawn: [R] bool, where a token is another than the device took it for at first; None if that is nowhere
-    moved:   whether the rows of accepted nodes have moved in the cache already
-    """
-
-    tokens: NDArray[np.int64]
-    scores: Scores | None = None
-    firsts: Mapping[int, int] = field(default_factory=dict)  # of a session that asked: the first of its rows in scores
-    redrawn: NDArray[np.bool_] | None = None
-    moved: bool = False
-    steps: int = 1
-    rounds: Sequence[LoopRound] = ()
-
-    @property
-    def turns(self) -> int:
-        """Steps of the model."""
-        return len(self.rounds) or self.steps
-
-    def of(self, first: int, stop: int) -> NDArray[np.int64]:
-        """What was drawn in rows first .. stop - 1: after a root and each node, or after a root in each step."""
-        return self.tokens[first:stop] if self.steps == 1 else self.tokens[first :: len(self.tokens) // self.steps]
-
-    def logprobs(self, entry: TargetSession, path: Sequence[int], count: int) -> Logprobs | None:
-        """Of the `count` first tokens along the accepted nodes of a session that is about to commit them."""
-        session = entry.session
-        if self.scores is None or entry.top is None:
-            return None
-        first = self.firsts[session.id]
-        rows = [first, *(first + node + 1 for node in path)][:count]
-        return self.scores.logprobs(session.length, rows, entry.top)
-
-
-@dataclass
-class _Scored:
-    """Log-probabilities of new tokens: on the device, and whose rows they are; see Draws."""
-
-    scores: Scores
-    firsts: Mapping[int, int]
-
-
-class LaunchedStep:
-    """A step that the device has been given: its draws can be read once, when it is done."""
-
-    def __init__(
-        self,
-        tokens: Tensor | NDArray[np.int64],
-        scored: _Scored | None = None,
-        prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
-        redraw: Callable[[], Tensor] | None = None,
-        steps: int = 1,
-        rounds: Sequence[LoopRound] = (),
-    ) -> None:
-        """tokens: [R], UNSURE where `redraw` must draw again; prompts: scores, and who keeps them on the host.
-
-        steps, rounds: as of Draws.
-        """
-        self.steps, self.rounds = steps, rounds
-        self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
-        self.moved = False
-        self._scored, self._prompts, self._redraw = scored, prompts, redraw
-        self._here = tokens if isinstance(tokens, np.ndarray) and not scored and not prompts else None
-        if self._here is not None:
-            return
-        scores = [part for part in (scored and scored.scores, prompts and prompts[0]) if part]
-        self._download = Download([self.tokens, *(tensor for part in scores for tensor in part)])
-
-    def read(self) -> StepSamples:
-        """What was drawn. Waits for this step alone, the only time in it, unless it must redraw."""
-        return (
-            self._download_draws()
-            if self._here is None
-            else StepSamples(self._here, steps=self.steps, rounds=self.rounds)
-        )
-
-    @torch.inference_mode()
-    def _download_draws(self) -> StepSamples:
-        tensors = self._download.read()
-        tokens: NDArray[np.int64] = np.asarray(tensors.pop(0).numpy())
-        scores = Scores(*(tensors.pop(0) for _ in range(3))) if self._scored else None
-        if self._prompts is not None:
-            self._prompts[1](Scores(*tensors))
-        redrawn = None
-        if self._redraw is not None and (tokens == sampler.UNSURE).any():
-            redrawn, tokens = tokens == sampler.UNSURE, self._redraw().cpu().numpy()
-        return StepSamples(tokens, scores, self._scored.firsts if self._scored else {}, redrawn, self.moved)
-
-
 class StepSampler:
-    """Opens entries, and draws the tokens of steps with a model."""
+    """Samples the tokens of steps with a model."""
 
     def __init__(self, model: Model, cache: KVCache, features: Features, thresholds: Thresholds) -> None:
         self._model = model
         self._cache = cache
         self._features = features
         self._thresholds = thresholds
-        self._hurried = model.device.type != "cpu"  # where waiting for the device costs more than drawing a row twice
-        self._walks = model.device.type != "cpu"  # trees are walked on the device
+        self._async = model.device.type != "cpu"  # waiting for the device costs more than sampling a row twice
+        self._walks = model.device.type != "cpu"  # walk draft trees on the device
         self._compiled = model.device.type == "cpu" and thresholds.exact and library.available()
         self._masks: Masks | None = None
 
     @property
     def alongside(self) -> bool:
-        """Whether a runner may draw along with the logits, without which it cannot go on to another step by itself."""
+        """True if a runner may sample in the call that computes logits, which multi-step decoding needs."""
         return self._compiled
 
     def plan(self, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> SamplingPlan | None:
-        """What a step's runner may draw along with the logits; None if there is more to do than that, or nothing."""
+        """The plan by which a step's runner samples; None if the plan cannot express it, or there are no rows."""
         if not self._compiled:
             return None
         drawing = [work for work in works if work.chunk.last]
@@ -158,9 +65,9 @@ class StepSampler:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]) -> LaunchedStep:
-        """Have a batch computed, and tokens drawn after its roots and nodes, without waiting for the device.
+        """Launch a batch and the sampling after its roots and nodes, without waiting for the device.
 
-        works: those of the batch. entries: of their sessions, by id.
+        works: of the batch, in order. entries: the sessions by id.
         """
         device = self._model.device
         use_device(device)
@@ -178,37 +85,40 @@ class StepSampler:
             return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, rounds=rounds)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
-        # The device is busy by now; what the draws need is laid out meanwhile, and follows in one transfer.
-        parcel = UploadBatch()
+        # While the device computes, the host lays out the parameters and sends them in one transfer.
+        uploads = UploadBatch()
         requests = list(map(_request, drawing, drawn))
-        laid_rows, laid_adjustments = sampler.lay_out(requests, parcel), self._adjustments(drawing, drawn, parcel)
-        laid_trees = self._trees(drawing, batch, parcel)
+        laid_rows, laid_adjustments = (
+            row_params.lay_out(requests, uploads),
+            self._adjustments(drawing, drawn, uploads),
+        )
+        laid_trees = self._trees(drawing, batch, uploads)
         mask = self._mask(drawing, drawn)
-        parcel.send(device)
+        uploads.send(device)
         rows = laid_rows()
         banned = (rows.banned_rows, rows.banned_tokens)
         adjusted = sampler.adjusted(logits[: batch.drawn], banned, laid_adjustments(), mask)
-        hurry = self._hurried and self._thresholds.exact and all(entry.top is None for entry in drawn)
-        picked = sampler.pick(adjusted, rows, hurry=hurry)
+        wait = not (self._async and self._thresholds.exact and all(entry.top is None for entry in drawn))
+        picked = sampler.sample_adjusted(adjusted, rows, wait=wait)
         if not self._thresholds.exact:
             picked = relax(self._thresholds, adjusted, rows, picked, drawing, requests)
         scored = self._score(logits, picked, drawing, drawn)
-        redraw = None
-        if hurry and rows.may_be_unsure:
-            # Logits of captured steps last until the next one is launched, which may be before the draws are read.
+        resample = None
+        if not wait and rows.may_be_unresolved:
+            # Logits of captured steps last until the next launch, which may come before the samples are read.
             kept = adjusted.clone() if adjusted.data_ptr() == logits.data_ptr() else adjusted
-            redraw = partial(sampler.pick, kept, rows)
-        launched = LaunchedStep(picked, scored, prompts, redraw)
-        if laid_trees is not None and redraw is None:
+            resample = partial(sampler.sample_adjusted, kept, rows)
+        launched = LaunchedStep(picked, scored, prompts, resample)
+        if laid_trees is not None and resample is None:
             self._cache.move_paths(laid_trees().moves(picked))
             launched.moved = True
         return launched
 
-    def _trees(self, drawing: Sequence[SessionWork], batch: Batch, parcel: UploadBatch) -> Callable[[], Trees] | None:
-        """The trees, if they can be walked on the device. With several ranks the host tells all what moves."""
+    def _trees(self, drawing: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) -> Callable[[], Trees] | None:
+        """The trees, if the device can walk them. With tensor parallelism the host broadcasts the moves instead."""
         if not self._walks or self._cache.on_move is not None or not any(len(work.draft) for work in drawing):
             return None
-        return compaction.lay_out(drawing, batch, parcel)
+        return compaction.lay_out(drawing, batch, uploads)
 
     def _launch_compiled(
         self,
@@ -218,10 +128,10 @@ class StepSampler:
         drawn: Sequence[TargetSession],
         prompts: tuple[Scores, Callable[[Scores], None]] | None,
     ) -> LaunchedStep:
-        """The kernel's draws. works, drawn: the sessions, row after row."""
-        parcel = UploadBatch()
-        laid = self._adjustments(works, drawn, parcel)
-        parcel.send(logits.device)
+        """Sample with the compiled kernel. works, drawn: the sessions, row after row."""
+        uploads = UploadBatch()
+        laid = self._adjustments(works, drawn, uploads)
+        uploads.send(logits.device)
         mask = self._mask(works, drawn)
         adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
         tokens = compiled.sample(adjusted.float(), sampling_plan(works, drawn), mask)
@@ -229,8 +139,8 @@ class StepSampler:
 
     def _score(
         self, logits: Tensor, tokens: Tensor, works: Sequence[SessionWork], drawn: Sequence[TargetSession]
-    ) -> _Scored | None:
-        """Log-probabilities of the drawn tokens of sessions that asked."""
+    ) -> ScoredRows | None:
+        """Log-probabilities of the sampled tokens, for sessions that asked for them."""
         tops = [entry.top for entry in drawn if entry.top is not None]
         if not tops:
             return None
@@ -245,16 +155,16 @@ class StepSampler:
                 count += size
             row += size
         (rows,) = upload([np.concatenate(wanted)], logits.device)
-        return _Scored(logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts)
+        return ScoredRows(logprobs.score(logits, rows, tokens.index_select(0, rows), max(tops)), firsts)
 
     def _score_prompts(
         self, logits: Tensor, first: int, works: Sequence[SessionWork], entries: Mapping[int, TargetSession]
     ) -> tuple[Scores, Callable[[Scores], None]]:
-        """The log-probabilities of prompts, and what keeps them. first: the first row that is only scored."""
+        """Log-probabilities of prompts, and a function that stores them. first: the first row that is only scored."""
         asked = [(entries[work.chunk.session.id], work.scored) for work in works if work.scored]
         next_tokens = np.concatenate([logprobs.next_tokens(entry.session.tokens, part) for entry, part in asked])
         scored = [(entry.prompt_scores, part) for entry, part in asked if entry.prompt_scores is not None]
-        assert len(scored) == len(asked), "a session whose prompt is scored keeps the scores"
+        assert len(scored) == len(asked), "a session whose prompt is scored stores the scores"
         rows = torch.arange(first, first + len(next_tokens), device=logits.device)
         (tokens,) = upload([next_tokens], logits.device)
         top = max(keeper.top for keeper, _ in scored)
@@ -268,13 +178,13 @@ class StepSampler:
         return logprobs.score(logits, rows, tokens, top), keep
 
     def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopRound]]:
-        """The logits of the sampled rows, [R, V], tokens and rounds as of Outputs; features are set out before."""
+        """Run the batch and take its features. Returns logits of the sampled rows, [R, V], tokens and iterations."""
         outputs = self._model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
         return outputs.logits, outputs.tokens, outputs.rounds
 
     def _mask(self, works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> TokenMask | None:
-        """What grammars allow; computed while the device is busy with the forward pass."""
+        """The tokens that grammars allow; computed on the host during the forward pass."""
         if all(entry.matcher is None for entry in drawn):
             return None
         guided: list[GrammarRows] = []
@@ -289,7 +199,7 @@ class StepSampler:
 
     @staticmethod
     def _adjustments(
-        works: Sequence[SessionWork], drawn: Sequence[TargetSession], parcel: UploadBatch
+        works: Sequence[SessionWork], drawn: Sequence[TargetSession], uploads: UploadBatch
     ) -> Callable[[], penalties.Adjustments | None]:
         if all(entry.tally is None for entry in drawn):
             return lambda: None
@@ -299,11 +209,11 @@ class StepSampler:
             for work, entry, end in zip(works, drawn, ends, strict=True)
             if entry.tally is not None
         ]
-        return penalties.lay_out(tallies, parcel)
+        return penalties.lay_out(tallies, uploads)
 
 
 def sampling_plan(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> SamplingPlan:
-    """What the kernel is to draw. works, drawn: the sessions, row after row."""
+    """The kernel's sampling plan. works, drawn: the sessions, row after row."""
     counts, positions = array("q"), array("q")
     for work in works:
         stop, depths = work.chunk.stop, work.draft.depths.tolist()
@@ -313,16 +223,16 @@ def sampling_plan(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) 
     return SamplingPlan(b"".join(map(_SAMPLING, drawn)), counts, positions)
 
 
-def _request(work: SessionWork, entry: TargetSession) -> sampler.RowRequest:
+def _request(work: SessionWork, entry: TargetSession) -> row_params.RowRequest:
     session = work.chunk.session
     positions = [session.length, *(session.length + work.draft.depths).tolist()]
-    # A grammar's mask takes banned tokens in.
+    # A grammar's mask includes the banned tokens.
     banned = _banned(work, entry) if entry.matcher is None else [[]] * len(positions)
-    return sampler.RowRequest(session.sampling, positions, banned)
+    return row_params.RowRequest(session.sampling, positions, banned)
 
 
 def _bans(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> tuple[Tensor, Tensor] | None:
-    """Rows and tokens that may not be drawn there, of sessions without a grammar."""
+    """Rows and tokens excluded there, for sessions without a grammar; None for none."""
     pairs: list[tuple[int, int]] = []
     row = 0
     for work, entry in zip(works, drawn, strict=True):
@@ -336,7 +246,7 @@ def _bans(works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> tuple
 
 
 def _banned(work: SessionWork, entry: TargetSession) -> list[list[int]]:
-    """For each row of a session, the tokens that may not be drawn yet."""
+    """For each row of a session, the stop tokens excluded by min_tokens."""
     missing = entry.session.lacking
     stop_ids = sorted(entry.stop_ids) if missing > 0 else []
     return [stop_ids if depth < missing else [] for depth in (0, *work.draft.depths.tolist())]

@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from services.target.sampling import sampler
-from services.target.sampling.sampler import RowParams, RowRequest
+from services.target.sampling.row_params import RowParams, RowRequest
 from services.target.step.batch import SessionWork
 
 

@@ -167,7 +167,7 @@ def test_any_traffic(folder, model, seed, hurried, monkeypatch):
     control.folder = folder
     if hurried:  # rows are drawn twice, see below
         monkeypatch.setattr(sampler, "_ORDERED", 2)
-        engine._drawing._compiled, engine._drawing._hurried = False, True
+        engine._drawing._compiled, engine._drawing._async = False, True
     found = Traffic(engine, control, requests, seed).run()
     assert found == {i: expected[i] for i in found}
     assert len(found) > 7
@@ -239,7 +239,7 @@ def test_rows_that_are_drawn_again_spoil_the_step_behind(model, monkeypatch):
     requests = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95), max_tokens=20) for i in range(5)]
     expected = alone(model, requests)
     engine = overlapping(model)
-    engine._drawing._compiled, engine._drawing._hurried = False, True
+    engine._drawing._compiled, engine._drawing._async = False, True
     spoiled = []
     collect = engine._collect
 

@@ -195,7 +195,7 @@ def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
     def said(by_program):
         engine = engine_of(model, page_size=4)
         wanted = configured(engine, spec, content)
-        fusion = engine.features._fusions[wanted]
+        fusion = engine.features.registry.fusions[wanted]
         if fusion.layer is None:
             pytest.skip("there are no compiled programs")
         fusion.layer = fusion.layer if by_program else None
@@ -298,7 +298,7 @@ def test_who_asks_for_what_nobody_configured_gets_nothing(model):
     reader = Reader(engine := engine_of(model))
     reader.open(replace(opening(1, [5, 6, 7]), feature_spec=77))
     assert reader.run().rows[1] == []
-    assert not engine.features._wanted
+    assert not engine.features.subscriptions
 
 
 def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
@@ -309,7 +309,7 @@ def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
         reader.open(replace(opening(i, [5, 6, 7]), feature_spec=wanted))
         assert reader.run().rows[i]
         configured(engine, FeatureSpec((2,), format=F32, norm_epsilon=i * 1e-6))  # the next version of another head
-    assert len(engine.features._fusions) == 8
+    assert len(engine.features.registry.fusions) == 8
 
 
 # --- prompts that repeat ---
@@ -328,10 +328,10 @@ def test_cached_rows_come_with_their_features(model, truth):
         assert (reader.first[i], len(rows)) == (0, len(reader.tokens[i]) - 2)
         expected = np.concatenate([states[2], states[4]], -1)[: len(rows)]
         np.testing.assert_allclose(rows, expected, rtol=2e-3, atol=2e-3)
-    assert engine.features._store.bytes == len(engine.features._store._pages) * 4 * 2 * WIDTH * 4
-    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes)
+    assert engine.features.store.bytes == len(engine.features.store.pages) * 4 * 2 * WIDTH * 4
+    assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes)
     engine.scheduler.prefix.flush()
-    assert engine.features._store.bytes == 0
+    assert engine.features.store.bytes == 0
 
 
 def test_pages_that_were_computed_without_features_are_not_taken(model):
@@ -360,7 +360,7 @@ def test_pages_whose_rows_are_gone_are_computed_again(model, truth, pages):
         cached[i] = engine.scheduler.prefix.allocator.cached_pages
         engine.check()
     if pages:
-        assert engine.features._store.bytes <= pages * page
+        assert engine.features.store.bytes <= pages * page
         assert cached[3] < 2 * cached[1], "they share what they compute anew"
 
 
@@ -402,7 +402,7 @@ class Moody(DraftWait):
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(("cached", "room"), [(True, 160), (True, 4096), (False, 160)])
 def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, cached, room, monkeypatch):
-    monkeypatch.setattr(features, "_MOST_UNFUSED", 40)
+    monkeypatch.setattr(features, "_MAX_DEFERRED_ROWS", 40)
     rng = np.random.default_rng(5)
     flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
     engine = engine_of(model, **flags)
@@ -433,14 +433,13 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
         states = truth(tokens)
         expected = np.concatenate([states[2], states[4]], -1)[: len(rows)] @ fc.numpy().T
         np.testing.assert_allclose(rows, expected, rtol=5e-3, atol=5e-2)
-    assert not engine.features._unfused
-    assert engine.features._unfused_rows == 0
+    assert engine.features.deferred.rows == 0
     if not cached:
         return
-    kept, pages = set(engine.features._store._pages), set(engine.scheduler.prefix._nodes)
+    kept, pages = set(engine.features.store.pages), set(engine.scheduler.prefix._nodes)
     assert kept <= pages
     assert kept == pages or room == 160, "without preemption none is missing"
-    assert not engine.features._store._due
+    assert not engine.features.store.pending
     for i, tokens in reader.tokens.items():  # what was kept is right
         again = Reader(engine)
         again.open(replace(opening(100 + i, tokens[:-1], max_tokens=1), feature_spec=wanted))
@@ -504,7 +503,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     for _ in range(5):
         assert not engine.step().features
     engine.close(1)
-    assert set(engine.features._store._pages) == set(engine.scheduler.prefix._nodes) != set()
+    assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes) != set()
     engine._patience = Moody(np.random.default_rng(0), 0.0)
     reader = Reader(engine)
     reader.open(replace(opening(2, text), feature_spec=wanted))
@@ -568,7 +567,7 @@ def test_steps_ask_of_all_sessions_together_what_they_want(model):
             asked.append(1)
             return True
 
-    fusion = engine.features._fusions[wanted]
+    fusion = engine.features.registry.fusions[wanted]
     del fusion.fuses
     fusion.__class__ = Watched
     for session_id in range(6):
@@ -578,7 +577,7 @@ def test_steps_ask_of_all_sessions_together_what_they_want(model):
         steps += len(engine.step().commits) > 0
     assert steps >= 8
     assert 0 < len(asked) <= steps
-    assert not engine.features._used
+    assert not engine.features.registry.users
 
 
 # --- frames ---

@@ -15,7 +15,8 @@ from outrider.speculation.sampling import SamplingParams, sample
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu import sampling as compiled
 from services.target.sampling import step_sampler as drawing
-from services.target.sampling.sampler import RowRequest, gather, pick
+from services.target.sampling.row_params import RowRequest, gather
+from services.target.sampling.sampler import sample_adjusted
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
@@ -42,7 +43,7 @@ def kernel(logits, params, positions, mask=None):
     """One session a row."""
     packed = b"".join(map(compiled.pack, params))
     plan = SamplingPlan(packed, array("q", [1] * len(params)), array("q", positions))
-    return compiled.draw(torch.from_numpy(logits), plan, mask).tolist()
+    return compiled.sample(torch.from_numpy(logits), plan, mask).tolist()
 
 
 def oracle(logits, params, positions):
@@ -52,7 +53,7 @@ def oracle(logits, params, positions):
 
 def twin(logits, params, positions):
     requests = [RowRequest(one, [t], [[]]) for one, t in zip(params, positions, strict=True)]
-    return pick(torch.from_numpy(logits), gather(requests, CPU)).tolist()
+    return sample_adjusted(torch.from_numpy(logits), gather(requests, CPU)).tolist()
 
 
 def check(logits, params, positions):
@@ -184,7 +185,7 @@ def test_sessions_have_several_rows():
     logits = np.random.default_rng(1).standard_normal((6, 400)).astype(np.float32)
     packed = b"".join(map(compiled.pack, COMMON[:3]))
     plan = SamplingPlan(packed, array("q", [3, 1, 2]), array("q", [5, 6, 6, 9, 2, 3]))
-    tokens = compiled.draw(torch.from_numpy(logits), plan)
+    tokens = compiled.sample(torch.from_numpy(logits), plan)
     params = [COMMON[i] for i in (0, 0, 0, 1, 2, 2)]
     assert tokens.tolist() == oracle(logits, params, [5, 6, 6, 9, 2, 3])
 
@@ -224,7 +225,7 @@ def hints():
 def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monkeypatch, hinted):
     calls = []
     real = compiled.draw
-    monkeypatch.setattr(drawing.compiled, "draw", lambda *args: calls.append(1) or real(*args))
+    monkeypatch.setattr(drawing.compiled, "sample", lambda *args: calls.append(1) or real(*args))
     ours = run(engine_of(model), requests(), hints() if hinted else None)
     assert calls
     count = len(calls)
@@ -261,4 +262,4 @@ def test_a_program_draws_what_the_kernel_draws_from_its_logits(model, capture, m
     run(engine, asked, hints())
     assert max(len(tokens) for _, _, tokens in seen) > len(COMMON)  # with nodes
     for plan, logits, tokens in seen:
-        assert tokens == compiled.draw(logits, plan).tolist()
+        assert tokens == compiled.sample(logits, plan).tolist()

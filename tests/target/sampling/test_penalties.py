@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from outrider.speculation.acceptance import decode
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
 from outrider.speculation.tree import TreeSlice
-from services.target.sampling import penalties
+from services.target.sampling import penalties, sampler
 from services.target.sampling.penalties import PenaltyCounts
-from services.target.sampling.sampler import RowRequest, draw, gather
+from services.target.sampling.row_params import RowRequest, gather
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model
 
@@ -38,15 +38,19 @@ def paths_of(path, draft):
 @st.composite
 def params_of(draw):
     some = st.booleans()
-    biased = draw(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100), max_size=6)) if draw(some) else {}
+    biased = (
+        sampler.sample(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100), max_size=6))
+        if sampler.sample(some)
+        else {}
+    )
     return SamplingParams(
-        temperature=draw(st.sampled_from([0.0, 0.7, 1.5])),
-        top_k=draw(st.sampled_from([0, 5])),
-        top_p=draw(st.sampled_from([1.0, 0.8])),
-        seed=draw(st.integers(0, 2**64 - 1)),
-        presence_penalty=draw(st.floats(-2, 2)) if draw(some) else 0.0,
-        frequency_penalty=draw(st.floats(-2, 2)) if draw(some) else 0.0,
-        repetition_penalty=draw(st.floats(0.1, 10)) if draw(some) else 1.0,
+        temperature=sampler.sample(st.sampled_from([0.0, 0.7, 1.5])),
+        top_k=sampler.sample(st.sampled_from([0, 5])),
+        top_p=sampler.sample(st.sampled_from([1.0, 0.8])),
+        seed=sampler.sample(st.integers(0, 2**64 - 1)),
+        presence_penalty=sampler.sample(st.floats(-2, 2)) if sampler.sample(some) else 0.0,
+        frequency_penalty=sampler.sample(st.floats(-2, 2)) if sampler.sample(some) else 0.0,
+        repetition_penalty=sampler.sample(st.floats(0.1, 10)) if sampler.sample(some) else 1.0,
         logit_bias=tuple(biased.items()),
     )
 
@@ -92,7 +96,7 @@ def test_rows_are_those_of_the_oracle(sessions, seed):
         first += len(rows)
     adjustments = penalties.gather(tallies, CPU)
     given_logits = torch.from_numpy(np.stack(logits))
-    assert draw(given_logits, gather(requests, CPU), adjustments).tolist() == drawn
+    assert sampler.sample(given_logits, gather(requests, CPU), adjustments).tolist() == drawn
     np.testing.assert_array_equal(given_logits.numpy(), np.stack(logits))  # they are the model's, and stay as they are
     if adjustments is not None:
         penalties.apply(given_logits, adjustments)

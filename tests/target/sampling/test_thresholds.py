@@ -12,7 +12,7 @@ from outrider.speculation import noise
 from outrider.speculation.acceptance import Thresholds
 from outrider.speculation.sampling import SamplingParams, filtered_log_probs
 from outrider.speculation.tree import ROOT, TreeSlice
-from services.target.sampling import sampler
+from services.target.sampling import row_params, sampler
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import SessionWork
 from tests.support.target.driving import GREEDY, chain, engine_of, load_model, opening, random_tree, run
@@ -94,7 +94,7 @@ def test_impossible_tokens_are_never_accepted():
 )
 def test_probabilities_are_those_of_the_oracle(params):
     logits = np.random.default_rng(0).standard_normal((4, 30)).astype(np.float32) * 3
-    rows = sampler.gather([sampler.RowRequest(params, range(4), [[]] * 4)], CPU)
+    rows = row_params.gather([row_params.RowRequest(params, range(4), [[]] * 4)], CPU)
     parents, tokens = np.repeat(np.arange(4), 30), np.tile(np.arange(30), 4)
     told = sampler.probabilities(torch.from_numpy(logits), rows, torch.from_numpy(parents), torch.from_numpy(tokens))
     expected = np.exp(np.stack([filtered_log_probs(row, params) for row in logits]))
@@ -109,14 +109,14 @@ def test_rows_of_a_step_are_relaxed_as_the_oracle_says():
     drafts = [siblings(1, 2, 3), siblings(4, 5), siblings(6, 7, 8, 9), siblings()]
     logits = rng.standard_normal((sum(len(d) + 1 for d in drafts), 20)).astype(np.float32) * 2
     requests = [
-        sampler.RowRequest(p, [9] + [10] * len(d), [[]] * (len(d) + 1)) for p, d in zip(params, drafts, strict=True)
+        row_params.RowRequest(p, [9] + [10] * len(d), [[]] * (len(d) + 1)) for p, d in zip(params, drafts, strict=True)
     ]
-    rows = sampler.gather(requests, CPU)
-    tokens = sampler.draw(torch.from_numpy(logits), rows)
+    rows = row_params.gather(requests, CPU)
+    tokens = sampler.sample(torch.from_numpy(logits), rows)
     works = [SessionWork(None, draft) for draft in drafts]
     changed = 0
     for shift in range(40):  # many positions
-        moved = [sampler.RowRequest(r.params, [t + 2 * shift for t in r.positions], r.banned) for r in requests]
+        moved = [row_params.RowRequest(r.params, [t + 2 * shift for t in r.positions], r.banned) for r in requests]
         relaxed = relax(thresholds, torch.from_numpy(logits), rows, tokens, works, moved).tolist()
         row = 0
         for request, draft in zip(moved, drafts, strict=True):
