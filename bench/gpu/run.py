@@ -41,7 +41,8 @@ from services.target.model.base import Model, Runner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct
 from services.target.model.loading.load import pass_a_token
 from services.target.model.modules import ModuleRunner
-from services.target.sampling import row_params, sampler
+from services.target.sampling import sampler
+from services.target.sampling.row_params import RowRequest, gather
 from services.target.step.batch import SessionWork, build
 
 SPARE_BYTES = 6 << 30  # for what a step computes, captured and not
@@ -200,13 +201,11 @@ class Bench:
         plain = 0.0
         for rows in (1, VERIFIED) if count <= self.size.verify_up_to else (1,):
             works = sessions(count, context, rows, cache)
-            requests = [row_params.RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
+            requests = [RowRequest(GREEDY, [context] * rows, [[]] * rows) for _ in range(count)]
 
-            def once(
-                works: Sequence[SessionWork] = works, requests: Sequence[row_params.RowRequest] = requests
-            ) -> None:
+            def once(works: Sequence[SessionWork] = works, requests: Sequence[RowRequest] = requests) -> None:
                 batch = build(works, self.device)
-                drawn = row_params.gather(requests, self.device)
+                drawn = gather(requests, self.device)
                 sampler.sample(runner.forward(batch, cache).logits, drawn).cpu()
 
             seconds = self.clocks.host(once)

@@ -60,13 +60,13 @@ class RowRequest:
 
 def gather(requests: Sequence[RowRequest], device: torch.device) -> RowParams:
     """Lay out the sessions' requests row by row, on the device."""
-    upload = UploadBatch()
-    rows = lay_out(requests, upload)
-    upload.send(device)
+    uploads = UploadBatch()
+    rows = lay_out(requests, uploads)
+    uploads.send(device)
     return rows()
 
 
-def lay_out(requests: Sequence[RowRequest], upload: UploadBatch) -> Callable[[], RowParams]:
+def lay_out(requests: Sequence[RowRequest], uploads: UploadBatch) -> Callable[[], RowParams]:
     """As `gather`, as part of a larger upload. The result may be called once the upload is sent."""
     counts = [len(request.positions) for request in requests]
     params = [request.params for request in requests]
@@ -94,7 +94,7 @@ def lay_out(requests: Sequence[RowRequest], upload: UploadBatch) -> Callable[[],
     ]
     if not random:  # greedy sampling reads none of these
         columns[:6] = [column[:0] for column in columns[:6]]
-    placed = upload.add(columns)
+    placed = uploads.add(columns)
     return lambda: RowParams(
         *placed(),
         all_greedy=not random,

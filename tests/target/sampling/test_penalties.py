@@ -38,19 +38,15 @@ def paths_of(path, draft):
 @st.composite
 def params_of(draw):
     some = st.booleans()
-    biased = (
-        sampler.sample(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100), max_size=6))
-        if sampler.sample(some)
-        else {}
-    )
+    biased = draw(st.dictionaries(st.integers(0, V - 1), st.floats(-100, 100), max_size=6)) if draw(some) else {}
     return SamplingParams(
-        temperature=sampler.sample(st.sampled_from([0.0, 0.7, 1.5])),
-        top_k=sampler.sample(st.sampled_from([0, 5])),
-        top_p=sampler.sample(st.sampled_from([1.0, 0.8])),
-        seed=sampler.sample(st.integers(0, 2**64 - 1)),
-        presence_penalty=sampler.sample(st.floats(-2, 2)) if sampler.sample(some) else 0.0,
-        frequency_penalty=sampler.sample(st.floats(-2, 2)) if sampler.sample(some) else 0.0,
-        repetition_penalty=sampler.sample(st.floats(0.1, 10)) if sampler.sample(some) else 1.0,
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.5])),
+        top_k=draw(st.sampled_from([0, 5])),
+        top_p=draw(st.sampled_from([1.0, 0.8])),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        presence_penalty=draw(st.floats(-2, 2)) if draw(some) else 0.0,
+        frequency_penalty=draw(st.floats(-2, 2)) if draw(some) else 0.0,
+        repetition_penalty=draw(st.floats(0.1, 10)) if draw(some) else 1.0,
         logit_bias=tuple(biased.items()),
     )
 

@@ -1,4 +1,4 @@
-"""A step's batch as the kernels read it."""
+"""A step's batch in the layout of the kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from services.target.step.batch import Batch
 
 
 class BatchPointers:
-    """A view of a batch, and the arrays that it points to. `pointer` is what the kernels take.
+    """A C view of a batch, and the arrays that it points to. pointer: the kernels' argument.
 
-    pages: [n] int32, the page tables of its spans one after the other
+    pages: [n] int32, the page tables of its spans, concatenated
     """
 
     def __init__(self, batch: Batch, *, gathered: bool = False) -> None:
-        """gathered: the pools hold the batch's pages alone, those of its spans one after the other."""
+        """gathered: the pools hold only the batch's pages, in the order of `pages`."""
         layout, rows = batch.layout, batch.rows
         self.pages = layout.pages
         arrays: list[NDArray[np.generic]] = [
