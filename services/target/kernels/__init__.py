@@ -6,7 +6,8 @@
     cpu, cuda         compiled C++ kernels; Triton and Gluon kernels
     dispatch          chooses the attention kernel of a device
 
-The tree mask is applied where attention scores are computed: `reference.paged_attention`, `cuda.attention_kernels._part`
-(from `ragged.ancestor_words`), and `AttentionWorker` of `cpu/csrc/attention.h` (from `Batch::path`). A new kernel goes
-into `cpu` or `cuda`, next to a plain twin that its tests compare it with.
+The tree mask is applied where attention scores are computed: in `reference.paged_attention`, in
+`cuda.attention_kernels._blocks` (from the bits of `ragged.ancestor_words`) and in `AttentionWorker::attend` of
+`cpu/csrc/attention.h` (from the paths of `Batch`). A new kernel goes into `cpu` or `cuda`, with a plain twin that its
+tests compare it with.
 """

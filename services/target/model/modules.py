@@ -21,10 +21,10 @@ class ModuleRunner:
     """A `Runner` for any causal LM of `transformers` that uses its attention interface."""
 
     compilable = True
-    """Whether there is something for torch.compile."""
+    """True if torch.compile has something to compile."""
 
     def __init__(self, module: nn.Module, planner: Planner, around: AbstractContextManager[Any] | None = None) -> None:
-        """planner: makes the attention of a batch. around: stands around every forward pass; see invariant.py."""
+        """planner: makes the attention of a batch. around: context of every forward pass; see invariant_mode.py."""
         self.module = module
         self.planner = planner
         self._around = nullcontext() if around is None else around
@@ -60,5 +60,5 @@ class ModuleRunner:
         return WeightSlots(self.module).shapes
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace weights in place; what is tied or packed follows."""
+        """Replace weights in place, tied and packed ones included."""
         WeightSlots(self.module).write(tensors)

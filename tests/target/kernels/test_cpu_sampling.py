@@ -224,7 +224,7 @@ def hints():
 @pytest.mark.parametrize("hinted", [False, True])
 def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monkeypatch, hinted):
     calls = []
-    real = compiled.draw
+    real = compiled.sample
     monkeypatch.setattr(drawing.compiled, "sample", lambda *args: calls.append(1) or real(*args))
     ours = run(engine_of(model), requests(), hints() if hinted else None)
     assert calls

@@ -1,12 +1,12 @@
-"""--deterministic for models that run module by module: operators whose rows have the same bits in any company.
+"""--deterministic for models that run module by module: batch-invariant replacements of PyTorch's operators.
 
-PyTorch's products choose their way by the number of rows; on CPUs its functions compute the numbers at the end of an
-array in another way than the others, and its sums know a single row from several. While a forward pass runs, a mode
-takes these calls and has them computed by kernels of ours; all other operators treat rows alike. What is in no list
-here and does not is found at start-up, by batch_invariance.py.
+PyTorch's products choose their algorithm by the number of rows; on CPUs its functions compute the last numbers of an
+array with other code than the rest, and its sums treat a single row differently. During a forward pass, a torch
+function mode replaces these calls by our kernels; all other operators treat rows alike. An operator that is missing
+here and does not treat rows alike is found at start-up by batch_invariance.py.
 """
 
-# Parameters have the names that PyTorch gives them, and its functions the letter that everybody gives them.
+# Parameters have PyTorch's names, and torch.nn.functional its usual letter.
 # ruff: noqa: A001, A002, N812
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from services.target.kernels.cpu.rowwise import Function
 
 
 class Kernels(Protocol):
-    """What a device computes row by row. Rows [P, inputs], matrices [M, outputs, inputs], bias [M, outputs]."""
+    """Batch-invariant kernels of a device. Rows [P, inputs], matrices [M, outputs, inputs], bias [M, outputs]."""
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """As many neighbouring rows with each matrix. Returns [P, outputs]."""
+        """Products of M equal groups of adjacent rows with one matrix each. Returns [P, outputs]."""
         ...
 
     def grouped(self, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Tensor) -> Tensor:
-        """The first counts[0] rows with the first matrix, the next with the second and so on."""
+        """Products of the first counts[0] rows with the first matrix, of the next counts[1] with the second, ..."""
         ...
 
     def sums(self, x: Tensor, scale: float) -> Tensor:
@@ -88,17 +88,17 @@ class CudaKernels:
 
 
 class BatchInvariantMode(TorchFunctionMode):
-    """Calls of PyTorch's functions inside are computed with rows that know nothing of one another."""
+    """Inside this mode, calls of PyTorch's functions are batch-invariant."""
 
     _kernels: ContextVar[Kernels] = ContextVar("kernels")
 
     @classmethod
     def current(cls) -> Kernels:
-        """The kernels of the mode that is on."""
+        """The kernels of the active mode."""
         return cls._kernels.get()
 
     def __init__(self, kernels: Kernels, *, functions: bool) -> None:
-        """functions: whether functions of single numbers need care, too, as they do on CPUs."""
+        """functions: also replace elementwise functions, which CPUs need."""
         super().__init__()
         self.kernels = kernels
         self._token: Token[Kernels] | None = None
@@ -111,13 +111,13 @@ class BatchInvariantMode(TorchFunctionMode):
         self._table = table
 
     def __enter__(self) -> Self:
-        """Turn it on. It does not nest."""
+        """Activate the mode. It does not nest."""
         self._token = self._kernels.set(self.kernels)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Turn it off."""
+        """Deactivate the mode."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         assert self._token is not None, "it was turned on"
         self._kernels.reset(self._token)
@@ -125,7 +125,7 @@ class BatchInvariantMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Another way to compute `func`, if there is one."""
+        """Call the replacement of `func`, or `func` itself."""
         return self._table.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -213,7 +213,7 @@ def _summed(
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """func: what is called where nothing of the last dimension alone is summed."""
+    """func: called for sums over other dimensions than the last one."""
     dims = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
     dtype = dtype or input.dtype
     if dims not in ((-1,), (input.dim() - 1,)) or not dtype.is_floating_point or dtype == torch.float64:
