@@ -10,8 +10,9 @@ from services.target.model.cuda.compiled import compiled
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import build
+from tests.support.target.graphs import SHAPES, SIZES, modules
+from tests.support.target.works import decoding
 from tests.support.tiny import write_model
-from tests.target.model.test_graphs import SHAPES, SIZES, decoding, modules
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

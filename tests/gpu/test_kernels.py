@@ -20,8 +20,7 @@ from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Extent
 from services.target.step.upload import UploadBatch
 from tests.support.target.driving import opening
-from tests.target.kernels.test_kernels import random_slice
-from tests.target.sampling.test_compaction import random_case
+from tests.support.target.works import random_case, random_slice
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -16,8 +16,8 @@ from services.target.sampling.row_params import RowRequest
 from services.target.step.download import Download
 from tests.support.invariance.engines import target_engine
 from tests.support.invariance.pair import GarbageDraft, Pair, request
+from tests.support.target.works import repetitive_slice
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
-from tests.target.sampling.test_penalties import random_slice
 
 # What libraries warn of on a GPU is theirs.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -31,7 +31,7 @@ PARAMS = SamplingParams(
 
 def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
     rng = np.random.default_rng(0)
-    vocab, draft = 1003, random_slice(rng, 6)
+    vocab, draft = 1003, repetitive_slice(rng, 6)
     logits = torch.from_numpy(rng.standard_normal((7, vocab)).astype(np.float32) * 3)
     tally = PenaltyCounts(PARAMS, rng.integers(0, 20, 40), 25)
     words = torch.from_numpy(rng.integers(-(2**31), 2**31, (3, -(-vocab // 32))).astype(np.int32))

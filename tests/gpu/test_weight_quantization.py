@@ -7,8 +7,8 @@ from outrider.config import TargetConfig
 from services.target.engine.engine import TargetEngine
 from services.target.model.loading.load import load
 from tests.support.target.driving import opening, run
+from tests.support.target.greedy_text import NEW, PROMPT, proposals_near
 from tests.support.tiny import write_model
-from tests.target.model.test_families import NEW, PROMPT, hints_near
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -25,5 +25,5 @@ def test_narrower_weights(choice, tmp_path):
     assert type(weight.data) is not torch.Tensor
     plain = run(TargetEngine(model, config), [opening(1, PROMPT, max_tokens=NEW)]).new[1]
     assert len(plain) == NEW
-    hinted = run(TargetEngine(model, config), [opening(1, PROMPT, max_tokens=NEW)], hints_near(plain, 1))
+    hinted = run(TargetEngine(model, config), [opening(1, PROMPT, max_tokens=NEW)], proposals_near(plain, 1))
     assert hinted.accepted > 0

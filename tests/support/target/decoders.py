@@ -10,8 +10,8 @@ from services.target.model import attention
 from services.target.model.loading import load
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import build
+from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 MODELS = {

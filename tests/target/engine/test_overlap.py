@@ -19,9 +19,9 @@ from services.target.speculation.budget import Budget
 from services.target.speculation.estimates.step_cost import StepCost
 from services.target.step.batch import Roots, build
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.graphs import CPU, history, modules
+from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
-from tests.target.kernels.test_kernels import random_works
-from tests.target.model.test_graphs import CPU, history, modules
 
 STEEP = Budget(StepCost({rows: 10.0**rows for rows in range(1, 10)}))  # where no hint ever pays
 

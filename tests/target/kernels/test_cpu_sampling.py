@@ -20,8 +20,8 @@ from services.target.sampling.sampler import sample_adjusted
 from services.target.step.batch import SamplingPlan
 from services.target.step.token_mask import TokenMask
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
+from tests.support.target.sampling_params import PARAMS
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
-from tests.target.sampling.test_sampler import PARAMS
 
 pytestmark = [
     pytest.mark.threads,

@@ -21,8 +21,8 @@ from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
 from services.target.step.batch import SessionWork, build
 from tests.support.target.driving import opening
+from tests.support.target.works import random_works
 from tests.support.tiny import write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -25,36 +25,11 @@ from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build
 from services.target.step.layout import tree_mask
 from tests.support.target.driving import opening
+from tests.support.target.works import random_slice, random_works
 
 pytestmark = pytest.mark.threads
 
 CPU = torch.device("cpu")
-
-
-def random_slice(rng, size):
-    parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32).reshape(size)
-    depths = np.zeros(size, np.int32)
-    for i, parent in enumerate(parents):
-        depths[i] = 1 if parent < 0 else depths[parent] + 1
-    return TreeSlice(rng.integers(0, 50, size).astype(np.uint32), parents, depths, np.zeros(size, np.float32))
-
-
-def random_works(rng, page_size, sessions, longest=120, nodes=17):
-    """Prompt chunks, plain rows and tree rows, over leased pages in random order."""
-    allocator = PageAllocator(sessions * ((longest + nodes) // page_size + 6), page_size)
-    rng.shuffle(allocator._free)
-    works = []
-    for i in range(sessions):
-        kind = rng.choice(["chunk", "plain", "tree", "prompt and tree"])
-        length = int(rng.integers(1, longest))
-        session = Session(opening(i, rng.integers(0, 50, length).tolist()), PrefixCache(allocator))
-        start = 0 if kind == "prompt and tree" else int(rng.integers(0, length))
-        start = length - 1 if kind in ("plain", "tree") else start
-        stop = int(rng.integers(start + 1, length + 1)) if kind == "chunk" else length
-        draft = random_slice(rng, int(rng.integers(1, nodes)) if "tree" in kind else 0)
-        session.table.reserve(stop + len(draft))
-        works.append(SessionWork(Chunk(session, start, stop), draft))
-    return works
 
 
 def path_rows(span):

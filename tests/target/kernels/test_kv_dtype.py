@@ -16,8 +16,8 @@ from services.target.model.loading.load import load
 from services.target.speculation.draft_wait import DRAFT_MODES
 from services.target.step.batch import build
 from tests.support.target.driving import GREEDY, chain, opening, random_tree, run
+from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}

@@ -28,39 +28,19 @@ from services.target.step.batch import SessionWork, build, pad
 from services.target.step.layout import Layout, tree_mask
 from tests.support.target.driving import opening, random_tree, run
 from tests.support.target.interpreter import need_interpreter
+from tests.support.target.triton_attention import CPU, LONGEST, SMALL, attention_case
+from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 need_interpreter()
 
 from services.target.kernels.cuda import attention as triton_attention  # noqa: E402
 from services.target.kernels.cuda import cache as triton_cache  # noqa: E402
 from services.target.kernels.cuda import greedy as triton_greedy  # noqa: E402
-from services.target.kernels.cuda.attention import Tile, TritonAttention  # noqa: E402
+from services.target.kernels.cuda.attention import TritonAttention  # noqa: E402
 from services.target.sampling import sampler  # noqa: E402
 
-CPU = torch.device("cpu")
-SMALL = Tile(lanes=16, keys=16, split=Split(32, 32), warps=4, stages=2)
-LONGEST = 72  # tokens: parts of three splits, for the interpreter takes a millisecond for each tile of keys
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def case(seed, heads=(4, 2), dims=(16, 16), page_size=16, dtype=torch.float32, sessions=3, pool_dtype=None):
-    rng = np.random.default_rng(seed)
-    torch.manual_seed(seed)
-    works = random_works(rng, page_size, sessions, LONGEST)
-    batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
-    cache = KVCache([LayerShape(heads[1], *dims)], pages, page_size, pool_dtype or dtype, CPU)
-    for pool in (cache.keys[0], cache.values[0]):
-        pool.copy_(torch.full(pool.shape, torch.nan))  # what nobody wrote must not be read
-        pool[0] = 0.0
-    for span in batch.spans:
-        slots = torch.from_numpy(span.slots)
-        keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
-        cache.keys[0].flatten(0, 1)[slots] = keys.to(cache.keys[0].dtype)
-        cache.values[0].flatten(0, 1)[slots] = values.to(cache.values[0].dtype)
-    return batch, torch.randn(len(batch), heads[0], dims[0]).to(dtype), cache.keys[0], cache.values[0]
 
 
 def agree(batch, q, keys, values, tile=SMALL, **options):
@@ -72,13 +52,13 @@ def agree(batch, q, keys, values, tile=SMALL, **options):
 
 @pytest.mark.parametrize(("heads", "page_size"), [((4, 4), 1), ((6, 2), 16), ((7, 1), 16), ((20, 1), 1)], ids=str)
 def test_ragged_batches(heads, page_size):
-    agree(*case(1, heads, page_size=page_size, sessions=2))
+    agree(*attention_case(1, heads, page_size=page_size, sessions=2))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_soft_caps_and_sinks(seed):
     rng = np.random.default_rng(seed)
-    batch, q, keys, values = case(seed, sessions=2)
+    batch, q, keys, values = attention_case(seed, sessions=2)
     options = {"window": int(rng.integers(1, 70))} if seed % 2 else {}
     options |= {"softcap": 2.0} if seed % 3 == 0 else {}
     options |= {"sinks": torch.randn(4)} if seed % 3 < 2 else {}
@@ -87,17 +67,17 @@ def test_windows_soft_caps_and_sinks(seed):
 
 @pytest.mark.parametrize("dims", [(8, 8), (24, 24), (80, 80), (96, 64), (192, 128), (256, 256), (576, 512)], ids=str)
 def test_head_sizes(dims):
-    agree(*case(5, (3, 1), dims, sessions=2))
+    agree(*attention_case(5, (3, 1), dims, sessions=2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype):
-    agree(*case(3, dtype=dtype, sessions=2))
+    agree(*attention_case(3, dtype=dtype, sessions=2))
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_pools_with_scales(pool_dtype):
-    batch, q, keys, values = case(7, pool_dtype=pool_dtype)
+    batch, q, keys, values = attention_case(7, pool_dtype=pool_dtype)
     scaled = TritonAttention(batch, SMALL)(q, keys, values, scaling=0.25, k_scale=0.5, v_scale=3.0)
     expected = paged_attention(q, keys.float() * 0.5, values.float() * 3.0, batch, scaling=0.25)
     np.testing.assert_allclose(scaled.numpy(), expected.numpy(), atol=1e-4, rtol=1e-3)
@@ -106,8 +86,9 @@ def test_fp8_pools_with_scales(pool_dtype):
 _GUARDED = """
 import ctypes, mmap
 import numpy, torch
-from tests.target.kernels.test_triton import SMALL, TritonAttention, case
-batch, q, keys, values = case(3)
+from tests.support.target.triton_attention import SMALL, attention_case
+from services.target.kernels.cuda.attention import TritonAttention
+batch, q, keys, values = attention_case(3)
 attention = TritonAttention(batch, SMALL)
 expected = attention(q, keys, values, scaling=0.25)
 memory, words = mmap.mmap(-1, 2 * mmap.PAGESIZE), attention._words
@@ -156,7 +137,7 @@ def test_words_are_tree_masks():
 
 
 def test_rows_of_padding_see_nothing():
-    batch, q, keys, values = case(7)
+    batch, q, keys, values = attention_case(7)
     padded = pad(batch, len(batch) + 21)
     q = torch.cat([q, torch.randn(21, *q.shape[1:])])
     found = TritonAttention(padded, SMALL)(q, keys, values, scaling=0.25)
@@ -165,7 +146,7 @@ def test_rows_of_padding_see_nothing():
 
 
 def test_partial_results_stay_within_their_room():
-    batch, *_ = case(8, sessions=6)
+    batch, *_ = attention_case(8, sessions=6)
     ragged = Ragged(batch.layout, batch.rows.positions)
     free = ragged.tables(8, None, Split(16, 16), Load(1000, 10**6), 2)
     assert free.partial_rows > 50
@@ -245,7 +226,7 @@ def test_no_size_of_splits_lets_programs_be_through_much_sooner():
 
 @pytest.mark.parametrize("least", [16, 32, 64])
 def test_splits_that_follow_the_load_change_nothing_but_rounding(least):
-    agree(*case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
+    agree(*attention_case(11, sessions=2), tile=replace(SMALL, split=Split(least, 64)))
 
 
 @pytest.mark.parametrize("vocab", [1, 40, 2048 * 3, 5000])

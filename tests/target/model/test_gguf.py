@@ -30,7 +30,7 @@ from services.target.model.gguf.progress import Phases
 from tests.support.checkpoints.families import write_family
 from tests.support.checkpoints.ggufs import write_gguf
 from tests.support.target.driving import engine_of, load_model, opening, run
-from tests.target.model.test_families import NEW, PROMPT, greedy
+from tests.support.target.greedy_text import NEW, PROMPT, greedy
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.12}  # rows of whole blocks
 GEMMA = {"num_hidden_layers": 7, "sliding_window_pattern": 6}  # the pattern is not in the file

@@ -9,58 +9,22 @@ import torch
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
 from outrider.paging.allocator import NULL_PAGE
-from services.target.kernels.dispatch import choose
 from services.target.kernels.grouped import GroupedAttention
-from services.target.kernels.kv_cache import KVCache
-from services.target.kernels.pools import LayerShape
 from services.target.model.cuda import graphs
 from services.target.model.cuda.graphs import GraphRunner, direct
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import Capture, build, pad
 from services.target.step.layout import Extent
-from tests.support.target.decoders import module_of
 from tests.support.target.driving import engine_of, load_model, opening, random_tree, run
+from tests.support.target.graphs import CPU, SIZES, history, modules
 from tests.support.target.interpreter import need_interpreter
+from tests.support.target.works import decoding
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
-
-CPU = torch.device("cpu")
-SIZES = [1, 2, 4, 8, 12, 16]
-
-
-SHAPES = [LayerShape(2, 16, 16)] * 2
-
-
-def modules(folder, backend="torch_native", *, ordered=False):
-    """A runner of the model's own modules, whatever else could run it."""
-    return ModuleRunner(module_of(folder), choose(backend, CPU, ordered=ordered))
 
 
 @pytest.fixture(scope="module")
 def inner(tmp_path_factory):
     return modules(write_model(tmp_path_factory.mktemp("model"), sliding_window=9, family="mistral"))
-
-
-def decoding(rows, page_size=4):
-    """Works of so many rows: plain ones, trees, chunks, in random order of pages."""
-    rng = np.random.default_rng(rows)
-    while True:
-        works = random_works(rng, page_size, int(rng.integers(1, 5)))
-        for work in works:
-            work.chunk.start = max(work.chunk.start, work.chunk.stop - int(rng.integers(1, 4)))
-        if sum(len(work.chunk) + len(work.draft) for work in works) == rows:
-            return works
-
-
-def history(works):
-    """A cache in which everything is random, also where nobody has a page."""
-    allocator = works[0].chunk.session.table._allocator
-    cache = KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CPU)
-    torch.manual_seed(0)
-    for pool in (*cache.keys, *cache.values):
-        pool.copy_(torch.randn(pool.shape))
-        pool[NULL_PAGE] = 0.0
-    return cache
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ from services.target.model import latent
 from services.target.model.loading.load import load
 from tests.support.checkpoints.families import write_family
 from tests.support.target.driving import engine_of, load_model, opening, run
+from tests.support.target.greedy_text import NEW, PROMPT, check_text, greedy
 from tests.support.tiny import VOCAB
-from tests.target.model.test_families import NEW, PROMPT, check_text, greedy
 
 MLA = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -26,8 +26,8 @@ from services.target.model.native import ProgramRunner
 from services.target.step.batch import SessionWork, build
 from tests.support.target.decoders import MODELS, written
 from tests.support.target.driving import chain, engine_of, load_model, load_modules, opening, random_tree, run
+from tests.support.target.works import random_slice
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_slice
 
 pytestmark = [
     pytest.mark.threads,

@@ -17,8 +17,8 @@ from tests.support.checkpoints import quantizers
 from tests.support.checkpoints.families import add_tensors, write_family
 from tests.support.checkpoints.quantizers import GROUP, write_quantized
 from tests.support.target.driving import engine_of, load_model, opening, run
+from tests.support.target.greedy_text import NEW, PROMPT, greedy
 from tests.support.tiny import write_model
-from tests.target.model.test_families import NEW, PROMPT, greedy
 
 needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True}

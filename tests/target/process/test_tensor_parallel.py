@@ -23,7 +23,7 @@ from services.target.step.batch import Batch, Rows
 from services.target.step.layout import Layout
 from tests.support.checkpoints.families import write_family
 from tests.support.target.driving import opening, run
-from tests.target.model.test_families import CHUNKS, NEW, PROMPT, greedy, hints_near
+from tests.support.target.greedy_text import CHUNKS, NEW, PROMPT, greedy, proposals_near
 
 SPLIT = {"device": "cpu", "dtype": "float32", "tp_size": 2}
 
@@ -56,7 +56,7 @@ def test_the_text_is_that_of_one_rank(family, tmp_path, start):
                               max_total_tokens=4096, speculative_num_draft_tokens=10)  # fmt: skip
         engine = TargetEngine(ranks.model, config)
         sessions = [opening(1, PROMPT, max_tokens=NEW), opening(2, PROMPT[::-1], max_tokens=NEW)]
-        result = run(engine, sessions, hints_near(expected, page_size))
+        result = run(engine, sessions, proposals_near(expected, page_size))
         assert result.new[1] == expected
         assert 0 < result.accepted < result.verified
     ranks.workers.stop()

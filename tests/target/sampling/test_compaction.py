@@ -8,47 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.paging.allocator import PageAllocator
-from outrider.paging.prefix import PrefixCache
-from outrider.serving.scheduler import Chunk
-from outrider.serving.session import Session
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.sampling import SamplingParams
-from outrider.speculation.tree import EMPTY_SLICE, SpeculationTree
 from services.target.engine.verifier import settle
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.sampling.compaction import Moves, lay_out
-from services.target.step.batch import SessionWork, build
+from services.target.step.batch import build
 from services.target.step.upload import UploadBatch
-from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.driving import chain, engine_of, load_model, opening, run
+from tests.support.target.works import random_case, random_works
 from tests.support.tiny import VOCAB, write_model
-from tests.target.kernels.test_kernels import random_works
 
 CPU = torch.device("cpu")
 SHAPES = [LayerShape(2, 3, 5), LayerShape(1, 4, 2, shared=True)]
-
-
-def random_case(rng, sessions, most, tokens=4):
-    """Works of plain rows and trees, and draws that follow the trees a good part of the way."""
-    page_size = int(rng.integers(1, 5))
-    allocator = PageAllocator(400, page_size)
-    rng.shuffle(allocator._free)
-    works, drawn = [], []
-    for i in range(sessions):
-        text = rng.integers(0, tokens, rng.integers(1, 20)).tolist()
-        session = Session(opening(i, text), PrefixCache(allocator))
-        tree = SpeculationTree(session.tokens)
-        tree.merge(random_tree(rng, i, text, tokens, int(rng.integers(1, 3 * most))))
-        draft = tree.select(int(rng.integers(0, most + 1))) if rng.random() < 0.8 else EMPTY_SLICE
-        session.table.reserve(len(text) + len(draft))
-        works.append(SessionWork(Chunk(session, len(text) - 1, len(text)), draft))
-        own = rng.integers(-1, tokens + 1, len(draft) + 1)  # now and then none could be drawn
-        for parent, token in zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True):
-            if rng.random() < 0.6:
-                own[parent + 1] = token
-        drawn.append(own)
-    return works, drawn, allocator
 
 
 def trees_of(works, batch):

@@ -8,24 +8,15 @@ from hypothesis import strategies as st
 
 from outrider.speculation.acceptance import decode
 from outrider.speculation.sampling import SamplingParams, adjusted, sample
-from outrider.speculation.tree import TreeSlice
 from services.target.sampling import penalties, sampler
 from services.target.sampling.penalties import PenaltyCounts
 from services.target.sampling.row_params import RowRequest, gather
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
+from tests.support.target.works import repetitive_slice
 from tests.support.tiny import VOCAB, write_model
 
 V = 40
 CPU = torch.device("cpu")
-
-
-def random_slice(rng, size) -> TreeSlice:
-    """A tree over few tokens, so that paths repeat what is before and on them."""
-    parents = np.array([rng.integers(-1, i) if i else -1 for i in range(size)], np.int32)
-    depths = np.ones(size, np.int32)
-    for node, parent in enumerate(parents):
-        depths[node] = 1 if parent < 0 else depths[parent] + 1
-    return TreeSlice(rng.integers(0, 6, size).astype(np.uint32), parents, depths, np.zeros(size, np.float32))
 
 
 def paths_of(path, draft):
@@ -75,7 +66,7 @@ def test_rows_are_those_of_the_oracle(sessions, seed):
     logits = []
     for params in sessions:
         prompt, output = rng.integers(0, 10, rng.integers(1, 20)), rng.integers(0, 10, rng.integers(0, 20))
-        draft = random_slice(rng, int(rng.integers(0, 7)))
+        draft = repetitive_slice(rng, int(rng.integers(0, 7)))
         cut = int(rng.integers(0, len(output) + 1))
         tally = PenaltyCounts(params, np.concatenate([prompt, output[:cut]]), len(prompt))
         tally.append(output[cut:])  # as commits bring them
@@ -117,7 +108,7 @@ def test_a_session_that_asks_for_nothing_has_no_tally():
                 (
                     0,
                     PenaltyCounts(SamplingParams(presence_penalty=1), np.array([1]), 1),
-                    random_slice(np.random.default_rng(0), 0),
+                    repetitive_slice(np.random.default_rng(0), 0),
                 )
             ],
             CPU,
