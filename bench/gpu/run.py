@@ -39,7 +39,7 @@ from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model import attention
 from services.target.model.base import Model, Runner
 from services.target.model.cuda.graphs import CudaCapturer, GraphRunner, direct
-from services.target.model.loading.load import pass_a_token
+from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.sampling import sampler
 from services.target.sampling.row_params import RowRequest, gather

@@ -1,9 +1,9 @@
-"""Schemas of answers, closed: an object has the properties that its schema names, and no others.
+"""Closes the objects of JSON schemas: an object may have only the properties that its schema names.
 
-JSON schema allows any others where `additionalProperties` is missing, and small models then go on with them until their
-tokens are spent. xgrammar, which vLLM and SGLang compile schemas with, takes a missing word for "none" too. An object
-stays open whose schema says `"additionalProperties": true` or asks for more properties than it names, and one that
-several schemas describe together. What is only named as required may be anything.
+JSON schema allows any other property if `additionalProperties` is missing, and small models then generate properties
+until max_tokens. xgrammar, which vLLM and SGLang use, closes such objects, too. An object stays open if its schema has
+`"additionalProperties": true`, if it requires more properties than it names, or if several schemas describe it.
+A property that is only listed as required may have any value.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Any
 _ONE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")  # keywords with a schema
 _SEVERAL = ("anyOf", "oneOf", "prefixItems")  # ... with a list of them
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # ... with schemas by name
-_TOGETHER = (  # keywords by which others have a say in the same object
+_TOGETHER = (  # keywords by which other schemas constrain the same object
     "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "dependencies",
     "unevaluatedProperties", "patternProperties",
 )  # fmt: skip
 
 
 def closed(schema: Any) -> Any:
-    """The schema with every object closed that may be; what is passed in stays as it is."""
+    """The schema with every object closed that may be closed. Does not change its argument."""
     return schema if _inherits(schema) else _closed(schema)
 
 
 def _inherits(node: Any) -> bool:
-    """True if some object may have properties of schemas that do not name one another's."""
+    """True if several schemas may contribute properties to one object."""
     if isinstance(node, list):
         return any(map(_inherits, node))
     if not isinstance(node, dict):
@@ -42,7 +42,7 @@ def _closed(schema: Any) -> Any:
         if name in told:
             told[name] = _closed(told[name])
     for name in _SEVERAL:
-        # Alternatives add to what stands beside them: then none knows all properties.
+        # Alternatives extend the properties next to them, so no single one names all properties.
         if isinstance(told.get(name), list) and "properties" not in told:
             told[name] = [_closed(one) for one in told[name]]
     for name in _NAMED:
@@ -58,6 +58,6 @@ def _closed(schema: Any) -> Any:
 
 
 def _required(schema: dict[str, Any]) -> list[str]:
-    """Names of the properties that an object must have."""
+    """Names of the required properties."""
     names = schema.get("required")
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

@@ -1,7 +1,7 @@
-"""Formats of strings in schemas of answers: those that nobody here knows are left out.
+"""Removes string formats that llguidance does not know from JSON schemas.
 
-JSON schema has them as words on a string, which bind only where they are understood, and much writes its own: Pydantic
-says `password`, `binary` and `file-path`, OpenAPI `byte`. llguidance refuses the whole schema for one of them.
+JSON schema treats `format` as an annotation that implementations may ignore, and many generators write their own:
+Pydantic `password`, `binary` and `file-path`, OpenAPI `byte`. llguidance rejects a whole schema for one unknown format.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 KNOWN = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
-"""What llguidance writes a grammar for."""
+"""The formats that llguidance supports."""
 _LITERAL = ("const", "enum", "default", "example", "examples")  # keywords with values, not schemas
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # ... with schemas by name
 
 
 def understood(schema: Any) -> Any:
-    """The schema without formats that are not known; what is passed in stays as it is."""
+    """The schema without unknown formats. Does not change its argument."""
     if isinstance(schema, list):
         return [understood(one) for one in schema]
     if not isinstance(schema, dict):

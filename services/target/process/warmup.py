@@ -1,4 +1,4 @@
-"""Before the first request: every kind of step is run once, and what a step costs is measured."""
+"""Warm-up before the first request: runs every kind of step once and measures the cost of steps."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ log = logging.getLogger(__name__)
 _ID = 0
 _TIMED_STEPS = 3
 _ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
-_DRAFTED = 24  # tokens with drafts of the target's own: some chains
+_DRAFTED = 24  # tokens generated with the quantized self-draft, several chains
 _LENGTHS = (64, 1024)  # tokens of a short and of a long context
 
 
 def warm_up(engine: TargetEngine) -> None:
-    """Run an idle engine, so that the first request does not pay for what is done lazily."""
+    """Run an idle engine, so that the first request does not pay for lazy initialisation."""
     engine.sessions.grammars.load()
     with step_by_step(engine):
         _run(engine)
     engine.forget_measurements()
     if engine.model.drafts:
-        engine.own.prompt_lookup = False  # it is the copy that is to be measured
+        engine.own.prompt_lookup = False  # measures the quantized self-draft instead
         _open(engine, min(4, engine.max_session_tokens - 1), _DRAFTED, SamplingParams(temperature=0.0))
         while not engine.idle:
             engine.step()
@@ -44,7 +44,7 @@ def warm_up(engine: TargetEngine) -> None:
 
 @contextmanager
 def step_by_step(engine: TargetEngine) -> Iterator[None]:
-    """Each of the engine's steps begins and ends by itself, so that it can be timed."""
+    """Disable overlap and multi-step decoding, so that each step can be timed."""
     overlap, engine.overlap = engine.overlap, False
     seconds, engine.bursts.seconds = engine.bursts.seconds, 0.0
     hinted_only, engine.hinted_only = engine.hinted_only, True
@@ -81,7 +81,7 @@ def _draft_chain(engine: TargetEngine, nodes: int) -> None:
 
 
 def _measure(engine: TargetEngine) -> StepCost | None:
-    """Time steps of some numbers of rows, and of a long context. None where there is no room for it."""
+    """Time steps of several sizes, and of a long context. None if the cache is too small."""
     rows = [count for count in _ROWS if count <= engine.max_session_tokens // 4]
     seconds = dict.fromkeys(rows, np.inf)
     short, long = _LENGTHS[0], min(_LENGTHS[1], engine.max_session_tokens // 2)
@@ -100,9 +100,9 @@ def _measure(engine: TargetEngine) -> StepCost | None:
     return StepCost(seconds, max(0.0, by_keys - seconds[1]) / (long - short))
 
 
-def _timed(engine: TargetEngine, keys: int, rows: int) -> float:
-    """Seconds of a step with so many rows of a session that has so many tokens."""
-    _open(engine, keys, rows + 2, SamplingParams(temperature=0.0))
+def _timed(engine: TargetEngine, kv_tokens: int, rows: int) -> float:
+    """Seconds of a step with `rows` tokens of a session with `kv_tokens` cached tokens."""
+    _open(engine, kv_tokens, rows + 2, SamplingParams(temperature=0.0))
     while not engine.step().commits:
         pass
     _draft_chain(engine, rows - 1)
@@ -114,7 +114,7 @@ def _timed(engine: TargetEngine, keys: int, rows: int) -> float:
 
 
 class Measuring(Budget):
-    """Takes whatever there is."""
+    """A budget that admits all draft tokens."""
 
     def choose(self, drafts: Sequence[TreeSlice], *_: Any) -> list[int]:
         """All nodes of all drafts."""

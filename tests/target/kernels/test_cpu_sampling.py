@@ -25,7 +25,7 @@ from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
 pytestmark = [
     pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine"),
 ]
 CPU = torch.device("cpu")
 COMMON = [

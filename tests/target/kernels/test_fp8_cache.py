@@ -26,7 +26,7 @@ from tests.support.tiny import write_model
 
 CPU = torch.device("cpu")
 EIGHT_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 
 
 def _prompt(tokens):

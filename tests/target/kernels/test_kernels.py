@@ -109,7 +109,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
 def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window, dtype, multiplied_by):
     """A draft may name tokens that the model makes no numbers of."""
     if kernel == "native" and not library.available():
-        pytest.skip("the CPU kernels cannot be had on this machine")
+        pytest.skip("the CPU kernels do not compile on this machine")
     kernel = {
         "plain": lambda batch: partial(paged_attention, batch=batch), "grouped": GroupedAttention,
         "native": NativeAttention,
@@ -147,7 +147,7 @@ def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window,
     assert found[broken].isnan().flatten(1).any(1).all()
 
 
-@pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 @pytest.mark.parametrize(("heads", "dims"), [
     ((6, 2), (20, 12)), ((4, 1), (7, 5)), ((8, 4), (128, 128)), ((40, 1), (8, 8)), ((96, 2), (16, 16)),
     ((70, 2), (48, 80)), ((8, 1), (576, 512)),
@@ -174,7 +174,7 @@ def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype, multiplied
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
 
 
-@pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+@pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2), (8, 2), (10, 2)])
 @pytest.mark.parametrize("dims", [(64, 64), (20, 12), (80, 48)])
 @pytest.mark.parametrize("formats", [

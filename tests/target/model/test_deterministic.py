@@ -23,7 +23,7 @@ from tests.support.checkpoints.families import FAMILIES, write_family
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.support.tiny import VOCAB, write_model
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 # Wide enough for a sum's order to show in bfloat16, and with experts whose rows end within a vector.

@@ -9,7 +9,7 @@ from services.target.kernels.cpu.weights import BLOCK, GROUP, Format, quantize_i
 from services.target.model.linear import NativeLinear, PackedLinear, pack
 
 pytestmark = pytest.mark.threads
-needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 ONE_DNN = pytest.param(PackedLinear, id="onednn")
 OURS = pytest.param(
     lambda linear: NativeLinear(linear, Format.FLOAT32 if linear.weight.dtype == torch.float32 else Format.BFLOAT16),

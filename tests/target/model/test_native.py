@@ -31,7 +31,7 @@ from tests.support.tiny import VOCAB, write_model
 
 pytestmark = [
     pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine"),
 ]
 CPU = torch.device("cpu")
 
@@ -178,6 +178,6 @@ def test_without_kernels_pytorch_serves_and_narrow_weights_are_refused(tmp_path,
     assert run(engine_of(model), [opening(1, [5, 6, 7])]).new == expected
     with pytest.raises(ConfigError, match=r"--quantization int8 needs the compiled kernels.*no C\+\+ compiler"):
         load(folder, TargetConfig(device="cpu", quantization="int8"))
-    with pytest.raises(ConfigError, match="--attention-backend native cannot be had"):
+    with pytest.raises(ConfigError, match="--attention-backend native is not available"):
         load(folder, TargetConfig(device="cpu", attention_backend="native"))
     assert weight_quantization.cpu_format(None) is None

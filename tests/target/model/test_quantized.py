@@ -20,7 +20,7 @@ from tests.support.target.driving import engine_of, load_model, opening, run
 from tests.support.target.greedy_text import NEW, PROMPT, greedy
 from tests.support.tiny import write_model
 
-needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine")
+needs_kernels = pytest.mark.skipif(not library.available(), reason="the CPU kernels do not compile on this machine")
 GPTQ = {"quant_method": "gptq", "group_size": GROUP, "desc_act": False, "checkpoint_format": "gptq", "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm",
        "modules_to_not_convert": None}  # fmt: skip

@@ -1,8 +1,8 @@
-"""--quantization: weights made narrower as they load; the computation keeps its number format.
+"""--quantization: weights are quantized while loading; the computation keeps its number format.
 
-On CUDA by `torchao`: each row of a weight gets a scale, each group of 128 numbers in int4; linear layers alone, not the
-head. On the CPU by our own kernels, see kernels/cpu/weights.py: int8 and int4, with the head in int8. Published
-quantized weights, which are unpacked there, may be packed again so; 4 bits in blocks of 32 and more stay as they were.
+On CUDA with `torchao`: one scale a row, or a group of 128 numbers in int4; linear layers only, without the LM head. On
+the CPU with our own kernels (kernels/cpu/weights.py): int8 and int4, with the LM head in int8. Quantized checkpoints,
+which are unpacked on the CPU, may be packed again; 4-bit weights in blocks of 32 or more are reproduced exactly.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from services.target.model.linear import plain_format
 log = logging.getLogger(__name__)
 
 _FP8_CAPABILITY = (8, 9)
-_EXPERTS = 3  # dimensions of a parameter that holds all experts of a layer
+_EXPERTS = 3  # number of dimensions of a parameter that holds all experts of a layer
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)
-_INT4_PACKAGE = "mslk"  # where torchao's int4 kernels are
+_INT4_PACKAGE = "mslk"  # has torchao's int4 kernels
 
 
 def quantization_arguments(choice: Quantization | None, settings: Any, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` must be told to narrow the weights of a checkpoint. Raises ConfigError."""
+    """The arguments of `from_pretrained` that quantize a checkpoint's weights. Raises ConfigError."""
     if choice is None:
         return {}
     flag = f"--quantization {choice}"
@@ -40,7 +40,7 @@ def quantization_arguments(choice: Quantization | None, settings: Any, device: t
         try:
             library.load()
         except library.Unavailable as reason:
-            raise ConfigError(f"{flag} needs the compiled kernels on a CPU, which cannot be had: {reason}") from None
+            raise ConfigError(f"{flag} needs the compiled kernels on a CPU, not available here: {reason}") from None
         return {}
     if getattr(settings, "quantization_config", None) or getattr(text, "quantization_config", None):
         raise ConfigError(f"{flag}: the checkpoint is quantized already; leave the flag out")
@@ -59,14 +59,14 @@ def quantization_arguments(choice: Quantization | None, settings: Any, device: t
 
 
 def check_dtype(choice: Quantization | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError for a number format of the computation that weights cannot be narrowed for."""
+    """Raise ConfigError if no kernels multiply quantized weights in the computation's format."""
     if choice is not None and device.type == "cpu" and plain_format(dtype) is None:
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"--quantization {choice} on a CPU has no kernels for {name}; choose --dtype bfloat16")
 
 
 def warn_about_experts(choice: Quantization | None, module: nn.Module) -> None:
-    """Warn of experts, most of the weights of those models that have some, which keep their numbers."""
+    """Log a warning if a model has experts, which stay unquantized although they are most of its weights."""
     if choice is None:
         return
     wide = sum(tensor.nbytes for tensor in module.parameters() if tensor.ndim == _EXPERTS and tensor.dtype in _WIDE)
