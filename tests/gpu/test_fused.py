@@ -35,13 +35,13 @@ def test_a_step_is_that_of_the_modules(name, dtype, tmp_path):
     rng = np.random.default_rng(1)
     batch, works = random_batch(rng, CUDA)
     batch = replace(batch, capture=Capture((0, 1, 2), True, rng.integers(0, len(batch), 3)))
-    said = []
+    results = []
     for runner in (modules, few):
         cache = cache_of(probe, works, CUDA, dtype)
         outputs = runner.forward(batch, cache)
-        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+        results.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
     tolerance = 1e-3 if dtype == torch.float32 else 1e-1
-    for found, expected in zip(said[1], said[0], strict=True):
+    for found, expected in zip(results[1], results[0], strict=True):
         assert error(found, expected) < tolerance / 2
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.float().std()) * 4)
 
@@ -57,17 +57,17 @@ def test_a_step_of_a_few_rows_waits_for_every_launch_of_its_chain(name, tmp_path
     exact, _, _ = runners(written(tmp_path, name, **WIDE), "triton", CUDA)
     modules, few, probe = runners(tmp_path, "triton", CUDA, torch.bfloat16)
     batch, works = few_rows(small_batch_matmul.ROWS, CUDA)
-    said = []
+    results = []
     for runner, dtype in ((exact, torch.float32), (modules, torch.bfloat16), (few, torch.bfloat16)):
         cache = cache_of(probe, works, CUDA, dtype)
-        said.append((runner.forward(batch, cache).logits.clone(), *cache.keys, *cache.values))
-    for expected, rounded, found in zip(*said, strict=True):  # a model of random weights blows rounding up
+        results.append((runner.forward(batch, cache).logits.clone(), *cache.keys, *cache.values))
+    for expected, rounded, found in zip(*results, strict=True):  # a model of random weights blows rounding up
         assert error(found, expected) < 2 * error(rounded, expected) + 5e-3
     cache = cache_of(probe, works, CUDA, torch.bfloat16)
     captured = GraphRunner(few, [small_batch_matmul.ROWS], CudaCapturer())
     captured.capture(cache, CUDA)
     first = captured.forward(batch, cache).logits.clone()
-    for found, expected in zip((first, *cache.keys, *cache.values), said[2], strict=True):
+    for found, expected in zip((first, *cache.keys, *cache.values), results[2], strict=True):
         assert error(found, expected) < 1e-2
     for _ in range(200):
         assert torch.equal(captured.forward(batch, cache).logits, first)

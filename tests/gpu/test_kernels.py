@@ -100,7 +100,7 @@ def test_windows_soft_caps_and_sinks(window, extra):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_rows_bits_do_not_depend_on_its_company(dtype):
+def test_a_rows_bits_do_not_depend_on_the_batch(dtype):
     works, together, q, cache = case((32, 8), (128, 128), dtype)
     found = attention(together, ordered=True)(q, cache.keys[0], cache.values[0], scaling=0.1)
     for work, span in zip(works, together.spans, strict=True):

@@ -29,7 +29,7 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 
 
-def test_rows_are_adjusted_and_drawn_as_on_the_cpu():
+def test_rows_are_adjusted_and_sampled_as_on_the_cpu():
     rng = np.random.default_rng(0)
     vocab, draft = 1003, repetitive_slice(rng, 6)
     logits = torch.from_numpy(rng.standard_normal((7, vocab)).astype(np.float32) * 3)
@@ -55,16 +55,16 @@ def test_scores_are_those_of_the_oracle():
     tokens = np.random.default_rng(1).integers(0, 700, 9)
     there = torch.from_numpy(logits).cuda()
     scores = device_logprobs.score(there, torch.arange(9).cuda(), torch.from_numpy(tokens).cuda(), 5)
-    told, expected = (
+    reported, expected = (
         device_logprobs.Scores(*Download(scores).read()).logprobs(0, slice(0, 9), 5),
         logprobs(logits, tokens, 0, 5),
     )
-    np.testing.assert_allclose(told.values, expected.values, atol=2e-5)
-    np.testing.assert_array_equal(told.top_tokens, expected.top_tokens)
+    np.testing.assert_allclose(reported.values, expected.values, atol=2e-5)
+    np.testing.assert_array_equal(reported.top_tokens, expected.top_tokens)
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_guided_and_penalised_text_is_plain_text_whatever_the_hints(tmp_path, eager):
+def test_constrained_text_does_not_depend_on_proposals(tmp_path, eager):
     torch.backends.cuda.matmul.allow_tf32 = False
     folder = write_tokenizer(write_model(tmp_path, seed=1))
     engine = target_engine(folder, device="cuda", disable_cuda_graph=eager)

@@ -36,7 +36,7 @@ def requests(temperature):
     return [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
 
 
-def test_bits_and_draws_are_those_of_the_oracle():
+def test_bits_and_samples_equal_the_oracle():
     keys = noise.position_keys(7, torch.arange(64).numpy())
     tokens = torch.arange(5000)
     bits = sampler.token_bits(torch.from_numpy(keys.astype("int64")).cuda(), tokens.cuda())

@@ -1,4 +1,4 @@
-"""--quantization on CUDA: the model runs with narrower weights, and hints change nothing of its text."""
+"""--quantization on CUDA: the model runs with narrower weights, and proposals change nothing of its text."""
 
 import pytest
 import torch
@@ -25,5 +25,5 @@ def test_narrower_weights(choice, tmp_path):
     assert type(weight.data) is not torch.Tensor
     plain = run(TargetEngine(model, config), [opening(1, PROMPT, max_tokens=NEW)]).new[1]
     assert len(plain) == NEW
-    hinted = run(TargetEngine(model, config), [opening(1, PROMPT, max_tokens=NEW)], proposals_near(plain, 1))
-    assert hinted.accepted > 0
+    speculative = run(TargetEngine(model, config), [opening(1, PROMPT, max_tokens=NEW)], proposals_near(plain, 1))
+    assert speculative.accepted > 0

@@ -37,24 +37,24 @@ def _inherits(node: Any) -> bool:
 def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
-    told = dict(schema)
+    result = dict(schema)
     for name in _ONE:
-        if name in told:
-            told[name] = _closed(told[name])
+        if name in result:
+            result[name] = _closed(result[name])
     for name in _SEVERAL:
         # Alternatives extend the properties next to them, so no single one names all properties.
-        if isinstance(told.get(name), list) and "properties" not in told:
-            told[name] = [_closed(one) for one in told[name]]
+        if isinstance(result.get(name), list) and "properties" not in result:
+            result[name] = [_closed(one) for one in result[name]]
     for name in _NAMED:
-        if isinstance(told.get(name), dict):
-            told[name] = {key: _closed(one) for key, one in told[name].items()}
-    alone = not any(name in told for name in _TOGETHER)
-    properties, least = told.get("properties"), told.get("minProperties", 0)
-    if alone and properties and isinstance(properties, dict) and "additionalProperties" not in told:
-        further: dict[str, Any] = {name: {} for name in _required(told) if name not in properties}
+        if isinstance(result.get(name), dict):
+            result[name] = {key: _closed(one) for key, one in result[name].items()}
+    alone = not any(name in result for name in _TOGETHER)
+    properties, least = result.get("properties"), result.get("minProperties", 0)
+    if alone and properties and isinstance(properties, dict) and "additionalProperties" not in result:
+        further: dict[str, Any] = {name: {} for name in _required(result) if name not in properties}
         if not isinstance(least, int | float) or len(properties) + len(further) >= least:
-            told |= {"properties": properties | further, "additionalProperties": False}
-    return told
+            result |= {"properties": properties | further, "additionalProperties": False}
+    return result
 
 
 def _required(schema: dict[str, Any]) -> list[str]:

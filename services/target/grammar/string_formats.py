@@ -22,12 +22,12 @@ def understood(schema: Any) -> Any:
         return [understood(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    told = {}
+    result = {}
     for key, value in schema.items():
         if key == "format" and isinstance(value, str) and value not in KNOWN:
             continue
         if key in _NAMED and isinstance(value, dict):
-            told[key] = {name: understood(one) for name, one in value.items()}
+            result[key] = {name: understood(one) for name, one in value.items()}
         else:
-            told[key] = value if key in _LITERAL else understood(value)
-    return told
+            result[key] = value if key in _LITERAL else understood(value)
+    return result

@@ -51,7 +51,7 @@ def load_split(
 ) -> tuple[Model, TensorParallelWorkers]:
     """Start the workers and load a model sharded over all ranks. Raises ConfigError.
 
-    on_death: told why if a follower ends before `TensorParallelWorkers.stop`; from a thread of its own.
+    on_death: called in a separate thread, with the reason, if a worker ends before `TensorParallelWorkers.stop`
     """
     check_devices(config.tp_size, config.device)
     workers = TensorParallelWorkers(folder, config, on_death)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from services.target.kernels.dispatch import choose
 from services.target.kernels.kv_cache import KVCache
 from services.target.model import attention
-from services.target.model.loading import load
+from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import build
 from tests.support.target.works import random_works
@@ -42,7 +42,7 @@ def runners(folder, backend, device=CPU, dtype=torch.float32):
     """The modules, and the same model in few launches, with a probe of either."""
     from services.target.model.cuda.fused import FusedRunner
 
-    probe = load.pass_a_token(module_of(folder, device, dtype), device)
+    probe = pass_a_token(module_of(folder, device, dtype), device)
     planner = choose(backend, device)
     modules, few = (module_of(folder, device, dtype) for _ in range(2))
     return ModuleRunner(modules, planner), FusedRunner(few, planner, probe, 512), probe

@@ -62,10 +62,10 @@ class Reader:
         self.rows.setdefault(request.session_id, [])
         self.specs[request.session_id] = request.feature_spec
 
-    def step(self, hints=None):
-        if hints is not None:
+    def step(self, proposals=None):
+        if proposals is not None:
             for session_id, path in self.tokens.items():
-                self.engine.receive(hints(session_id, path), ())
+                self.engine.receive(proposals(session_id, path), ())
         output = self.engine.step()
         assert not output.failures
         for commit in output.commits:
@@ -79,9 +79,9 @@ class Reader:
             rows.append(decode(block.rows, self.layout))
         return output
 
-    def run(self, hints=None):
+    def run(self, proposals=None):
         while not self.engine.idle:
-            self.step(hints)
+            self.step(proposals)
         self.engine.check()
         return self
 
@@ -97,11 +97,11 @@ def prompts(count, longest=60, seed=0):
 def hints_of(right, seed=1):
     rng = np.random.default_rng(seed)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
         return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
 
-    return hints
+    return proposals
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(7, 4), (512, 16), (1, 1)])
@@ -123,9 +123,9 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
     for request in requests:
         reader.open(replace(request, feature_spec=wanted))
     accepted = 0
-    hints = hints_of(plain.tokens)
+    proposals = hints_of(plain.tokens)
     while not engine.idle:
-        accepted += sum(commit.accepted for commit in reader.step(hints).commits)
+        accepted += sum(commit.accepted for commit in reader.step(proposals).commits)
     assert reader.tokens == plain.tokens
     assert accepted > 5 * count
     for request in requests:
@@ -192,7 +192,7 @@ def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
     spec, content = FeatureSpec((2, 4, 5), format=layout), save(tensors)
     texts = [*prompts(3), list(range(30, 190))]
 
-    def said(by_program):
+    def results(by_program):
         engine = engine_of(model, page_size=4)
         wanted = configured(engine, spec, content)
         fusion = engine.features.registry.fusions[wanted]
@@ -206,7 +206,7 @@ def test_a_program_fuses_as_the_layer_does(folder, layout, biased):
         reader.run(lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
         return reader
 
-    mine, plain = said(True), said(False)
+    mine, plain = results(True), results(False)
     assert mine.tokens == plain.tokens
     for i in plain.rows:
         np.testing.assert_array_equal(mine.states(i), plain.states(i))
@@ -237,7 +237,7 @@ def test_float8_bytes_mean_what_torch_says():
     (FeatureSpec((2, 4)), {"fc_norm.0.weight": torch.zeros(WIDTH)}, "fc_norm"),
     (FeatureSpec((2,)), {"midlayer.weight": torch.zeros(1)}, "midlayer.weight"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(model, spec, tensors, words):
+def test_specifications_that_do_not_fit_are_rejected(model, spec, tensors, words):
     with pytest.raises(ConfigError, match=words):
         engine_of(model).features.configure(1, spec, save(tensors))
 
@@ -250,7 +250,7 @@ def test_a_file_that_is_none_is_refused(model):
 # --- each position once, whatever happens to the pages ---
 
 
-def test_preempted_sessions_are_not_told_twice(model, truth):
+def test_preempted_sessions_are_sent_rows_once(model, truth):
     engine = engine_of(model, page_size=4, max_total_tokens=160, disable_radix_cache=True)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     reader = Reader(engine)
@@ -264,7 +264,7 @@ def test_preempted_sessions_are_not_told_twice(model, truth):
         np.testing.assert_allclose(rows, truth(tokens)[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
-def test_a_session_that_is_opened_again_says_from_where(model):
+def test_a_reopened_session_states_its_first_position(model):
     whole, tokens = served(model, spec := FeatureSpec((4,), format=F32))
     engine = engine_of(model)
     request = opening(1, tokens[:45], committed=tokens[45:55])
@@ -278,7 +278,7 @@ def test_a_session_that_is_opened_again_says_from_where(model):
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("cached", [True, False])
-def test_who_has_all_there_is_gets_what_comes(model, truth, ahead, cached):
+def test_a_session_with_all_rows_is_sent_new_ones(model, truth, ahead, cached):
     """Of the first step that is what is accepted behind the session's tokens."""
     spec, prompt = FeatureSpec((4,), format=F32), prompts(1)[0]
     plain = Reader(engine_of(model))
@@ -294,14 +294,14 @@ def test_who_has_all_there_is_gets_what_comes(model, truth, ahead, cached):
     np.testing.assert_allclose(sent, truth(tokens[1])[4][first:][: len(sent)], rtol=2e-3, atol=2e-3)
 
 
-def test_who_asks_for_what_nobody_configured_gets_nothing(model):
+def test_an_unknown_specification_gets_no_features(model):
     reader = Reader(engine := engine_of(model))
     reader.open(replace(opening(1, [5, 6, 7]), feature_spec=77))
     assert reader.run().rows[1] == []
     assert not engine.features.subscriptions
 
 
-def test_what_sessions_ask_for_is_not_forgotten_for_what_is_long_gone(model):
+def test_specifications_in_use_are_not_evicted(model):
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((1,), format=F32))
     for i in range(1, 12):
@@ -345,7 +345,7 @@ def test_pages_that_were_computed_without_features_are_not_taken(model):
 
 
 @pytest.mark.parametrize("pages", [0, 5, 100])
-def test_pages_whose_rows_are_gone_are_computed_again(model, truth, pages):
+def test_pages_without_rows_are_computed_again(model, truth, pages):
     """A drafter could not begin behind a gap."""
     page = 4 * WIDTH * 4
     engine = engine_of(model, page_size=4, feature_cache_bytes=pages * page)
@@ -376,11 +376,11 @@ def test_rows_that_were_used_last_are_kept_longest(model):
     assert took == [40] * 4, "what all begin with is there as long as anything"
 
 
-# --- while no hints are wanted ---
+# --- while no proposals are wanted ---
 
 
 class Moody(DraftWait):
-    """Wants hints or does not, from step to step as it comes."""
+    """Wants proposals or does not, from step to step as it comes."""
 
     def __init__(self, rng, share):
         super().__init__()
@@ -401,7 +401,7 @@ class Moody(DraftWait):
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize(("cached", "room"), [(True, 160), (True, 4096), (False, 160)])
-def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, cached, room, monkeypatch):
+def test_deferred_rows_are_the_same(model, truth, share, cached, room, monkeypatch):
     monkeypatch.setattr(features, "_MAX_DEFERRED_ROWS", 40)
     rng = np.random.default_rng(5)
     flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
@@ -416,12 +416,12 @@ def test_rows_that_nobody_is_in_a_hurry_for_are_the_same(model, truth, share, ca
         right.open(opening(i, text, max_tokens=40))
     right.run()
 
-    reader, hints = Reader(engine), hints_of(right.tokens)
+    reader, proposals = Reader(engine), hints_of(right.tokens)
     for i, text in enumerate(texts, start=1):
         reader.open(replace(opening(i, text, max_tokens=40), feature_spec=wanted))
     silent = 0
     while not engine.idle:
-        output = reader.step(hints)
+        output = reader.step(proposals)
         silent += bool(output.commits) and not output.features
     assert reader.tokens == right.tokens
     assert (engine.scheduler.preemptions > 0) == (room == 160)
@@ -478,20 +478,20 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
 
 @pytest.mark.parametrize("left", [3, 30])
 def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
-    """Of a session that nobody wanted hints for before; one whose first commit wanted some keeps being drafted for."""
+    """Drafting that was paused does not resume for the last tokens; drafting under way continues."""
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     for rested in (True, False):
-        engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step hints are wanted
+        engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step proposals are wanted
         engine._patience._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
         commits = []
         while not engine.idle:
             commits += engine.step().commits
-        told = [commit.draft_budget > 0 for commit in commits[:-1]]
-        asked = any(told[1:]) if rested else all(told)
+        reported = [commit.draft_budget > 0 for commit in commits[:-1]]
+        asked = any(reported[1:]) if rested else all(reported)
         assert asked == (left == 30 or not rested)
-        assert told[0] != rested
+        assert reported[0] != rested
 
 
 def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
@@ -515,7 +515,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
 def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(model, truth):
     """Its draft has come back meanwhile, and feeds on the states of all tokens, not of those that wait to be fused."""
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), share=1.0)  # no hints are wanted
+    engine._patience = Moody(np.random.default_rng(0), share=1.0)  # no proposals are wanted
     fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     wanted = configured(engine, FeatureSpec((2, 4), format=F32), save({"fc.weight": fc}))
     prompt, other = prompts(2, longest=30)
@@ -554,7 +554,7 @@ def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model,
     np.testing.assert_allclose(rows, truth(reader.tokens[1])[4][: len(rows)], rtol=2e-3, atol=2e-3)
 
 
-def test_steps_ask_of_all_sessions_together_what_they_want(model):
+def test_steps_capture_for_all_sessions_together(model):
     """Not of each: there may be many."""
     engine = engine_of(model)
     engine._patience = Moody(np.random.default_rng(0), 1.0)

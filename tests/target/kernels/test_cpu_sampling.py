@@ -153,7 +153,7 @@ def test_logits_that_are_not_finite_give_no_token():
 
 
 @pytest.mark.parametrize("vocab", [5, 33, 320, 5000])
-def test_masks_allow_what_they_say(vocab):
+def test_only_allowed_tokens_are_sampled(vocab):
     rng = np.random.default_rng(vocab)
     rows, bits = [0, 3, 5], -(-vocab // 32) * 32
     allowed = rng.random((3, bits)) < 0.2
@@ -171,7 +171,7 @@ def test_masks_allow_what_they_say(vocab):
         assert tokens == [*oracle(masked[:5], [params] * 5, range(5)), -1]
 
 
-def test_a_row_does_not_see_its_company():
+def test_a_sample_does_not_depend_on_other_rows():
     rng = np.random.default_rng(0)
     logits = np.stack([shaped(rng, shape, 49152) for shape in ("plain", "spikes", "zipf", "flat") * 8])
     params = [COMMON[i % len(COMMON)] for i in range(32)]
@@ -216,21 +216,21 @@ def requests():
     ]
 
 
-def hints():
+def proposals():
     rng = np.random.default_rng(3)
     return lambda session_id, tokens: [random_tree(rng, session_id, tokens, VOCAB, 6)]
 
 
-@pytest.mark.parametrize("hinted", [False, True])
-def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monkeypatch, hinted):
+@pytest.mark.parametrize("speculative", [False, True])
+def test_the_kernel_and_its_twin_generate_the_same_text(model, monkeypatch, speculative):
     calls = []
     real = compiled.sample
     monkeypatch.setattr(drawing.compiled, "sample", lambda *args: calls.append(1) or real(*args))
-    ours = run(engine_of(model), requests(), hints() if hinted else None)
+    ours = run(engine_of(model), requests(), proposals() if speculative else None)
     assert calls
     count = len(calls)
     monkeypatch.setattr(drawing.library, "available", lambda: False)
-    theirs = run(engine_of(model), requests(), hints() if hinted else None)
+    theirs = run(engine_of(model), requests(), proposals() if speculative else None)
     assert len(calls) == count
     assert ours.new == theirs.new
     assert ours.reasons == theirs.reasons
@@ -242,7 +242,7 @@ def test_the_engine_says_the_same_with_the_kernel_and_with_its_twin(model, monke
 
 
 @pytest.mark.parametrize("capture", [False, True])
-def test_a_program_draws_what_the_kernel_draws_from_its_logits(model, capture, monkeypatch):
+def test_a_program_and_the_kernel_sample_the_same_tokens(model, capture, monkeypatch):
     seen = []
     forward = model.runner.forward
 
@@ -259,7 +259,7 @@ def test_a_program_draws_what_the_kernel_draws_from_its_logits(model, capture, m
     if capture:
         engine.features.configure(3, FeatureSpec((1,)), b"")
         asked = [dataclasses.replace(one, feature_spec=3) for one in asked]
-    run(engine, asked, hints())
+    run(engine, asked, proposals())
     assert max(len(tokens) for _, _, tokens in seen) > len(COMMON)  # with nodes
     for plan, logits, tokens in seen:
         assert tokens == compiled.sample(logits, plan).tolist()

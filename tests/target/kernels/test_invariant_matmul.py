@@ -93,7 +93,7 @@ def test_sums(dtype):
 
 @pytest.mark.parametrize("family", ["olmo-2", "gpt-oss"])
 def test_a_model_on_these_kernels(family, tmp_path, monkeypatch):
-    """As on a GPU, but for the device: passes the check of company, says what it says without, whatever the hints."""
+    """The model passes the batch-invariance check, and its text does not depend on proposals."""
     folder = write_family(tmp_path, family, num_hidden_layers=1, **LAYERS.get(family, {}))
     requests = [opening(i, list(range(5, 9 + 3 * i)), max_tokens=4) for i in range(2)]
     config = TargetConfig(max_total_tokens=256, speculative_num_draft_tokens=6)
@@ -106,10 +106,10 @@ def test_a_model_on_these_kernels(family, tmp_path, monkeypatch):
     assert deterministic.invariant.of(model.device) is mode
     rng = np.random.default_rng(0)
 
-    def hints(session, path):
+    def proposals(session, path):
         right = chain(session, path, expected[session][len(path) - len(requests[session].tokens) :][:3])
         return [random_tree(rng, session, path, VOCAB, 3), right]
 
-    result = run(TargetEngine(model, config), requests, hints)
+    result = run(TargetEngine(model, config), requests, proposals)
     assert result.new == expected
     assert result.accepted > 0

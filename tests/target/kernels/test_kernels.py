@@ -180,7 +180,7 @@ def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype, multiplied
 @pytest.mark.parametrize("formats", [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn),
 ])  # fmt: skip
-def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats, multiplied_by):
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(heads, dims, formats, multiplied_by):
     """Keys of a single row are not laid out for the arithmetic; those of several rows, and of trees, are."""
     dtype, stored = formats
     rng = np.random.default_rng(0)
@@ -200,15 +200,15 @@ def test_a_row_has_the_same_bits_alone_and_among_others(heads, dims, formats, mu
         found = {}
         for name, (start, nodes, queries) in rows.items():
             batch = build([SessionWork(Chunk(session, start, length), random_slice(rng, nodes))], CPU)
-            said = NativeAttention(batch)(
+            results = NativeAttention(batch)(
                 queries, cache.keys[0], cache.values[0], scaling=dims[0] ** -0.5, window=window
             )
-            found[name] = said[0 if nodes else -1]
+            found[name] = results[0 if nodes else -1]
         assert all(torch.equal(found["alone"], other) for other in found.values()), length
         session.table.release()
 
 
-def test_a_batch_lays_out_rows_positions_slots_and_draws():
+def test_a_batch_lays_out_rows_positions_slots_and_samples():
     allocator = PageAllocator(20, 4)
     first = Session(opening(1, [10, 11, 12, 13, 14]), PrefixCache(allocator))  # its chunk ends before its prompt does
     second = Session(opening(2, [20, 21, 22]), PrefixCache(allocator))

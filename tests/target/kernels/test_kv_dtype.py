@@ -94,13 +94,13 @@ def test_the_text_depends_on_the_format_alone(folder, flag):
     assert run(engine(chunked_prefill_size=7, max_total_tokens=100), requests).new == alone
     right = [[*one.tokens.tolist(), *alone[i]] for i, one in enumerate(requests)]
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[session_id][len(path) : len(path) + int(rng.integers(0, 6))]
         return [random_tree(rng, session_id, path, VOCAB, 6), chain(session_id, path, ahead)]
 
-    hinted = run(engine(), requests, hints)
-    assert hinted.new == alone
-    assert hinted.accepted > 20
+    speculative = run(engine(), requests, proposals)
+    assert speculative.new == alone
+    assert speculative.accepted > 20
 
 
 def test_narrow_pools_hold_more_tokens(folder):

@@ -131,7 +131,7 @@ def test_where_more_is_asked_for_all_logits_are_there():
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_not_finite_draws_nothing(broken):
+def test_rows_without_finite_logits_sample_nothing(broken):
     rng = torch.Generator().manual_seed(7)
     table, weight = case("random", rng, 64, 1000)
     table[3, 5] = broken
@@ -146,16 +146,18 @@ def test_what_is_not_finite_draws_nothing(broken):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_an_engine_says_the_same_with_hints_bursts_and_new_weights(tmp_path, monkeypatch, dtype, temperature):
+def test_text_is_unchanged_by_proposals_multi_step_decoding_and_weight_updates(
+    tmp_path, monkeypatch, dtype, temperature
+):
     folder = write_model(tmp_path, seed=1)
     requests = [opening(i, [5 + i, 6, 7], SamplingParams(temperature, seed=i), max_tokens=30) for i in range(5)]
 
     def texts(model):
         rng = np.random.default_rng(3)
         found = [run(engine_of(model, coalesce_seconds=gather), requests).new for gather in (0.0, 60.0)]
-        hinted = run(engine_of(model), requests, lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
-        assert hinted.verified > 0
-        assert found[0] == found[1] == hinted.new
+        speculative = run(engine_of(model), requests, lambda i, path: [random_tree(rng, i, path, VOCAB, 6)])
+        assert speculative.verified > 0
+        assert found[0] == found[1] == speculative.new
         return found[0]
 
     models = []

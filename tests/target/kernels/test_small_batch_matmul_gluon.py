@@ -49,19 +49,19 @@ def compiled(kernel, ring, **constants):
         "block": constants.get("OUTPUTS", 32) * ring.inputs * 2 // (16 * 32 * warps),
     }
 
-said = {}
+results = {}
 for bias, gelu in itertools.product((False, True), repeat=2):
     plain = {"BIAS": bias, "GATED": False, "GELU": False}
-    said[f"many {bias}"] = compiled(gluon.small_batch_linear, gluon.MANY, OUTPUTS=32, **plain)
-    said[f"alone {bias}"] = compiled(gluon.small_batch_linear, gluon.ALONE, OUTPUTS=32, **plain)
-    said[f"gated {gelu}"] = compiled(
+    results[f"many {bias}"] = compiled(gluon.small_batch_linear, gluon.MANY, OUTPUTS=32, **plain)
+    results[f"alone {bias}"] = compiled(gluon.small_batch_linear, gluon.ALONE, OUTPUTS=32, **plain)
+    results[f"gated {gelu}"] = compiled(
         gluon.small_batch_linear, gluon.GATED, OUTPUTS=64, BIAS=False, GATED=True, GELU=gelu
     )
-    said[f"turned {bias}"] = compiled(
+    results[f"turned {bias}"] = compiled(
         gluon.small_batch_rotary, gluon.TURNED, HEADS=32, KV_HEADS=8, D=128, HALF=64, PAGE=16, LIMIT=448.0, PAIRS=16,
         BIAS=bias,
     )
-print(json.dumps(said))
+print(json.dumps(results))
 """
 
 

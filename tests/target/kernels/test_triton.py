@@ -100,13 +100,13 @@ assert torch.equal(attention(q, keys, values, scaling=0.25), expected)
 """
 
 
-def test_nothing_is_read_behind_the_bits_of_the_last_node():
+def test_no_mask_bits_are_read_past_the_last_node():
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", _GUARDED], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr or "memory was read that is not there"
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_a_rows_bits_do_not_depend_on_its_company(window, monkeypatch):
+def test_a_rows_bits_do_not_depend_on_the_batch(window, monkeypatch):
     works = [work for seed in (5, 6) for work in random_works(np.random.default_rng(seed), 4, 1, LONGEST)]
     torch.manual_seed(1)
     pools = torch.randn(2, 200, 4, 2, 16)
@@ -255,7 +255,7 @@ def test_rows_are_written_where_they_belong_and_never_into_the_null_page():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_what_is_too_large_for_a_pool_becomes_the_largest(dtype):
+def test_numbers_too_large_for_a_pool_saturate(dtype):
     rows = torch.tensor([1e6, -1e6, 3.0, 0.0]).reshape(1, 2, 2)
     pools = [torch.zeros(2, 1, 2, 2).to(dtype) for _ in range(2)]
     triton_cache.write(torch.tensor([1]), rows, rows, *pools)
@@ -357,7 +357,7 @@ def random_hints():
     return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 5)]
 
 
-def test_an_engine_says_the_same_through_it(tmp_path):
+def test_an_engine_generates_the_same_text_with_it(tmp_path):
     from services.target.model.loading.load import load
 
     folder = write_model(tmp_path, num_hidden_layers=1)

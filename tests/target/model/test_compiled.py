@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def test_compiled_steps_say_the_same(tmp_path, monkeypatch):
+def test_compiled_steps_give_the_same_text(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     folder = write_model(tmp_path / "model")
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=8) for i in range(2)]

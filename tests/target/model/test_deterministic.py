@@ -185,7 +185,7 @@ def without(monkeypatch, names):
     monkeypatch.setattr(invariant_mode, "BatchInvariantMode", Careless)
 
 
-def test_a_module_that_looks_at_its_company_is_named(load, monkeypatch):
+def test_a_module_without_batch_invariance_is_named(load, monkeypatch):
     without(monkeypatch, [F.linear])
     with pytest.raises(ConfigError, match=r"--deterministic: model\.layers\.0\.mlp\.gate of Qwen3MoeForCausalLM"):
         load("qwen3-moe", dtype="float32", context_length=300)  # one that was not loaded before
@@ -201,10 +201,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_it_does_not_go_with(said, tmp_path):
-    with pytest.raises(ConfigError, match=f"--deterministic.*{said}"):
-        load_model(write_model(tmp_path), deterministic=True, **REFUSED[said])
+@pytest.mark.parametrize("message", REFUSED)
+def test_incompatible_flags_are_rejected(message, tmp_path):
+    with pytest.raises(ConfigError, match=f"--deterministic.*{message}"):
+        load_model(write_model(tmp_path), deterministic=True, **REFUSED[message])
 
 
 def test_without_kernels_it_is_refused(tmp_path, monkeypatch):
@@ -235,7 +235,7 @@ def requests(indices, temperature):
     return [opening(i, PROMPTS[i], SamplingParams(temperature, seed=i), max_tokens=LENGTH, logprobs=3) for i in indices]
 
 
-def told(result):
+def reported(result):
     """Tokens and log-probabilities of each session, bit by bit."""
     return {
         session: (
@@ -251,19 +251,19 @@ def told(result):
 
 @pytest.fixture(scope="module")
 def plain(load):
-    """What sessions are told that are decoded plainly, each alone with its engine."""
+    """What sessions are reported that are decoded plainly, each alone with its engine."""
 
     @functools.cache
     def plain(name, temperature):
         engines = ((one, engine_of(load(name))) for one in requests(range(len(PROMPTS)), temperature))
-        return {i: answer for one, engine in engines for i, answer in told(run(engine, [one])).items()}
+        return {i: answer for one, engine in engines for i, answer in reported(run(engine, [one])).items()}
 
     return plain
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_no_text_depends_on_hints_company_pages_or_preemption(load, plain, data):
+def test_text_does_not_depend_on_proposals_batch_pages_or_preemption(load, plain, data):
     name = data.draw(st.sampled_from(sorted(MODELS)))
     temperature = data.draw(st.sampled_from([0.0, 1.0]))
     expected = plain(name, temperature)
@@ -278,7 +278,7 @@ def test_no_text_depends_on_hints_company_pages_or_preemption(load, plain, data)
     }
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
 
-    def hints(session, path):
+    def proposals(session, path):
         done = len(path) - len(PROMPTS[session])
         right = chain(session, path, expected[session][0][done : done + int(rng.integers(0, 9))])
         return [random_tree(rng, session, path, VOCAB, int(rng.integers(1, 9))), right][int(rng.integers(0, 2)) :]
@@ -286,7 +286,7 @@ def test_no_text_depends_on_hints_company_pages_or_preemption(load, plain, data)
     engine = engine_of(load(name), **flags)
     for _ in range(2):  # the second time, what is cached was computed by the first
         chosen = data.draw(st.lists(st.integers(0, len(PROMPTS) - 1), min_size=1, unique=True))
-        found = told(run(engine, requests(chosen, temperature), hints))
+        found = reported(run(engine, requests(chosen, temperature), proposals))
         assert found == {i: expected[i] for i in chosen}
 
 

@@ -1,4 +1,4 @@
-"""Families of models: the greedy text is that of `transformers`, whatever the chunks, pages and hints."""
+"""Families of models: the greedy text is that of `transformers`, whatever the chunks, pages and proposals."""
 
 import logging
 
@@ -40,7 +40,7 @@ def test_layers_for_drafting_are_ignored_quietly(name, tmp_path, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_other_tensors_too_many_are_told_of(tmp_path, caplog):
+def test_unused_tensors_are_warned_of(tmp_path, caplog):
     folder = write_family(tmp_path / "model", "deepseek-v3")
     add_tensors(folder, {"model.layers.1.self_attn.ornament.weight": torch.zeros(3)})
     load(folder, TargetConfig(device="cpu"))

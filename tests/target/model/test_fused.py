@@ -43,13 +43,13 @@ def test_a_step_is_that_of_the_modules(name, tmp_path):
     batch, works = random_batch(rng, most=3, longest=50)
     rows = rng.integers(0, len(batch), 3)
     batch = replace(batch, capture=Capture((0, 1, 2), True, rows))
-    said = []
+    results = []
     for runner in (modules, few):
         cache = cache_of(probe, works)
         outputs = runner.forward(batch, cache)
-        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
-    assert said[0][0].std() > 0.1, "flat logits prove little"
-    for found, expected in zip(said[1], said[0], strict=True):
+        results.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+    assert results[0][0].std() > 0.1, "flat logits prove little"
+    for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -60,12 +60,12 @@ def test_a_step_of_a_few_rows_is_that_of_the_modules(name, dim, tmp_path, monkey
     modules, few, probe = runners(written(tmp_path, name, head_dim=dim), "torch_native")
     batch, works = few_rows(small_batch_matmul.ROWS)
     batch = replace(batch, capture=Capture((0, 1, 2), True, None))
-    said = []
+    results = []
     for runner in (modules, few):
         cache = cache_of(probe, works)
         outputs = runner.forward(batch, cache)
-        said.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
-    for found, expected in zip(said[1], said[0], strict=True):
+        results.append((outputs.logits, outputs.features, *cache.keys, *cache.values))
+    for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -102,20 +102,20 @@ def test_other_models_have_a_reason_against(tmp_path):
     assert "format" in fused.reason_against(module)
 
 
-def test_an_engine_says_the_same_with_captured_steps_of_it(tmp_path):
+def test_captured_fused_steps_give_the_same_text(tmp_path):
     plain = load_model(write_model(tmp_path, num_hidden_layers=1))
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=4) for i in range(2)]
 
-    def hints():
+    def proposals():
         rng = np.random.default_rng(1)
         return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 6)]
 
-    expected = run(engine_of(plain), requests, hints()).new
+    expected = run(engine_of(plain), requests, proposals()).new
     _, few, _ = runners(tmp_path, "triton")
     runner = graphs.GraphRunner(few, [4, 12], graphs.direct)
     engine = engine_of(replace(plain, runner=runner))
     runner.capture(engine.cache, torch.device("cpu"))
-    assert run(engine, requests, hints()).new == expected
+    assert run(engine, requests, proposals()).new == expected
 
 
 def test_torch_compile_finds_nothing_in_it(tmp_path, caplog):

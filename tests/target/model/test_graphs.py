@@ -34,7 +34,7 @@ def outcome(runner, batch, cache):
 
 
 @pytest.mark.parametrize("rows", sorted({size + d for size in SIZES for d in (-1, 0, 1)} - {0}))
-def test_padding_changes_no_logits_and_no_page_of_anybody(inner, rows):
+def test_padding_changes_no_logits_and_no_pages(inner, rows):
     works = decoding(rows)
     batch = build(works, CPU)
     expected, _, pools = outcome(inner, batch, history(works))
@@ -51,7 +51,7 @@ def test_padding_changes_no_logits_and_no_page_of_anybody(inner, rows):
         torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
 
 
-def test_padding_lays_rows_of_nobody_behind():
+def test_padding_appends_rows_without_a_session():
     batch = build(decoding(5), CPU)
     padded = pad(batch, 16)
     assert len(padded) == 16
@@ -104,7 +104,7 @@ def test_hidden_states_come_from_captured_steps_too(inner):
     torch.testing.assert_close(outcome(runner, batch, cache)[1], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_cannot_be_captured_runs_as_it_comes(inner, caplog):
+def test_steps_that_cannot_be_captured_run_directly(inner, caplog):
     def refuse(_):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -118,21 +118,21 @@ def test_what_cannot_be_captured_runs_as_it_comes(inner, caplog):
 
 
 @pytest.mark.parametrize(("backend", "ordered"), [("torch_native", False), ("triton", False), ("triton", True)])
-def test_an_engine_says_the_same_with_captured_steps(tmp_path, backend, ordered):
+def test_captured_steps_give_the_same_text(tmp_path, backend, ordered):
     if backend == "triton":
         need_interpreter()
     plain = load_model(write_model(tmp_path, num_hidden_layers=1))
     requests = [opening(i, [5 + i, 6, 7, 5 + i, 6], max_tokens=5) for i in range(3)]
 
-    def hints():
+    def proposals():
         rng = np.random.default_rng(1)
         return lambda session_id, path: [random_tree(rng, session_id, path, VOCAB, 5)]
 
-    expected = run(engine_of(plain), requests, hints()).new
+    expected = run(engine_of(plain), requests, proposals()).new
     runner = GraphRunner(modules(tmp_path, backend, ordered=ordered), [1, 4, 12], direct)
     engine = engine_of(replace(plain, runner=runner), speculative_num_draft_tokens=4)
     runner.capture(engine.cache, CPU)
-    assert run(engine, requests, hints()).new == expected
+    assert run(engine, requests, proposals()).new == expected
     plain, short, long = Extent
     fitted = backend == "triton" and not ordered
     assert {(key.size, key.extent) for key in runner._steps} == (

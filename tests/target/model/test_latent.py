@@ -25,7 +25,7 @@ MLA = {
 }  # fmt: skip
 
 
-def test_what_the_cache_holds(tmp_path):
+def test_the_cache_holds_latents(tmp_path):
     folder = write_family(tmp_path / "model", "deepseek-v3")
     config = json.loads((folder / "config.json").read_text())
     model = load_model(folder)
@@ -75,7 +75,7 @@ def test_rows_are_moved_once():
     assert torch.equal(cache.values[0].flatten(0, 1)[2:5], rows[1:, :, :2])
 
 
-def test_company_does_not_change_the_text(tmp_path):
+def test_other_sessions_do_not_change_the_text(tmp_path):
     model = load_model(write_family(tmp_path / "model", "deepseek-v3"))
     request = opening(1, PROMPT, max_tokens=NEW)
     alone = run(engine_of(model), [request]).new[1]

@@ -28,7 +28,7 @@ def write_config(folder, architecture, model_type, **settings):
     return folder
 
 
-@pytest.mark.parametrize(("architecture", "settings", "said"), [
+@pytest.mark.parametrize(("architecture", "settings", "message"), [
     ("Qwen3NextForCausalLM", {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
      r"1 of 2 layers are of type linear_attention.*choose a model"),
     ("Llama4ForCausalLM", {"model_type": "llama4_text", "layer_types": ["chunked_attention", "full_attention"]},
@@ -41,9 +41,9 @@ def write_config(folder, architecture, model_type, **settings):
     ("T5ForConditionalGeneration", {"model_type": "t5", "d_model": 32}, r"encoder-decoder.*decoder-only"),
     ("ViTForImageClassification", {"model_type": "vit"}, r"vit is no model that continues text.*causal"),
 ])  # fmt: skip
-def test_what_a_configuration_rules_out(tmp_path, architecture, settings, said):
+def test_unsupported_configurations_are_rejected(tmp_path, architecture, settings, message):
     folder = write_config(tmp_path / "model", architecture, **settings)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load(folder, CPU)
 
 
@@ -107,7 +107,7 @@ def test_attention_past_the_interface_is_noticed(tmp_path):
         load(folder, CPU)
 
 
-def test_a_window_that_attention_is_not_told_of_is_noticed(tmp_path):
+def test_a_window_that_is_not_passed_to_attention_is_rejected(tmp_path):
     folder = write_random(tmp_path / "model", "phimoe", num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
     with pytest.raises(ConfigError, match=r"PhimoeForCausalLM.* window of 24 tokens; choose --context-length 24"):
         load(folder, CPU)

@@ -62,7 +62,7 @@ class Sessions:
             return self.model.runner.forward(build(made, CPU), self.cache).logits
 
 
-def test_more_threads_than_cores_say_the_same(tmp_path):
+def test_more_threads_than_cores_give_the_same_text(tmp_path):
     """They wait for one another asleep, and are woken."""
     folder = written(tmp_path, next(iter(MODELS)))
     requests = [opening(i, list(range(5, 40 + i)), max_tokens=60) for i in (1, 2)]
@@ -81,7 +81,7 @@ def test_logits_are_those_of_the_modules(name, tmp_path):
     assert isinstance(modules.runner, ModuleRunner)
     rng = np.random.default_rng(1)
     drafts = [random_slice(rng, size) for size in (7, 1, 20)]
-    said = []
+    message = []
     for model in (program, modules):
         sessions = Sessions(model, (33, 70, 6))
         parts = [
@@ -89,14 +89,14 @@ def test_logits_are_those_of_the_modules(name, tmp_path):
             sessions.logits((1, 41, 69), (2, 0, 5)),
             sessions.logits((0, 32, 33, drafts[0]), (1, 69, 70, drafts[2]), (2, 5, 6, drafts[1])),
         ]
-        said.append(torch.cat(parts))
-    torch.testing.assert_close(said[0], said[1], rtol=1e-3, atol=1e-3)
-    assert said[0].std() > 0.1, "flat logits prove little"
+        message.append(torch.cat(parts))
+    torch.testing.assert_close(message[0], message[1], rtol=1e-3, atol=1e-3)
+    assert message[0].std() > 0.1, "flat logits prove little"
 
 
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"quantization": "int4"},
                                    {"dtype": "bfloat16", "quantization": "int8"}])  # fmt: skip
-def test_a_row_has_the_same_bits_in_any_company(flags, tmp_path):
+def test_a_rows_bits_do_not_depend_on_the_batch(flags, tmp_path):
     model = load_model(write_model(tmp_path, max_position_embeddings=2048), **flags)
     length = 300  # more than two splits of 128 keys
     alone = Sessions(model, (length,))
@@ -120,24 +120,24 @@ def test_a_row_has_the_same_bits_in_any_company(flags, tmp_path):
 @pytest.mark.parametrize("flags", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"},
                                    {"quantization": "int4"}])  # fmt: skip
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_narrow_text_does_not_depend_on_hints_or_company(flags, temperature, tmp_path):
+def test_quantized_text_does_not_depend_on_proposals_or_the_batch(flags, temperature, tmp_path):
     model = load_model(write_model(tmp_path), **flags)
     prompts = [list(range(3 + i, 40 + 2 * i)) for i in range(6)]
     params = [SamplingParams(temperature=temperature, seed=i) for i in range(6)]
     alone = [run(engine_of(model), [opening(i, prompts[i], params[i])]).new[i] for i in range(6)]
     rng = np.random.default_rng(0)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         done = len(path) - len(prompts[session_id])
         right = chain(session_id, path, alone[session_id][done : done + int(rng.integers(0, 9))])
         return [random_tree(rng, session_id, path, VOCAB, 6), right]
 
     engine = engine_of(model, chunked_prefill_size=23, page_size=4, speculative_num_draft_tokens=9)
-    together = run(engine, [opening(i, prompts[i], params[i]) for i in range(6)], hints)
+    together = run(engine, [opening(i, prompts[i], params[i]) for i in range(6)], proposals)
     assert [together.new[i] for i in range(6)] == alone
 
 
-def test_what_has_no_program_runs_module_by_module(tmp_path):
+def test_unsupported_models_run_module_by_module(tmp_path):
     folder = write_model(tmp_path / "gelu", hidden_act="gelu")
     assert isinstance(load_model(folder).runner, ModuleRunner)
     folder = write_model(tmp_path / "llama")
@@ -152,7 +152,7 @@ def test_a_library_of_another_system_is_named(tmp_path, monkeypatch):
 
 
 def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
-    for script, longest, said in (
+    for script, longest, message in (
         ("sleep 5", 0.2, "did not compile outrider-kernels in 0 s"),
         ("echo an error >&2; false", 60.0, "an error"),
     ):
@@ -160,7 +160,7 @@ def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
         compiler.write_text(f"#!/bin/sh\n{script}\n")
         compiler.chmod(0o755)
         monkeypatch.setattr(native, "_LONGEST", longest)
-        with pytest.raises(library.Unavailable, match=said):
+        with pytest.raises(library.Unavailable, match=message):
             library.build.KERNELS.compile(str(compiler), tmp_path / "out.so")
     assert not (tmp_path / "out.so").exists()
 

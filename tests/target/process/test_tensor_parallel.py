@@ -1,4 +1,4 @@
-"""Tensor parallelism on two ranks of the CPU: the same text as on one, and an end that is clean or said clearly."""
+"""Tensor parallelism on two ranks of the CPU: the same text as on one, and an end that is clean or results clearly."""
 
 import os
 import signal
@@ -131,21 +131,21 @@ def wait_until_gone(pid):
 def test_the_service_stops_cleanly(target):
     (follower,) = followers_of(target.process)
     target.process.send_signal(signal.SIGTERM)
-    said = target.end()
-    assert target.process.returncode == 0, said
-    assert "rror" not in said
+    results = target.end()
+    assert target.process.returncode == 0, results
+    assert "rror" not in results
     wait_until_gone(follower)
 
 
 def test_the_service_ends_with_a_rank(target):
     (follower,) = followers_of(target.process)
     os.kill(follower, signal.SIGKILL)
-    said = target.end()
+    results = target.end()
     assert target.process.returncode == 1
-    assert "rank 1 of 2 was killed by signal 9; the target cannot go on without it" in said
+    assert "rank 1 of 2 was killed by signal 9; the target cannot go on without it" in results
 
 
-def test_batches_travel_whole():
+def test_batches_are_broadcast_completely():
     rng = np.random.default_rng(0)
     starts, committed, parents = [0, 37, 16], [5, 1, 3], [[], [-1, 0, 0, -1], [-1]]
     nodes = list(map(len, parents))
@@ -167,14 +167,14 @@ def test_batches_travel_whole():
             assert np.array_equal(getattr(mine, name), getattr(its, name))
 
 
-@pytest.mark.parametrize(("family", "flags", "said"), [
+@pytest.mark.parametrize(("family", "flags", "results"), [
     ("llama-2", {"tp_size": 3}, r"--tp-size 3 does not divide the model's 4 attention heads"),
     ("qwen2.5", {"tp_size": 4}, r"--tp-size 4 does not divide the model's 2 key-value heads"),
     ("cohere-2", {"tp_size": 0}, r"--tp-size must be 1 or more"),
     ("olmo-2", {"device": "cuda"}, r"--tp-size 2: PyTorch sees 0 CUDA devices"),
     ("olmo-2", {"device": "cuda:1"}, r"--tp-size 2 takes the first 2 devices; write --device cuda"),
 ])  # fmt: skip
-def test_what_does_not_split_is_refused(family, flags, said, tmp_path):
+def test_models_that_cannot_be_sharded_are_rejected(family, flags, results, tmp_path):
     folder = write_family(tmp_path / "model", family)
     config = TargetConfig(model_path=str(folder), **(SPLIT | flags))
 
@@ -182,7 +182,7 @@ def test_what_does_not_split_is_refused(family, flags, said, tmp_path):
         shards.check_devices(config.tp_size, config.device)
         shards.split(folder, read_settings(folder, trust_remote_code=False)[0], config.tp_size)
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=results):
         check()
 
 

@@ -65,7 +65,7 @@ def test_the_walk_on_the_device_is_that_of_the_host(seed, sessions, most):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, overlap, monkeypatch):
+def test_engines_that_walk_on_the_device_give_the_same_text(tmp_path, temperature, overlap, monkeypatch):
     model = load_model(write_model(tmp_path))
     requests = [
         opening(i, [5 + i] * (3 + i), SamplingParams(temperature, seed=i), stop_token_ids=(30, 60, 90, 120))
@@ -75,7 +75,7 @@ def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, ove
     text = {r.session_id: r.tokens.tolist() + expected.new[r.session_id] for r in requests}
     rng = np.random.default_rng(0)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         """The right path, behind wrong siblings that seem likelier."""
         ahead = text[session_id][len(path) : len(path) + int(rng.integers(0, 6))]
         wrong = [chain(session_id, path, [*ahead[:i], int(rng.integers(3, VOCAB))], -0.01) for i in range(len(ahead))]
@@ -89,12 +89,12 @@ def test_engines_that_walk_on_the_device_say_the_same(tmp_path, temperature, ove
         assert not path, "the host has nothing to say"
 
     monkeypatch.setattr(Moves, "add", nothing)
-    found = run(engine, requests, hints)
+    found = run(engine, requests, proposals)
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert found.accepted > 40
 
 
-def test_several_ranks_are_told_what_moves(tmp_path):
+def test_moves_are_broadcast_to_all_ranks(tmp_path):
     model = load_model(write_model(tmp_path))
     engine = engine_of(model)
     engine._drawing._walks = True

@@ -90,7 +90,7 @@ def test_rows_are_those_of_the_oracle(sessions, seed):
     np.testing.assert_array_equal(given_logits.numpy(), np.stack(expected))
 
 
-def test_penalties_mean_what_others_mean_by_them():
+def test_penalties_agree_with_other_implementations():
     logits = np.array([2.0, -2.0, 1.0, 0.5], np.float32)
     prompt, output = np.array([0, 1]), np.array([2, 2, 1])
     both = SamplingParams(0.0, presence_penalty=0.5, frequency_penalty=0.25)
@@ -158,7 +158,7 @@ def test_text_is_that_of_the_oracle_on_the_same_model(folder, model, name):
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("batch", [1, 8])
-def test_hints_never_change_the_text(model, name, batch):
+def test_proposals_never_change_the_text(model, name, batch):
     params = PARAMS[name]
     prompts = [[5, 6, 7, 5], [9] * 10, [20, 21, 22, 20], [200], [8, 7, 8, 7], [4, 310, 4], [99, 98], [30, 31]][:batch]
     requests = [opening(i, prompt, params, max_tokens=40) for i, prompt in enumerate(prompts)]
@@ -174,13 +174,13 @@ def test_hints_never_change_the_text(model, name, batch):
     def garbage(session_id, path):
         return [*perfect(session_id, path), random_tree(rng, session_id, path, VOCAB, 6)]
 
-    for hints in (perfect, garbage):
-        speculative = run(engine_of(model), requests, hints)
+    for proposals in (perfect, garbage):
+        speculative = run(engine_of(model), requests, proposals)
         assert speculative.new == plain.new
         assert speculative.accepted > 15 * batch
 
 
-def test_a_session_opened_again_counts_what_was_committed(model):
+def test_a_reopened_session_counts_its_committed_tokens(model):
     params = PARAMS["all"]
     whole = run(engine_of(model), [opening(1, [5, 6, 7], params, max_tokens=40)]).new[1]
     for cut in (1, 20, 39):

@@ -102,7 +102,7 @@ def test_the_likeliest_is_the_first_of_equals_in_however_many_parts(vocab):
         torch.testing.assert_close(best, expected.values, rtol=0, atol=0, equal_nan=True)
 
 
-def test_banned_tokens_are_not_drawn_and_others_as_if_they_had_no_mass():
+def test_banned_tokens_are_not_sampled_and_have_no_mass():
     logits = np.array([[5.0, 4.0, 1.0, 0.0]] * 3, np.float32)
     params = [SamplingParams(0.0), SamplingParams(1.0, top_k=2, seed=4), SamplingParams(0.7, seed=5)]
     rows = gather([RowRequest(p, [0], [[0, 3]]) for p in params], CPU)
@@ -129,7 +129,7 @@ def test_logits_that_are_not_finite_give_no_token():
     assert sampler.sample(logits, rows).tolist() == [-1, 1, -1]
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     p = np.array([0.5, 0.25, 0.15, 0.1])
     logits = torch.from_numpy(np.log(p)).float().expand(20_000, 4)
     rows = gather([RowRequest(SamplingParams(1.0, seed=11), range(20_000), [[]] * 20_000)], CPU)

@@ -1,10 +1,10 @@
-"""Dense decoders (decoder.py) on CUDA in few launches: products side by side, and one kernel for what lies between two.
+"""Dense decoders (decoder.py) on CUDA in few launches: products with one input are merged, and the rest is fused.
 
-A layer of seven products and some twenty small operations becomes four products, two norms, a turn and attention:
+A layer of seven products and about twenty small operations becomes four products, two norms, a rotation and attention:
 
-    norm > queries, keys, values > turn and store > attention > output > sum and norm > gates and values > down > sum
+    norm > queries, keys, values > rotate and store > attention > output > sum and norm > gates and values > down > sum
 
-The weights stay `transformers`' parameters, laid side by side: whoever writes one writes here.
+The parameters of `transformers` become views of the merged weights, so a write to a parameter changes these.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def unsupported_reason(module: Any) -> str | None:
     linears = [part for part in module.model.layers.modules() if isinstance(part, nn.Linear)]
     linears.append(module.lm_head)
     if any(type(linear.weight.data) is not Tensor or linear.weight.dtype not in _DTYPES for linear in linears):
-        return "its weights are in a format of their own"
+        return "its weights are quantized or sharded"
     if module.model.layers[0].self_attn.head_dim % 2:
-        return "its heads are of an odd width"
+        return "its head dimension is odd"
     return None
 
 
@@ -147,7 +147,7 @@ class FusedRunner(ModuleRunner):
 
 
 class _States:
-    """Hidden states on the way, of the rows that are asked for; see Capture."""
+    """The captured hidden states of a forward pass; see Capture."""
 
     def __init__(self, capture: Capture | None, device: torch.device) -> None:
         self._capture = capture
@@ -157,12 +157,12 @@ class _States:
             [self._rows] = upload([capture.rows], device)
 
     def pass_by(self, layer: int, stream: Tensor) -> None:
-        """The stream before a layer, or behind the last; it goes on to change."""
+        """Capture the residual stream before a layer, or after the last one; later layers change it in place."""
         if self._capture is not None and layer in self._capture.layers:
             self._taken.append(self._of(stream, copied=True))
 
     def features(self, final: Tensor) -> Tensor | None:
-        """States side by side, lowest layer first; None if nobody asks. final: the last one, normed."""
+        """States side by side, lowest layer first; None without a capture. final: the normalised last state."""
         if self._capture is None:
             return None
         return joined([*self._taken, self._of(final)] if self._capture.final else self._taken)
@@ -174,7 +174,7 @@ class _States:
 
 
 def _beside(linears: Sequence[Any]) -> _Linear:
-    """Layers with one input as one, whose outputs follow one another; their parameters become parts of its own."""
+    """Merge layers with one input into one; their parameters become views of its weight."""
     weights = [linear.weight for linear in linears]
     whole = weights[0].data if len(linears) == 1 else torch.cat([weight.data for weight in weights])
     counts = [len(weight) for weight in weights]

@@ -1,9 +1,9 @@
-"""What `transformers` leaves unread in a GGUF file, put into the model's configuration. Without it the text is another.
+"""GGUF metadata that `transformers` ignores, copied to the model's configuration; without it the text would differ.
 
-RoPE: its base and how much of a head it turns; a factor for every frequency, which Llama 3.1 and successors store as a
-tensor, and Phi-3 as two; linear or YaRN scaling as fields. The width of heads, windows, caps and sizes of experts,
-which some architectures state. And what no file states: by what Gemma's queries are scaled, which is known by size, and
-all of the tokens that end a text, which are known by name.
+RoPE: its base and rotary dimension; a factor for every frequency, which Llama 3.1 and successors store as a tensor, and
+Phi-3 as two; linear or YaRN scaling as fields. Head dimensions, windows, soft caps and expert sizes, which some
+architectures state. Also values that no file states: the scale of Gemma's queries, which is known by model size, and
+all end-of-sequence tokens, which are known by name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _HARMONY = {"<|return|>", "<|call|>"}  # where there are both, <|end|> ends a pa
 
 
 def apply(reader: GGUFReader, config: Any) -> None:
-    """Complete a configuration from its file. Raises ConfigError if its text would be another all the same."""
+    """Complete a configuration from its file. Raises ConfigError if the text would still differ."""
     parts = field(reader, "split.count")
     if parts and parts > 1:
         raise ConfigError(f"it is one of {parts} parts of a model; join them with `llama-gguf-split --merge`")
@@ -79,7 +79,7 @@ def _head_dim(text: Any) -> int | None:
 
 
 def _turning(reader: GGUFReader, text: Any) -> dict[str, Any]:
-    """RoPE's base, and what part of a head it turns. Raises ConfigError where a part cannot be said."""
+    """RoPE's base and rotary dimension. Raises ConfigError if the architecture does not support the dimension."""
     base, turned = _read(reader, "rope.freq_base"), _read(reader, "rope.dimension_count")
     found: dict[str, Any] = {} if base is None else {"rope_theta": float(base)}
     if turned is None or hasattr(text, "rotary_dim"):
@@ -88,14 +88,14 @@ def _turning(reader: GGUFReader, text: Any) -> dict[str, Any]:
         return found | {"partial_rotary_factor": turned / _head_dim(text)}
     if turned != _head_dim(text):
         raise ConfigError(
-            f"its RoPE turns {turned} of {_head_dim(text)} numbers of a head, which {text.model_type} cannot; "
+            f"its RoPE rotates {turned} of {_head_dim(text)} numbers of a head, unlike {text.model_type} in transformers; "
             "take the checkpoint as safetensors instead"
         )
     return found
 
 
 def end_token_ids(reader: GGUFReader) -> set[int]:
-    """Ids that end a text: those that the file states as such, and those whose tokens say so."""
+    """End-of-sequence ids: those that the file states, and those of known tokens."""
     stated = {field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
     ids = {token: i for i, token in enumerate(field(reader, "tokenizer.ggml.tokens") or ())}
     names = _ENDS - {"<|end|>"} if ids.keys() >= _HARMONY else _ENDS
@@ -167,7 +167,7 @@ def _from_fields(reader: GGUFReader) -> dict[str, Any] | None:
 
 
 def unread(reader: GGUFReader, model: Any) -> list[str]:
-    """Tensors of a file that a model loaded from it has no use for, but for those that are facts."""
+    """Tensors of a file that a model loaded from it does not use, except those that this module reads."""
     from transformers import modeling_gguf_pytorch_utils
 
     files: Any = modeling_gguf_pytorch_utils

@@ -1,7 +1,7 @@
-"""How texts are split before bytes are merged to tokens, for GGUF files whose way `transformers` does not know.
+"""Pre-tokenizers, which split texts before bytes are merged to tokens, for GGUF files with others than GPT-2's.
 
-A file says it by a name alone (`tokenizer.ggml.pre`). A name that `transformers` does not know leaves its tokenizer as
-GPT-2's is, which makes other tokens of some texts than the model has learnt, such as of "\\n\\n1." for SmolLM2.
+A file has only the pre-tokenizer's name (`tokenizer.ggml.pre`). For an unknown name `transformers` uses GPT-2's, which
+gives some texts other tokens than in training, such as "\\n\\n1." for SmolLM2.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _SPLITS: dict[str, PreTokenizer] = {
 
 
 def apply(reader: GGUFReader, tokenizer: Any) -> str | None:
-    """Have a file's tokenizer split texts as its model has learnt it.
+    """Set the pre-tokenizer that a file names. Returns a warning for the user if the name is unknown, else None.
 
-    tokenizer: as `transformers` made it of the file. Returns what the user should know where nobody knows how.
+    tokenizer: as `transformers` made it from the file
     """
     backend, name = tokenizer.backend_tokenizer, field(reader, "tokenizer.ggml.pre")
     if field(reader, "tokenizer.ggml.model") != "gpt2" or not isinstance(backend.pre_tokenizer, ByteLevel):
