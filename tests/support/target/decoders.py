@@ -10,7 +10,7 @@ from services.target.model import attention
 from services.target.model.loading.probe import pass_a_token
 from services.target.model.modules import ModuleRunner
 from services.target.step.batch import build
-from tests.support.target.works import random_works
+from tests.support.target.works import allocator_of, random_works
 from tests.support.tiny import VOCAB, write_model
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def few_rows(most, device=CPU):
 
 
 def cache_of(probe, works, device=CPU, dtype=torch.float32):
-    allocator = works[0].chunk.session.table._allocator
+    allocator = allocator_of(works)
     shapes = [probe.shapes[layer] for layer in range(len(probe.shapes))]
     cache = KVCache(shapes, allocator.total_pages, allocator.page_size, dtype, device)
     rng = np.random.default_rng(0)

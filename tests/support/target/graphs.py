@@ -8,6 +8,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.model.modules import ModuleRunner
 from tests.support.target.decoders import module_of
+from tests.support.target.works import allocator_of
 
 CPU = torch.device("cpu")
 SIZES = [1, 2, 4, 8, 12, 16]
@@ -21,7 +22,7 @@ def modules(folder, backend="torch_native", *, ordered=False):
 
 def history(works):
     """A cache of random numbers, in free pages, too."""
-    allocator = works[0].chunk.session.table._allocator
+    allocator = allocator_of(works)
     cache = KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CPU)
     torch.manual_seed(0)
     for pool in (*cache.keys, *cache.values):

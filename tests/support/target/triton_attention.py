@@ -8,7 +8,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.step.batch import build
 from tests.support.target.interpreter import need_interpreter
-from tests.support.target.works import random_works
+from tests.support.target.works import allocator_of, random_works
 
 need_interpreter()
 
@@ -25,7 +25,7 @@ def attention_case(seed, heads=(4, 2), dims=(16, 16), page_size=16, dtype=torch.
     torch.manual_seed(seed)
     works = random_works(rng, page_size, sessions, LONGEST)
     batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
+    pages = allocator_of(works).total_pages
     cache = KVCache([LayerShape(heads[1], *dims)], pages, page_size, pool_dtype or dtype, CPU)
     for pool in (cache.keys[0], cache.values[0]):
         pool.copy_(torch.full(pool.shape, torch.nan))  # rows that were not written must not be read

@@ -11,6 +11,18 @@ from services.target.step.batch import SessionWork
 from tests.support.target.driving import opening, random_tree
 
 
+def shuffled_allocator(rng, pages, page_size):
+    """An allocator that leases pages in random order."""
+    allocator = PageAllocator(pages, page_size)
+    rng.shuffle(allocator._free)
+    return allocator
+
+
+def allocator_of(works):
+    """The allocator of the sessions' pages."""
+    return works[0].chunk.session.table._allocator
+
+
 def random_slice(rng, size):
     """A draft tree of random shape and tokens."""
     parents = np.array([rng.integers(-1, i) for i in range(size)], np.int32).reshape(size)
@@ -31,8 +43,7 @@ def repetitive_slice(rng, size) -> TreeSlice:
 
 def random_works(rng, page_size, sessions, longest=120, nodes=17):
     """Prompt chunks, plain rows and tree rows, over leased pages in random order."""
-    allocator = PageAllocator(sessions * ((longest + nodes) // page_size + 6), page_size)
-    rng.shuffle(allocator._free)
+    allocator = shuffled_allocator(rng, sessions * ((longest + nodes) // page_size + 6), page_size)
     works = []
     for i in range(sessions):
         kind = rng.choice(["chunk", "plain", "tree", "prompt and tree"])
@@ -50,8 +61,7 @@ def random_works(rng, page_size, sessions, longest=120, nodes=17):
 def random_case(rng, sessions, most, tokens=4):
     """Plain rows and draft trees, with samples that mostly follow the trees. Returns works, samples, allocator."""
     page_size = int(rng.integers(1, 5))
-    allocator = PageAllocator(400, page_size)
-    rng.shuffle(allocator._free)
+    allocator = shuffled_allocator(rng, 400, page_size)
     works, sampled = [], []
     for i in range(sessions):
         text = rng.integers(0, tokens, rng.integers(1, 20)).tolist()

@@ -49,6 +49,16 @@ def configured(engine, spec, fusion=b""):
     return spec.id(fusion)
 
 
+def wait_of(engine):
+    """The engine's draft wait."""
+    return engine._patience
+
+
+def set_wait(engine, wait):
+    """Replace the engine's draft wait."""
+    engine._patience = wait
+
+
 class Reader:
     """Serves sessions to their end and puts the blocks together; each position must come once, in order."""
 
@@ -384,19 +394,19 @@ class Moody(DraftWait):
 
     def __init__(self, rng, share):
         super().__init__()
-        self._rng, self._share, self._mood = rng, share, SpeculationMode.NONE
+        self._rng, self._share, self.mood = rng, share, SpeculationMode.NONE
 
     @property
     def way(self):
-        return self._mood
+        return self.mood
 
     @property
     def unwanted(self):
-        return self._mood is SpeculationMode.NONE
+        return self.mood is SpeculationMode.NONE
 
     def end(self, *args, **kwargs):
         super().end(*args, **kwargs)
-        self._mood = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
+        self.mood = SpeculationMode.NONE if self._rng.random() < self._share else SpeculationMode.DRAFT_IF_READY
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
@@ -406,7 +416,7 @@ def test_deferred_rows_are_the_same(model, truth, share, cached, room, monkeypat
     rng = np.random.default_rng(5)
     flags = {"page_size": 4, "max_total_tokens": room, "disable_radix_cache": not cached, "chunked_prefill_size": 7}
     engine = engine_of(model, **flags)
-    engine._patience = Moody(rng, share)
+    set_wait(engine, Moody(rng, share))
     fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     fusion = save({"fc.weight": fc})
     wanted = configured(engine, FeatureSpec((2, 4), format=F32), fusion)
@@ -457,9 +467,9 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     prompt = 4 * list(range(30, 75))
     for i in (1, 2, 3):
-        engine._patience = Moody(np.random.default_rng(0), share)
+        set_wait(engine, Moody(np.random.default_rng(0), share))
         if not share:
-            engine._patience._mood = SpeculationMode.DRAFT_IF_READY
+            wait_of(engine).mood = SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(i, prompt, max_tokens=4), feature_spec=wanted if i < 3 else 0))
         commits = []
         while not engine.idle:
@@ -482,8 +492,8 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
     engine = engine_of(model)
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     for rested in (True, False):
-        engine._patience = Moody(np.random.default_rng(0), 0.0)  # after the first step proposals are wanted
-        engine._patience._mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
+        set_wait(engine, Moody(np.random.default_rng(0), 0.0))  # after the first step proposals are wanted
+        wait_of(engine).mood = SpeculationMode.NONE if rested else SpeculationMode.DRAFT_IF_READY
         engine.open(replace(opening(1, 4 * list(range(30, 75)), max_tokens=1 + left), feature_spec=wanted))
         commits = []
         while not engine.idle:
@@ -496,7 +506,7 @@ def test_few_last_tokens_are_not_worth_a_head_s_reading(model, left):
 
 def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
     engine = engine_of(model, page_size=4)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    set_wait(engine, Moody(np.random.default_rng(0), 1.0))
     wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
     text = list(range(30, 75))
     engine.open(replace(opening(1, text), feature_spec=wanted))
@@ -504,7 +514,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
         assert not engine.step().features
     engine.close(1)
     assert set(engine.features.store.pages) == set(engine.scheduler.prefix._nodes) != set()
-    engine._patience = Moody(np.random.default_rng(0), 0.0)
+    set_wait(engine, Moody(np.random.default_rng(0), 0.0))
     reader = Reader(engine)
     reader.open(replace(opening(2, text), feature_spec=wanted))
     rows = reader.run().states(2)
@@ -515,7 +525,7 @@ def test_rows_of_a_session_that_is_closed_are_kept_for_its_pages(model, truth):
 def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(model, truth):
     """Its draft has come back meanwhile, and feeds on the states of all tokens, not of those that wait to be fused."""
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), share=1.0)  # no proposals are wanted
+    set_wait(engine, Moody(np.random.default_rng(0), share=1.0))  # no proposals are wanted
     fc = torch.randn(20, 2 * WIDTH, generator=torch.Generator().manual_seed(0))
     wanted = configured(engine, FeatureSpec((2, 4), format=F32), save({"fc.weight": fc}))
     prompt, other = prompts(2, longest=30)
@@ -530,7 +540,7 @@ def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(mo
     committed = reader.tokens[2][len(prompt) :]
     assert committed
     reader.open(replace(opening(2, prompt, committed=committed, max_tokens=40), feature_spec=wanted))
-    engine._patience = Moody(np.random.default_rng(0), share=0.0)
+    set_wait(engine, Moody(np.random.default_rng(0), share=0.0))
     reader.run()
     for session_id in (1, 2):
         tokens, rows = reader.tokens[session_id], reader.states(session_id)
@@ -542,7 +552,7 @@ def test_rows_of_a_former_run_are_not_those_of_a_session_that_is_opened_again(mo
 
 def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model, truth):
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    set_wait(engine, Moody(np.random.default_rng(0), 1.0))
     wanted = configured(engine, FeatureSpec((4,), format=F32))
     reader = Reader(engine)
     reader.open(replace(opening(1, list(range(30, 75)), max_tokens=8), feature_spec=wanted))
@@ -557,7 +567,7 @@ def test_states_that_are_sent_as_they_are_leave_before_their_session_ends(model,
 def test_steps_capture_for_all_sessions_together(model):
     """Not of each: there may be many."""
     engine = engine_of(model)
-    engine._patience = Moody(np.random.default_rng(0), 1.0)
+    set_wait(engine, Moody(np.random.default_rng(0), 1.0))
     wanted = configured(engine, FeatureSpec((4,), format=F32), save({"fc.weight": torch.eye(WIDTH)}))
     asked = []
 

@@ -21,7 +21,7 @@ from services.target.model.loading.load import load
 from services.target.model.native import ProgramRunner
 from services.target.step.batch import SessionWork, build
 from tests.support.target.driving import opening
-from tests.support.target.works import random_works
+from tests.support.target.works import allocator_of, random_works
 from tests.support.tiny import write_model
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def _prompt(tokens):
 
 
 def _cache_of(works, shape, page_size, dtype):
-    return KVCache([shape], works[0].chunk.session.table._allocator.total_pages, page_size, dtype, CPU)
+    return KVCache([shape], allocator_of(works).total_pages, page_size, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS.values(), ids=EIGHT_BITS)

@@ -25,7 +25,7 @@ from services.target.kernels.reference import paged_attention
 from services.target.step.batch import SessionWork, build
 from services.target.step.layout import tree_mask
 from tests.support.target.driving import opening
-from tests.support.target.works import random_slice, random_works
+from tests.support.target.works import allocator_of, random_slice, random_works
 
 pytestmark = pytest.mark.threads
 
@@ -75,7 +75,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     torch.manual_seed(seed)
     works = random_works(rng, page_size, int(rng.integers(1, 7)))
     batch = build(works, CPU)
-    allocator = works[0].chunk.session.table._allocator
+    allocator = allocator_of(works)
     cache = KVCache([LayerShape(heads[1], *dims)], allocator.total_pages, page_size, torch.float32, CPU)
     q = torch.randn(len(batch), heads[0], dims[0])
     history = []  # [keys, kv_heads, D] of each session, as if it had been written row by row
@@ -121,7 +121,7 @@ def test_a_broken_node_breaks_those_below_it_and_no_other(kernel, shape, window,
             work.draft.parents[:] = np.arange(-1, len(work.draft) - 1)
             work.draft.depths[:] = np.arange(1, len(work.draft) + 1)
     batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
+    pages = allocator_of(works).total_pages
     cache = KVCache([LayerShape(2, 16, 16)], pages, 16, dtype, CPU)
     pools = cache.keys[0], cache.values[0]
     for pool in pools:

@@ -16,7 +16,7 @@ from services.target.model.loading.load import load
 from services.target.speculation.draft_wait import DRAFT_MODES
 from services.target.step.batch import build
 from tests.support.target.driving import GREEDY, chain, opening, random_tree, run
-from tests.support.target.works import random_works
+from tests.support.target.works import allocator_of, random_works
 from tests.support.tiny import VOCAB, write_model
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_kernels_read_narrow_pools(dtype, options):
     torch.manual_seed(2)
     works = random_works(rng, 4, 5)
     batch = build(works, CPU)
-    pages = works[0].chunk.session.table._allocator.total_pages
+    pages = allocator_of(works).total_pages
     narrow, wide = (KVCache([LayerShape(2, 8, 8)], pages, 4, one, CPU) for one in (dtype, torch.float32))
     for span in batch.spans:
         rows = torch.randn(span.keys, 2, 8), torch.randn(span.keys, 2, 8)

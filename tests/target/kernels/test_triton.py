@@ -11,7 +11,6 @@ import torch
 
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
@@ -29,7 +28,7 @@ from services.target.step.layout import Layout, tree_mask
 from tests.support.target.driving import opening, random_tree, run
 from tests.support.target.interpreter import need_interpreter
 from tests.support.target.triton_attention import CPU, LONGEST, SMALL, attention_case
-from tests.support.target.works import random_works
+from tests.support.target.works import random_works, shuffled_allocator
 from tests.support.tiny import VOCAB, write_model
 
 need_interpreter()
@@ -377,8 +376,7 @@ def test_a_branchs_keys_are_added_in_the_order_of_plain_decoding():
     depths = np.array([1, 2, 1, 2, 3, 3, 3, 4, 4, 2, 5], np.int32)
     draft = TreeSlice(rng.integers(0, VOCAB, 11).astype(np.uint32), parents, depths, np.zeros(11, np.float32))
     committed = 29  # so that paths cross from one split into the next
-    allocator = PageAllocator(40, 4)
-    rng.shuffle(allocator._free)
+    allocator = shuffled_allocator(rng, 40, 4)
     session = Session(opening(1, rng.integers(0, VOCAB, committed).tolist()), PrefixCache(allocator))
     session.table.reserve(committed + 11)
     batch = build([SessionWork(Chunk(session, committed - 1, committed), draft)], CPU)

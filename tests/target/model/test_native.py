@@ -11,7 +11,6 @@ import torch
 from outrider import native
 from outrider.config import TargetConfig
 from outrider.errors import ConfigError
-from outrider.paging.allocator import PageAllocator
 from outrider.paging.prefix import PrefixCache
 from outrider.serving.scheduler import Chunk
 from outrider.serving.session import Session
@@ -26,7 +25,7 @@ from services.target.model.native import ProgramRunner
 from services.target.step.batch import SessionWork, build
 from tests.support.target.decoders import MODELS, written
 from tests.support.target.driving import chain, engine_of, load_model, load_modules, opening, random_tree, run
-from tests.support.target.works import random_slice
+from tests.support.target.works import random_slice, shuffled_allocator
 from tests.support.tiny import VOCAB, write_model
 
 pytestmark = [
@@ -41,8 +40,8 @@ class Sessions:
 
     def __init__(self, model, lengths, page_size=16, seed=0):
         rng = np.random.default_rng(seed)
-        allocator = PageAllocator(sum(length // page_size + 8 for length in lengths) + 64, page_size)
-        rng.shuffle(allocator._free)
+        pages = sum(length // page_size + 8 for length in lengths) + 64
+        allocator = shuffled_allocator(rng, pages, page_size)
         self.model = model
         self.cache = KVCache(model.shapes, allocator.total_pages, page_size, model.cache_dtype, CPU)
         self.sessions = [

@@ -88,7 +88,7 @@ def _turning(reader: GGUFReader, text: Any) -> dict[str, Any]:
         return found | {"partial_rotary_factor": turned / _head_dim(text)}
     if turned != _head_dim(text):
         raise ConfigError(
-            f"its RoPE rotates {turned} of {_head_dim(text)} numbers of a head, unlike {text.model_type} in transformers; "
+            f"its RoPE rotates {turned} of {_head_dim(text)} numbers of a head, unlike {text.model_type}; "
             "take the checkpoint as safetensors instead"
         )
     return found

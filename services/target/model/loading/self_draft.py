@@ -21,7 +21,7 @@ _LEAST_BYTES = 32e6  # of linear layers: smaller ones are read from caches, wher
 class SelfSpeculationConfig:
     """prompt_lookup: from what texts repeat; copied: with a copy of the weights in a narrow format; head: with a head.
 
-    Of both, the head guesses for the copy.
+    With both, the head drafts for the copy.
     """
 
     prompt_lookup: bool = False
@@ -57,7 +57,7 @@ def self_speculation_config(config: TargetConfig, module: Any, reason: str | Non
 
 
 def _best(config: TargetConfig, folder: Path | None) -> str:
-    """What is taken if nobody says: measured, see docs/decisions/0021-a-head-in-the-target.md."""
+    """The default for auto, by measurements; see docs/decisions/0021-a-head-in-the-target.md."""
     if config.self_draft_head is not None:
         return "head"
     if config.quantization is None:
