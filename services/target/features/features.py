@@ -202,7 +202,7 @@ class Features:
     def _capture_all(self, works: Sequence[SessionWork]) -> Capture:
         """The capture of all rows of a step with deferred fusion; usually the same as in the step before."""
         rows = 0
-        drafts = any(work.own for work in works)
+        drafts = any(work.draft for work in works)
         for work in works:
             if drafts:
                 self._deferred_first[work.chunk.session.id] = rows

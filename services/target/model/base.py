@@ -16,7 +16,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape, token_bytes
 from services.target.model.eagle_head import EagleHead
 from services.target.step.batch import Batch
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import LoopIteration
 
 
 class Outputs(NamedTuple):
@@ -25,13 +25,13 @@ class Outputs(NamedTuple):
     logits:   [R, V], of the batch's sampled rows in the last step
     features: [n * F, W], states of the rows of `batch.capture` side by side, step after step; None without a capture
     tokens:   [n * drawn] int64, samples of `batch.draws`, step after step; None if the runner does not sample
-    rounds:   the iterations of a fused speculation loop, whose committed tokens are `tokens`
+    iterations: of a fused speculation loop, whose committed tokens are `tokens`
     """
 
     logits: Tensor
     features: Tensor | None = None
     tokens: NDArray[np.int64] | None = None
-    rounds: Sequence[LoopRound] = ()
+    iterations: Sequence[LoopIteration] = ()
 
 
 class Runner(Protocol):

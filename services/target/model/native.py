@@ -21,6 +21,7 @@ from services.target.model.eagle_head_weights import EagleHeadWeights
 from services.target.model.linear import plain_format
 from services.target.model.program_builder import ProgramBuilder
 from services.target.step.batch import Batch
+from services.target.step.programs import FusedLoop
 
 _WIDEST_NORM = 16384  # in kernels/cpu/csrc/norm.h
 
@@ -96,7 +97,7 @@ class ProgramRunner:
 
     def forward(self, batch: Batch, cache: KVCache) -> Outputs:
         """Write the batch's keys and values. Returns logits in float32, features in the model's dtype, and tokens."""
-        if batch.burst is not None and batch.burst.rounds is not None:
+        if isinstance(batch.program, FusedLoop):
             head = None if self.head is None else self.head.program
             logits, committed, iterations = self.program.fused_loop(head, batch, cache)
             return Outputs(logits, None, committed, iterations)

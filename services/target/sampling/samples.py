@@ -15,7 +15,7 @@ from services.target.sampling import sampler
 from services.target.sampling.logprobs import Scores
 from services.target.sampling.session import TargetSession
 from services.target.step.download import Download
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import LoopIteration
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepSamples:
     redrawn: [R] bool, rows that were sampled again, so that the device used another token at first; None for none
     moved:   True if the rows of accepted nodes have moved in the cache already
     steps:   more than one with multi-step decoding
-    rounds:  the iterations of a fused speculation loop
+    iterations: of a fused speculation loop
     """
 
     tokens: NDArray[np.int64]
@@ -37,12 +37,12 @@ class StepSamples:
     redrawn: NDArray[np.bool_] | None = None
     moved: bool = False
     steps: int = 1
-    rounds: Sequence[LoopRound] = ()
+    iterations: Sequence[LoopIteration] = ()
 
     @property
-    def turns(self) -> int:
+    def model_steps(self) -> int:
         """Number of steps of the model."""
-        return len(self.rounds) or self.steps
+        return len(self.iterations) or self.steps
 
     def of(self, first: int, stop: int) -> NDArray[np.int64]:
         """The samples of rows first .. stop - 1: after a root and each node, or after a root in each step."""
@@ -76,13 +76,13 @@ class LaunchedStep:
         prompts: tuple[Scores, Callable[[Scores], None]] | None = None,
         resample: Callable[[], Tensor] | None = None,
         steps: int = 1,
-        rounds: Sequence[LoopRound] = (),
+        iterations: Sequence[LoopIteration] = (),
     ) -> None:
         """tokens: [R], UNRESOLVED where `resample` must sample again; prompts: scores, and a function that stores them.
 
-        steps, rounds: as in StepSamples.
+        steps, iterations: as in StepSamples.
         """
-        self.steps, self.rounds = steps, rounds
+        self.steps, self.iterations = steps, iterations
         self.tokens = torch.from_numpy(tokens) if isinstance(tokens, np.ndarray) else tokens
         self.moved = False
         self._scored, self._prompts, self._resample = scored, prompts, resample
@@ -97,7 +97,7 @@ class LaunchedStep:
         return (
             self._download_samples()
             if self._here is None
-            else StepSamples(self._here, steps=self.steps, rounds=self.rounds)
+            else StepSamples(self._here, steps=self.steps, iterations=self.iterations)
         )
 
     @torch.inference_mode()

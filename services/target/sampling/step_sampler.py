@@ -30,7 +30,7 @@ from services.target.sampling.samples import LaunchedStep, ScoredRows
 from services.target.sampling.session import TargetSession
 from services.target.sampling.thresholds import relax
 from services.target.step.batch import Batch, SamplingPlan, SessionWork
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import LoopIteration
 from services.target.step.token_mask import TokenMask
 from services.target.step.upload import UploadBatch, upload, use_device
 
@@ -73,7 +73,7 @@ class StepSampler:
         use_device(device)
         drawing = [work for work in works if work.chunk.last]
         drawn = [entries[work.chunk.session.id] for work in drawing]
-        logits, tokens, rounds = self._forward(batch)
+        logits, tokens, iterations = self._forward(batch)
         prompts = None
         if len(batch.rows.sampled) > batch.drawn:
             prompts = self._score_prompts(logits, batch.drawn, works, entries)
@@ -82,7 +82,7 @@ class StepSampler:
         if batch.draws is not None:
             if tokens is None:
                 tokens = compiled.sample(logits[: batch.drawn].float(), batch.draws)
-            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, rounds=rounds)
+            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, iterations=iterations)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # While the device computes, the host lays out the parameters and sends them in one transfer.
@@ -177,11 +177,11 @@ class StepSampler:
 
         return logprobs.score(logits, rows, tokens, top), keep
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopRound]]:
+    def _forward(self, batch: Batch) -> tuple[Tensor, NDArray[np.int64] | None, Sequence[LoopIteration]]:
         """Run the batch and take its features. Returns logits of the sampled rows, [R, V], tokens and iterations."""
         outputs = self._model.runner.forward(batch, self._cache)
         self._features.take(batch, outputs.features)
-        return outputs.logits, outputs.tokens, outputs.rounds
+        return outputs.logits, outputs.tokens, outputs.iterations
 
     def _mask(self, works: Sequence[SessionWork], drawn: Sequence[TargetSession]) -> TokenMask | None:
         """The tokens that grammars allow; computed on the host during the forward pass."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from services.target.kernels.cpu import library
 from services.target.kernels.pools import CachePools
-from services.target.step.batch import MultiStep
-from services.target.step.fused_loop import LoopRound
+from services.target.step.programs import CopyDrafting, HeadDrafting, LoopIteration, MultiStepDecoding
 
 TRANSIENT_ROWS = 64
 """Most rows of logits that `LogitsMemory` keeps allocated."""
@@ -54,24 +53,27 @@ class PoolAddresses:
         return self._caches[id(cache)][1:]
 
 
-def multi_step_argument(burst: MultiStep) -> object:
-    """Multi-step decoding as the kernels take it, by reference."""
-    (stop_counts, _), (files, count) = burst.stop_counts.buffer_info(), burst.files.buffer_info()
-    argument = library.MultiStep(burst.steps, burst.stops, stop_counts, files, count, burst.narrow)
-    argument.draft_chain = burst.follows
-    if burst.worth is not None and burst.odds is not None:
-        worth = burst.worth
-        argument.acceptance_rates = burst.odds.buffer_info()[0]
-        argument.token_gain, argument.row_cost, argument.step_cost = worth.next, worth.row, worth.step
-    if (texts := burst.texts) is not None:
-        argument.texts, argument.lengths = texts.places.buffer_info()[0], texts.lengths.buffer_info()[0]
-        argument.repeat_length = texts.same
+def multi_step_argument(program: MultiStepDecoding | CopyDrafting | HeadDrafting) -> object:
+    """Several steps in one call as the kernels take them, by reference."""
+    interrupts = program.interrupts
+    (stop_counts, _), (files, count) = interrupts.stop_counts.buffer_info(), interrupts.files.buffer_info()
+    narrow = isinstance(program, CopyDrafting)
+    argument = library.MultiStep(program.steps, interrupts.stops, stop_counts, files, count, narrow)
+    if isinstance(program, HeadDrafting):
+        argument.draft_chain = True
+        if program.value is not None and program.acceptance is not None:
+            value = program.value
+            argument.acceptance_rates = program.acceptance.buffer_info()[0]
+            argument.token_gain, argument.row_cost, argument.step_cost = value.next, value.row, value.step
+    elif isinstance(program, MultiStepDecoding) and (texts := program.texts) is not None:
+        argument.texts, argument.lengths = texts.addresses.buffer_info()[0], texts.lengths.buffer_info()[0]
+        argument.repeat_length = texts.match
     return ctypes.byref(argument)
 
 
 def loop_results(
     outer: ctypes.Array[library.LoopIteration], count: int, inner: ctypes.Array[library.LoopIteration]
-) -> Sequence[LoopRound]:
+) -> Sequence[LoopIteration]:
     """The first `count` iterations of a fused loop.
 
     inner: iterations of the narrow copy, those of one outer iteration after another
@@ -80,10 +82,10 @@ def loop_results(
     return [_loop_result(one, [_loop_result(next(rest)) for _ in range(one.inner)]) for one in outer[:count]]
 
 
-def _loop_result(one: library.LoopIteration, inner: Sequence[LoopRound] = ()) -> LoopRound:
+def _loop_result(one: library.LoopIteration, inner: Sequence[LoopIteration] = ()) -> LoopIteration:
     second_choices = [place for place in range(one.chain) if one.second_choices >> place & 1]
     probabilities = [(pair[0], pair[1]) for pair in one.probabilities[: one.chain]]
-    return LoopRound(
+    return LoopIteration(
         one.written, one.draft_tokens, one.chain, second_choices, one.chain_accepted, one.accepted, one.committed,
         one.drafting, one.verifying, probabilities, one.head_tokens, inner,
     )  # fmt: skip

@@ -36,8 +36,15 @@ from services.target.kernels.cpu.pruned_head import PrunedHead
 from services.target.kernels.cpu.sampling import HeadDraftTokens, SampledRows
 from services.target.kernels.cpu.weights import Format, PackedWeight
 from services.target.kernels.pools import CachePools
-from services.target.step.batch import Batch, MultiStep
-from services.target.step.fused_loop import FusedLoop, LoopRound
+from services.target.step.batch import Batch
+from services.target.step.programs import (
+    CopyDrafting,
+    FusedLoop,
+    HeadDrafting,
+    HeadInLoop,
+    LoopIteration,
+    MultiStepDecoding,
+)
 
 _NO_CAPTURE = (None, None, 0, None, 0, None, None, None)
 
@@ -250,8 +257,10 @@ class Program:
         from may be overwritten by the next run, and approximate if nothing else reads them. With multi-step decoding,
         features and tokens of the steps follow one another, and the logits are those of the last step.
         """
-        assert not (batch.burst and batch.capture and batch.capture.fusion), "multi-step decoding fuses nothing"
-        steps, burst = (1, None) if batch.burst is None else (batch.burst.steps, multi_step_argument(batch.burst))
+        program = batch.program
+        assert not (program and batch.capture and batch.capture.fusion), "only single steps fuse features"
+        assert program is None or isinstance(program, MultiStepDecoding | CopyDrafting), "others have their own methods"
+        steps, several = (1, None) if program is None else (program.steps, multi_step_argument(program))
         view = BatchPointers(batch)
         keys, values, *states = self._addresses.of(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
@@ -260,7 +269,7 @@ class Program:
         pointer, tokens = (None, None) if samples is None else (samples.pointer, samples.tokens)
         if capture is None:
             done = self._functions.outrider_program_run(
-                self._handle, view.pointer, keys, values, *states, address, pointer, *_NO_CAPTURE, burst
+                self._handle, view.pointer, keys, values, *states, address, pointer, *_NO_CAPTURE, several
             )
             return logits, None, _leading(tokens, done * rows) if done != steps else tokens
         marks = (*capture.layers, self._marks - 1) if capture.final else capture.layers
@@ -277,7 +286,7 @@ class Program:
             fusion = weight.handle, None if bias is None else bias.data_ptr(), fused.data_ptr()
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, pointer, self._columns[marks].ctypes.data,
-            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, burst,
+            taken.ctypes.data, len(taken), features.data_ptr(), features.shape[1], *fusion, several,
         )  # fmt: skip
         if done == steps:
             return logits, fused, tokens
@@ -288,67 +297,65 @@ class Program:
 
         The batch's rows are committed tokens, `ahead` by one (see `build`); later steps have one row a session.
         """
-        assert batch.burst is not None, "a chain takes several steps"
+        drafting = batch.program
+        assert isinstance(drafting, HeadDrafting), "the batch has the head's program"
         assert batch.draws is not None, "draft tokens are sampled"
         sessions = len(batch.rows.sampled)
         view, (keys, values, *states) = BatchPointers(batch), self._addresses.of(cache)
         _, address = self._memory.of(sessions, self._vocab, transient=True)
-        steps = batch.burst.steps
-        samples = SampledRows(address, self._vocab, batch.draws, steps=steps, second_tokens=True, ids=self._ids)
+        samples = SampledRows(
+            address, self._vocab, batch.draws, steps=drafting.steps, second_tokens=True, ids=self._ids
+        )
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, samples.pointer, *_NO_CAPTURE,
-            multi_step_argument(batch.burst),
+            multi_step_argument(drafting),
         )  # fmt: skip
         return samples.draft_tokens(done)
 
     def fused_loop(
         self, head: Program | None, batch: Batch, cache: CachePools
-    ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopRound]]:
+    ) -> tuple[Tensor, NDArray[np.int64], Sequence[LoopIteration]]:
         """Draft with an EAGLE head, the narrow copy or both, and verify, several times in one call.
 
         The batch is the root of one session. Returns logits, which must not be read, the committed tokens, [n] int64,
         and the result of each iteration.
         """
-        burst, draws = batch.burst, batch.draws
-        assert burst is not None, "the loop is part of multi-step decoding"
-        assert burst.rounds is not None, "the loop is planned"
-        assert burst.texts is not None, "the loop reads the session's tokens"
+        loop, draws = batch.program, batch.draws
+        assert isinstance(loop, FusedLoop), "the batch has the loop's program"
         assert draws is not None, "tokens are sampled"
-        loop, mover = burst.rounds, cache.mover
+        mover, interrupts = cache.mover, loop.interrupts
         assert isinstance(mover, Mover), "the loop moves rows by compiled code"
+        chain, longest = (0, 0) if loop.copy is None else (loop.copy.chain, loop.copy.longest)
+        known, depth, alternatives = (
+            (0, 0, 0) if loop.head is None else (loop.head.known, loop.head.depth, loop.head.alternatives)
+        )
         logits, address = self._memory.of(TRANSIENT_ROWS, self._vocab, transient=True)
-        tokens, results = np.empty(loop.room, np.int64), (library.LoopIteration * burst.steps)()
-        inner = (library.LoopIteration * (burst.steps * loop.chain))()
+        tokens, results = np.empty(loop.room, np.int64), (library.LoopIteration * loop.steps)()
+        inner = (library.LoopIteration * (loop.steps * chain))()
         call = library.FusedLoop(
-            burst.steps, loop.seconds, burst.texts.places[0], burst.texts.lengths[0], loop.room, loop.known,
-            loop.depth, loop.others, loop.chain, loop.longest, draws.sessions, burst.stops,
-            burst.stop_counts[0], *burst.files.buffer_info(), burst.texts.same, batch.layout.pages.ctypes.data,
-            batch.layout.page_size, ctypes.addressof(mover.pools), ctypes.addressof(mover.row_bytes), mover.count,
-            self._vocab, tokens.ctypes.data, ctypes.addressof(results), ctypes.addressof(inner),
+            loop.steps, loop.seconds, loop.texts.addresses[0], loop.texts.lengths[0], loop.room, known,
+            depth, alternatives, chain, longest, draws.sessions, interrupts.stops,
+            interrupts.stop_counts[0], *interrupts.files.buffer_info(), loop.texts.match,
+            batch.layout.pages.ctypes.data, batch.layout.page_size, ctypes.addressof(mover.pools),
+            ctypes.addressof(mover.row_bytes), mover.count, self._vocab, tokens.ctypes.data,
+            ctypes.addressof(results), ctypes.addressof(inner),
         )  # fmt: skip
-        if loop.depth:
+        if loop.head is not None:
             assert head is not None, "the loop drafts with a head"
-            head._set_head(call, burst, loop)
+            head._set_head(call, loop.head)
         done = self._functions.outrider_program_fused_loop(
             self._handle, head and head._handle, *self._addresses.of(cache), address, ctypes.byref(call)
         )
         iterations = loop_results(results, done, inner)
         return logits, tokens[: sum(one.committed for one in iterations)], iterations
 
-    def _set_head(self, call: library.FusedLoop, burst: MultiStep, loop: FusedLoop) -> None:
-        """Fill in the fields of a fused loop that describe this head."""
-        assert burst.worth is not None, "the value of draft tokens decides how many there are"
-        assert burst.odds is not None, "acceptance rates decide it, too"
-        assert loop.second_odds is not None, "also those of second choices"
-        call.acceptance_rates = burst.odds.buffer_info()[0]
-        call.second_acceptance_rates = loop.second_odds.buffer_info()[0]
-        worth = burst.worth
-        call.token_gain, call.token_value, call.row_cost, call.step_cost = (
-            worth.next,
-            worth.token,
-            worth.row,
-            worth.step,
-        )
+    def _set_head(self, call: library.FusedLoop, head: HeadInLoop) -> None:
+        """Fill in the fields of a fused loop that describe this program as its head."""
+        call.acceptance_rates = head.acceptance.buffer_info()[0]
+        call.second_acceptance_rates = head.second_acceptance.buffer_info()[0]
+        value = head.value
+        call.token_gain, call.token_value = value.next, value.token
+        call.row_cost, call.step_cost = value.row, value.step
         _, call.head_logits = self._memory.of(1, self._vocab, transient=True)
         call.head_vocab, call.head_ids = self._vocab, None if self._ids is None else self._ids.data_ptr()
 
