@@ -28,7 +28,7 @@ def inner(tmp_path_factory):
 
 
 def cache_like(works, cache=None):
-    """A cache in which everything is random, also where nobody has a page; or the given one, made so."""
+    """A cache of random numbers, in free pages, too; or the given cache, filled in this way."""
     allocator = works[0].chunk.session.table._allocator
     cache = cache or KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CUDA)
     generator = torch.Generator(CUDA).manual_seed(0)

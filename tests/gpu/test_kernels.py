@@ -45,7 +45,7 @@ def case(heads, dims, dtype, pool_dtype=None, rows=ROWS, page_size=16):
     batch = build(works, CUDA)
     cache = KVCache([LayerShape(heads[1], *dims)], allocator.total_pages, page_size, pool_dtype or dtype, CUDA)
     for pool in (cache.keys[0], cache.values[0]):
-        pool.copy_(torch.full(pool.shape, torch.nan))  # what nobody wrote must not be read
+        pool.copy_(torch.full(pool.shape, torch.nan))  # rows that were not written must not be read
         pool[0] = 0.0
     for span in batch.spans:
         keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
@@ -153,7 +153,7 @@ def test_rows_are_written_and_moved():
     for pool, old in zip((*cache.keys, *cache.values), before, strict=True):
         expected = old.clone()
         expected[destinations] = old[sources]
-        # As integers: what nobody wrote may be no number.
+        # As integers, because rows that were not written may be NaN.
         assert torch.equal(pool.flatten(0, 1).view(torch.int16), expected.view(torch.int16))
 
 

@@ -1,4 +1,4 @@
-"""Drives a target engine step by step, with proposals as a test likes them, and checks what must always hold."""
+"""Drives a target engine step by step, with the proposals of a test, and checks its invariants."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def engine_of(model: Model, **flags) -> TargetEngine:
 CACHES: Sequence[dict[str, Any]] = (
     {}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}, {"coalesce_seconds": 60.0},
 )  # fmt: skip
-"""Flags of engines that keep tokens in other ways, or tell of them later."""
+"""Flags of engines with other caches, or with coalesced commits."""
 
 
 def run_as_plain(drafting: Callable[..., TargetEngine], model: Model, requests: Sequence[OpenSession], **flags) -> Run:

@@ -116,7 +116,7 @@ def test_rows_are_those_of_transformers(model, truth, count, chunk, page_size):
     for request in requests:
         plain.open(request)
     plain.run()
-    assert not any(plain.rows.values()), "nobody asked"
+    assert not any(plain.rows.values()), "no session asked for features"
 
     engine = engine_of(model, **flags)
     wanted = configured(engine, spec)
@@ -467,7 +467,7 @@ def test_drafters_hear_once_that_a_long_prompt_need_not_be_read(model, share):
             commits += engine.step().commits
         empty = [commit for commit in commits if not len(commit.tokens)]
         assert commits[: len(empty)] == empty
-        assert len(empty) == (share == 1.0 and i == 1), "the second one's prompt is known, the third one's nobody reads"
+        assert len(empty) == (share == 1.0 and i == 1), "the second prompt is known, and no drafter reads the third one"
         for commit in empty:
             assert (commit.base_length, commit.draft_budget, commit.finish_reason) == (
                 len(prompt),

@@ -157,7 +157,7 @@ def test_banned_tokens_are_masked_while_others_are_allowed(automaton):
 
 
 def checks(grammar, text):
-    """True if a text is what its grammar says, found without llguidance."""
+    """True if a text matches its grammar, without llguidance."""
     if grammar is JSON:
         value = json.loads(text)
         return (
@@ -282,7 +282,7 @@ def test_forbidden_nodes_are_not_verified(model, tokenizer):
 
     result = run(engine_of(model), requests, drafts)
     assert result.new[1] == [a] * 20 + [EOS]
-    assert result.verified == result.accepted == 10  # of each hint the one node that may be
+    assert result.verified == result.accepted == 10  # of each proposal the one allowed node
     assert len(result.commits[1]) == 11
 
 

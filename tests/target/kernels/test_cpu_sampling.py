@@ -1,4 +1,4 @@
-"""The compiled kernel draws the oracle's tokens: whatever the logits, the parameters, the masks and the company."""
+"""The compiled kernel samples the oracle's tokens for all kinds of logits, parameters, masks and batches."""
 
 import dataclasses
 from array import array
@@ -133,7 +133,7 @@ def test_every_token_can_win_by_noise_alone():
 
 
 def test_a_mass_that_float32_cannot_decide_is_summed_exactly():
-    # The border of the nucleus lies on a token, within far less than what float32 tells.
+    # The boundary of the nucleus is at a token, closer than float32 resolves.
     logits = np.zeros((64, 4096), np.float32)
     params = [SamplingParams(1.0, top_p=(1024 + (i % 5 - 2) * 1e-9) / 4096, seed=i) for i in range(64)]
     check(logits, params, range(64))

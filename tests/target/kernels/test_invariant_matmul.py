@@ -1,4 +1,4 @@
-"""Products and sums of rows on CUDA, run by Triton's interpreter: right, and with the same bits in any company."""
+"""Products and sums of rows on CUDA, run by Triton's interpreter: correct and batch-invariant."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 PROCESSOR = 227 << 10  # bytes of shared memory, of compute capability 9.0
 
-# Compiles every kernel with the rings that it is launched with; says what became of each.
+# Compiles every kernel with the rings of its launches and prints properties of each.
 COMPILE = r"""
 import itertools, json, re, subprocess, sys, tempfile
 import triton

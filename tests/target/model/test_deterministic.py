@@ -1,4 +1,4 @@
-"""--deterministic: rows of modules have the same bits in any company, and no text or log-probability can change."""
+"""--deterministic: batch invariance of modules, texts and log-probabilities."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_function_of_a_number_does_not_depend_on_its_place(dtype, threads):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_operators_inside_the_mode(dtype, threads):
-    """Every operator that is replaced says what PyTorch says, with rows that are alone or not."""
+    """Every replaced operator agrees with PyTorch, for single rows and for many."""
     torch.manual_seed(3)
     x, square, batch = torch.randn(1, 6, 40).to(dtype), torch.randn(40, 40).to(dtype), torch.randn(6, 40, 8).to(dtype)
     calls = {

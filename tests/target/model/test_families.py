@@ -1,4 +1,4 @@
-"""Families of models: the greedy text is that of `transformers`, whatever the chunks, pages and proposals."""
+"""Families of models: the greedy text is that of `transformers`, for all chunk sizes, page sizes and proposals."""
 
 import logging
 

@@ -239,7 +239,7 @@ def test_factors_of_phi_3_for_short_and_long_texts_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
-    (".split.count", 3, "one of 3 parts.*--merge"), ("rope.dimension_count", 8, "turns 8 of 16 .*safetensors"),
+    (".split.count", 3, "one of 3 parts.*--merge"), ("rope.dimension_count", 8, "rotates 8 of 16 .*safetensors"),
 ])  # fmt: skip
 def test_files_that_would_change_the_text_are_rejected(field, value, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -293,7 +293,7 @@ def test_a_converted_file_is_found_in_a_read_only_folder(tiny_gguf, tmp_path, mo
     folder = checkpoint.resolve(str(tiny_gguf))
     lock = folder.parent / f"{folder.name}.lock"
     lock.unlink(missing_ok=True)
-    lock.mkdir()  # opening it fails for everybody, root included
+    lock.mkdir()  # opening it fails for every user, root included
     assert checkpoint.resolve(str(tiny_gguf)) == folder
     folder.rename(tmp_path / "away")
     with pytest.raises(ConfigError, match="OUTRIDER_CACHE"):

@@ -1,4 +1,4 @@
-"""Packed linear layers: what nn.Linear computes, and the same bits for a row in any company."""
+"""Packed linear layers: the results of nn.Linear, and batch invariance."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be served are refused at start-up; the message says what does not fit and what to do."""
+"""Unsupported checkpoints are rejected at start-up, with a message that names the reason and a remedy."""
 
 import json
 
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def write_config(folder, architecture, model_type, **settings):
-    """A folder with a configuration, and weights that nobody gets to read."""
+    """A folder with a configuration, and weights that are never read."""
     folder.mkdir(exist_ok=True)
     config = {"architectures": [architecture], "model_type": model_type} | SIZES | settings
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Compiled programs: the logits of the modules that they are made from, and the same bits in any company."""
+"""Compiled programs: the logits of the modules that they are built from, and batch invariance."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def test_a_rows_bits_do_not_depend_on_the_batch(flags, tmp_path):
         alone.sessions[0].length = token + 1  # so that its logits are wanted
         plain.append(alone.logits((0, token, token + 1)))
     # In pieces, beside other prompts, and as a draft that turns out right.
-    company = Sessions(model, (length, 50, 200))
-    company.sessions[0]._tokens[:length] = alone.sessions[0].tokens
-    company.sessions[0].length = 280
-    company.logits((1, 0, 50), (0, 0, 77))
-    company.logits((0, 77, 250), (2, 0, 100))
+    batched = Sessions(model, (length, 50, 200))
+    batched.sessions[0]._tokens[:length] = alone.sessions[0].tokens
+    batched.sessions[0].length = 280
+    batched.logits((1, 0, 50), (0, 0, 77))
+    batched.logits((0, 77, 250), (2, 0, 100))
     depths = np.arange(1, 20, dtype=np.int32)
     draft = TreeSlice(alone.sessions[0].tokens[280:299].copy(), depths - 2, depths, np.zeros(19, np.float32))
-    rows = company.logits((0, 250, 280, draft), (2, 100, 180))
+    rows = batched.logits((0, 250, 280, draft), (2, 100, 180))
     for i in range(20):
         assert torch.equal(rows[i], plain[279 + i][0]), i
 

@@ -145,7 +145,7 @@ def test_formats_that_cannot_be_unpacked_are_rejected(config, message, tmp_path)
 
 
 def test_scales_of_activations_are_refused(tmp_path):
-    """As AWQ's checkpoints of StarCoder2 have them; whoever leaves them out serves nonsense."""
+    """As in AWQ checkpoints of StarCoder2; a model without them generates wrong text."""
     folder = write_family(tmp_path / "model", "llama-2")
     quantizers.write_quantized(folder, tmp_path / "plain", quantizers.awq, AWQ)
     add_tensors(folder, {"model.layers.0.mlp.act.scales": torch.ones(96)})

@@ -57,7 +57,7 @@ def started(folder, **flags):
 
 
 def knowing(new):
-    """Hints of somebody who knows the text `new`, among others."""
+    """Proposals that contain the text `new`, among others."""
 
     def proposals(session_id, path):
         rng = np.random.default_rng(len(path))
@@ -112,7 +112,7 @@ def test_text_after_an_update_is_that_of_the_new_weights(folders, texts, way, te
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_sessions_go_on_as_if_they_had_been_opened_anew(folders, texts, temperature):
-    """What they say next is what a target with the new weights says to prompt and committed tokens."""
+    """The sessions continue like a target that started with the new weights."""
     engine, control = started(folders[0], page_size=4)
     opened = requests(temperature)
     tokens = {request.session_id: request.tokens.tolist() for request in opened}
@@ -304,7 +304,7 @@ def test_wider_weights_are_rounded_as_in_loading(tmp_path, width, quantization, 
         assert np.array_equal(np.concatenate(reported), np.concatenate(expected))
 
 
-# --- a bad update changes nothing, and says why ---
+# --- an invalid update changes nothing and reports the reason ---
 
 
 def spoilt(folder, target, **changes):

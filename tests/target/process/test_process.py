@@ -1,4 +1,4 @@
-"""The target as a process: its flags, its port, and what it says over gRPC."""
+"""The target as a process: its flags, its port, and its gRPC service."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def address(folder, tmp_path_factory):
 
 
 async def connected(channel):
-    """Wait until the service says SERVING."""
+    """Wait until the service reports SERVING."""
     health = health_pb2_grpc.HealthStub(channel)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:

@@ -54,7 +54,7 @@ def close(reported, expected):
 
 
 def whole(commits):
-    """Of all new tokens; the commits must tell of every token once."""
+    """The log-probabilities of all new tokens; the commits must report every token once."""
     reported = [commit.logprobs for commit in commits]
     assert [len(one) for one in reported] == [len(commit.tokens) for commit in commits]
     assert [one.first for one in reported] == [commit.base_length for commit in commits]
