@@ -158,7 +158,7 @@ def test_a_compiler_that_hangs_or_fails_is_named(tmp_path, monkeypatch):
         compiler = tmp_path / "g++"
         compiler.write_text(f"#!/bin/sh\n{script}\n")
         compiler.chmod(0o755)
-        monkeypatch.setattr(native, "_LONGEST", longest)
+        monkeypatch.setattr(native, "_TIMEOUT", longest)
         with pytest.raises(library.Unavailable, match=message):
             library.build.KERNELS.compile(str(compiler), tmp_path / "out.so")
     assert not (tmp_path / "out.so").exists()
