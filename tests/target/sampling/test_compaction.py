@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.speculation.acceptance import accepted_path
 from outrider.speculation.sampling import SamplingParams
-from services.target.engine.verifier import settle
+from services.target.engine.verifier import verify
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
 from services.target.sampling.compaction import Moves, lay_out
@@ -51,7 +51,7 @@ def test_the_walk_on_the_device_is_that_of_the_host(seed, sessions, most):
         assert moves[1, i, : len(path)].tolist() == slots[: len(path)].tolist()
         assert not moves[:, i, len(path) :].any()
         if bonus >= 0:  # where the session does not end, it is what is committed
-            assert settle(work.draft, own, frozenset(), len(path) + 1).path == path
+            assert verify(work.draft, own, frozenset(), len(path) + 1).path == path
         host.add(work.chunk.session, path)
     caches = [KVCache(SHAPES, allocator.total_pages, allocator.page_size, torch.float32, CPU) for _ in range(2)]
     for cache in caches:
