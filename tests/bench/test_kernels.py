@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.harness import report
-from bench.services import kernels
+from bench.services import target_kernels as kernels
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format, packed
 

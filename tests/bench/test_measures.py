@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from bench.serve import counters
+from bench.serve import server_metrics
 from bench.serve.load import arrivals
-from bench.serve.measures import (
+from bench.serve.metrics import (
     Speculation,
     by_category,
     distribution,
@@ -19,7 +19,7 @@ from bench.serve.measures import (
     summarize,
     tokens_over_time,
 )
-from bench.serve.outcome import Outcome, take
+from bench.serve.outcome import Outcome, read_event
 
 
 def answered(category="x", due=0.0, pieces=(1.0, 2.0, 4.0), tokens=7, **options):
@@ -40,7 +40,7 @@ def test_latencies_count_from_when_a_request_was_due():
 
 def test_a_summary_leaves_failures_out():
     failed = answered(tokens=100, error="HTTP 500", detail="oh")
-    outcomes = [answered(), answered(due=1.0, pieces=(2.0, 3.0), tokens=3, counted=False), failed]
+    outcomes = [answered(), answered(due=1.0, pieces=(2.0, 3.0), tokens=3, learning_counters=False), failed]
     summary = summarize(outcomes, seconds=5.0, limits={"ttft": 1.0, "e2el": 3.0})
     assert (summary.requests, summary.failed, summary.uncounted) == (2, 1, 1)
     assert (summary.input_tokens, summary.output_tokens) == (10, 10)
@@ -119,8 +119,8 @@ def test_tokens_over_time_add_up():
 )  # fmt: skip
 def test_answers_of_all_makes_tell_of_speculation(event):
     outcome = Outcome("x")
-    take(outcome, {"choices": [], **event}, 1.0)
-    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.counted) == (3, 9, True)
+    read_event(outcome, {"choices": [], **event}, 1.0)
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.learning_counters) == (3, 9, True)
     assert (outcome.drafted, outcome.accepted) == (6, 4)
     assert outcome.pieces == []
     assert outcome.histogram == ([1, 2, 1] if "metrics" in event else [])
@@ -128,15 +128,15 @@ def test_answers_of_all_makes_tell_of_speculation(event):
 
 def test_thoughts_are_text():
     outcome = Outcome("x")
-    take(outcome, {"choices": [{"delta": {"reasoning_content": "hm", "content": None}}]}, 1.0)
-    take(outcome, {"choices": [{"delta": {"content": "so"}, "finish_reason": "stop"}], "usage": None}, 2.0)
+    read_event(outcome, {"choices": [{"delta": {"reasoning_content": "hm", "content": None}}]}, 1.0)
+    read_event(outcome, {"choices": [{"delta": {"content": "so"}, "finish_reason": "stop"}], "usage": None}, 2.0)
     assert (outcome.text, outcome.pieces, outcome.finish) == ("hmso", [1.0, 2.0], "stop")
 
 
 def test_thoughts_that_come_twice_are_taken_once_and_stay_out_of_later_turns():
     outcome = Outcome("x")
-    take(outcome, {"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]}, 1.0)
-    take(outcome, {"choices": [{"message": {"reasoning": ", ", "content": "so"}}]}, 2.0)
+    read_event(outcome, {"choices": [{"delta": {"reasoning": "hm", "reasoning_content": "hm"}}]}, 1.0)
+    read_event(outcome, {"choices": [{"message": {"reasoning": ", ", "content": "so"}}]}, 2.0)
     assert (outcome.text, outcome.content) == ("hm, so", "so")
 
 
@@ -144,7 +144,7 @@ def test_an_answer_in_parts():
     outcome = Outcome("x")
     thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
     parts = [{"type": "text", "text": "s"}, {"type": "text", "text": "o"}]
-    take(outcome, {"choices": [{"delta": {"content": [thought, *parts]}}]}, 1.0)
+    read_event(outcome, {"choices": [{"delta": {"content": [thought, *parts]}}]}, 1.0)
     assert (outcome.text, outcome.content, outcome.pieces) == ("hmso", "so", [1.0])
 
 
@@ -153,8 +153,8 @@ def chunks(*deltas, tokens):
     outcome = Outcome("x", streamed=True)
     for second, delta in enumerate([*deltas, {}], start=1):
         finish = None if delta else "stop"
-        take(outcome, {"choices": [{"delta": delta, "finish_reason": finish}]}, float(second))
-    take(outcome, {"choices": [], "usage": {"completion_tokens": tokens}}, len(deltas) + 9.0)
+        read_event(outcome, {"choices": [{"delta": delta, "finish_reason": finish}]}, float(second))
+    read_event(outcome, {"choices": [], "usage": {"completion_tokens": tokens}}, len(deltas) + 9.0)
     return outcome
 
 
@@ -172,8 +172,8 @@ def test_each_of_several_choices_takes_its_own_time():
     said = [(1, 1.0, "no"), (0, 1.5, "a"), (1, 2.0, "no"), (0, 3.5, "b"), (1, 4.0, "no"), (1, 5.0, ""), (0, 6.0, "")]
     for index, second, text in said:
         end = {} if text else {"finish_reason": "stop", "metrics": {"speculative_decoding": SPECULATION[index]}}
-        take(outcome, {"choices": [{"index": index, "delta": {"content": text}, **end}]}, second)
-    take(outcome, {"choices": [], "usage": {"completion_tokens": 12}}, 7.0)
+        read_event(outcome, {"choices": [{"index": index, "delta": {"content": text}, **end}]}, second)
+    read_event(outcome, {"choices": [], "usage": {"completion_tokens": 12}}, 7.0)
     assert (outcome.ttft, outcome.latency, outcome.gaps) == (1.0, 6.0, [1.0, 2.0, 2.0])
     assert outcome.tpot == ((5.0 - 1.0) + (6.0 - 1.5)) / (12 - 2)
     assert (outcome.text, outcome.content) == ("ab", "ab"), "what later turns go on from"
@@ -206,7 +206,7 @@ def test_whole_answers_have_no_time_per_token():
 ])  # fmt: skip
 def test_a_chunk_that_nobody_foresaw_is_a_failure_with_a_name(event):
     outcome = Outcome("x")
-    take(outcome, event, 1.0)
+    read_event(outcome, event, 1.0)
     assert outcome.error == "chunk of an unknown form"
     assert str(event) in outcome.detail
 
@@ -244,42 +244,42 @@ sglang:spec_accept_rate{engine_type="unified",model_name="m",tp_rank="0"} 0.5
 
 
 def test_counters_are_read_before_and_after():
-    before = counters.read(VLLM.format(drafts=10, drafted=30, accepted=20, first=10, second=10))
-    after = counters.read(VLLM.format(drafts=30, drafted=90, accepted=40, first=25, second=15))
-    found = counters.speculation(before, after)
+    before = server_metrics.read(VLLM.format(drafts=10, drafted=30, accepted=20, first=10, second=10))
+    after = server_metrics.read(VLLM.format(drafts=30, drafted=90, accepted=40, first=25, second=15))
+    found = server_metrics.speculation(before, after)
     assert found.accept_length == 2.0
     assert found.acceptance_rate == pytest.approx(1 / 3)
     assert found.per_position == (0.75, 0.25)
-    assert counters.speculation(after, after) is None, "nothing was drafted in between"
-    ours = counters.speculation(
-        counters.read(OURS.format(steps=5, tokens=5, verified=0, accepted=0)),
-        counters.read(OURS.format(steps=15, tokens=25, verified=40, accepted=10)),
+    assert server_metrics.speculation(after, after) is None, "nothing was drafted in between"
+    ours = server_metrics.speculation(
+        server_metrics.read(OURS.format(steps=5, tokens=5, verified=0, accepted=0)),
+        server_metrics.read(OURS.format(steps=15, tokens=25, verified=40, accepted=10)),
     )
     assert (ours.accept_length, ours.acceptance_rate) == (2.0, 0.25)
-    assert counters.speculation({}, counters.read(SGLANG)).accept_length == 2.5
-    assert counters.read("<html>not found</html>") == {}
-    assert counters.speculation(counters.read(None), counters.read("")) is None
+    assert server_metrics.speculation({}, server_metrics.read(SGLANG)).accept_length == 2.5
+    assert server_metrics.read("<html>not found</html>") == {}
+    assert server_metrics.speculation(server_metrics.read(None), server_metrics.read("")) is None
 
 
 def test_nothing_is_told_of_a_server_that_began_anew():
     full = {"drafts": 10, "drafted": 30, "accepted": 20, "first": 10, "second": 10}
-    many = {"steps": 9, "tokens": 90, "verified": 90, "accepted": 81}
+    batch_step = {"steps": 9, "tokens": 90, "verified": 90, "accepted": 81}
     few = {"steps": 8, "tokens": 8, "verified": 0, "accepted": 0}
-    for page, more, less in ((VLLM, full, dict.fromkeys(full, 4)), (OURS, many, few)):
-        before, after = (counters.read(page.format(**numbers)) for numbers in (more, less))
-        assert counters.speculation(before, after) is None
-    lower = counters.read(OURS.format(steps=12, tokens=20, verified=95, accepted=4))
-    assert counters.speculation(counters.read(OURS.format(**many)), lower) is None
+    for page, more, less in ((VLLM, full, dict.fromkeys(full, 4)), (OURS, batch_step, few)):
+        before, after = (server_metrics.read(page.format(**numbers)) for numbers in (more, less))
+        assert server_metrics.speculation(before, after) is None
+    lower = server_metrics.read(OURS.format(steps=12, tokens=20, verified=95, accepted=4))
+    assert server_metrics.speculation(server_metrics.read(OURS.format(**batch_step)), lower) is None
 
 
 def test_gauges_of_an_earlier_load_say_nothing():
     """SGLang's counter is there and does not grow, while its gauges still say what was."""
     calls = "# TYPE sglang:spec_verify_calls_total counter\nsglang:spec_verify_calls_total{{}} {}\n"
     calls += "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{{}} {}\n"
-    before, after = (counters.read(SGLANG + calls.format(*counts)) for counts in ((10, 30), (20, 70)))
-    assert counters.speculation(before, after).accept_length == 4.0
-    assert counters.speculation(after, counters.read(SGLANG + calls.format(20, 90))) is None
-    assert counters.speculation(after, before) is None, "it began anew in between"
+    before, after = (server_metrics.read(SGLANG + calls.format(*counts)) for counts in ((10, 30), (20, 70)))
+    assert server_metrics.speculation(before, after).accept_length == 4.0
+    assert server_metrics.speculation(after, server_metrics.read(SGLANG + calls.format(20, 90))) is None
+    assert server_metrics.speculation(after, before) is None, "it began anew in between"
 
 
 def test_arrivals_keep_their_rate_and_their_burstiness():

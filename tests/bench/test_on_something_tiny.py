@@ -9,7 +9,7 @@ import torch
 from bench.__main__ import BENCHMARKS, main
 from bench.end_to_end import online
 from bench.gpu import run as gpu
-from bench.harness.prompts import Prompt, rounds_of
+from bench.harness.prompts import Prompt, equal_parts
 from bench.harness.report import Report
 from bench.serve.outcome import Outcome
 from bench.services import draft_kernels
@@ -37,17 +37,17 @@ def test_the_benchmark_of_the_drafts_kernels_runs():
 def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
     """Every prompt is asked once, and a row tells of both systems."""
     prompts = [Prompt("x", (str(i),)) for i in range(11)]
-    rounds = rounds_of(prompts, 3)
+    rounds = equal_parts(prompts, 3)
     assert [[prompt.turns[0] for prompt in part] for part in rounds] == [
         ["0", "1", "2"],
         ["3", "4", "5"],
         ["6", "7", "8"],
     ]
     metrics = 'outrider_online_steps_total{address="a"} 32.0\noutrider_online_kept_total{address="a"} 1.0\nother 5.0'
-    assert online.counted(metrics) == {"steps": 32, "kept": 1}
+    assert online.learning_counters(metrics) == {"steps": 32, "kept": 1}
 
     def answer(text, accepted):
-        return Outcome("x", texts=[text], output_tokens=20, counted=True, drafted=10, accepted=accepted)
+        return Outcome("x", texts=[text], output_tokens=20, learning_counters=True, drafted=10, accepted=accepted)
 
     learning = [online.Round([answer("a", 10), answer("b", 10)], {"steps": 32, "kept": 1})]
     still = [online.Round([answer("a", 0), answer("c", 0)], {})]
@@ -57,7 +57,7 @@ def test_rounds_of_a_draft_that_learns(monkeypatch, tmp_path):
         {"round": 1, "learning": 2.0, "as_it_was": 1.0, "steps": 32, "kept": 1, "rejected": 0, "same_text": "1/2"}
     ]
     monkeypatch.setattr("bench.harness.report._chosen", tmp_path)
-    online._plot(report)
+    online.plot(report)
     assert (tmp_path / "online.png").exists()
 
 
@@ -110,14 +110,14 @@ def test_one_benchmark_that_cannot_run_here_keeps_no_other_from_it(monkeypatch, 
     def module(path):
         def main(_):
             run.append(path)
-            if path == "bench.services.kernels":
+            if path == "bench.services.target_kernels":
                 raise ConfigError("a C++ compiler is needed")
 
         return types.SimpleNamespace(main=main)
 
     monkeypatch.setattr("bench.__main__.importlib.import_module", module)
     assert main(["all"]) == 1
-    assert run.index("bench.services.kernels") < run.index("bench.services.deterministic")
+    assert run.index("bench.services.target_kernels") < run.index("bench.services.deterministic")
     assert capsys.readouterr().err == "outrider bench kernels: error: a C++ compiler is needed\n"
     with pytest.raises(ConfigError):
         main(["kernels"])

@@ -8,9 +8,9 @@ import pytest
 
 from bench.__main__ import main
 from bench.harness.report import Report
-from bench.peers.base import Facts, Peer, Reply
-from bench.peers.figures import median_and_quartiles, ratios, same_texts
-from bench.peers.run import _arguments, _plot, add_rates, add_ratios, ask_in_turns, catalogue
+from bench.peers.base import PeerInfo, Peer, Reply
+from bench.peers.figures import median_and_quartiles, ratios, equal_texts
+from bench.peers.run import parse_arguments, plot, add_rates, add_ratios, interleave, peers_of
 from bench.peers.servers import Server
 from tests.support.bench.server import STEP, in_a_thread
 from tests.support.tiny import write_model, write_tokenizer
@@ -30,18 +30,18 @@ def test_rates_count_what_comes_behind_the_first_token():
 
 
 def test_texts_are_compared_within_a_family_and_a_format():
-    peers = [Facts("a", "x", "bf16"), Facts("b", "x", "bf16", "n-gram"), Facts("c", "x", "int8", "n-gram")]
+    peers = [PeerInfo("a", "x", "bf16"), PeerInfo("b", "x", "bf16", "n-gram"), PeerInfo("c", "x", "int8", "n-gram")]
     said = {
         name: [reply(text, 2, 0, 1) for text in texts] for name, texts in zip("abc", ("pq", "pr", "pq"), strict=True)
     }
-    assert same_texts(peers, said) == {"b": "1/2"}
+    assert equal_texts(peers, said) == {"b": "1/2"}
 
 
 def test_tokens_without_text_take_time(tmp_path):
     with in_a_thread() as url:
-        server = Server(Facts("a", "x", "bf16"), [], tmp_path)
+        server = Server(PeerInfo("a", "x", "bf16"), [], tmp_path)
         server._url = url
-        _, replies = server.ask(["good", "tail"], 9)
+        _, replies = server.generate(["good", "tail"], 9)
     good, tail = replies
     assert tail.seconds - tail.first >= good.seconds - good.first + STEP
     assert tail.rate < good.rate
@@ -50,14 +50,14 @@ def test_tokens_without_text_take_time(tmp_path):
 class Fake(Peer):
     """Answers at once, and remembers how many it was asked together."""
 
-    def __init__(self, facts):
-        super().__init__(facts)
+    def __init__(self, info):
+        super().__init__(info)
         self.asked = []
 
     def running(self):
         raise AssertionError("it runs")
 
-    def ask(self, texts, new):
+    def generate(self, texts, new):
         self.asked.append(len(texts))
         return 0.5, [reply("", new, 0.5, 1.0)] * len(texts)
 
@@ -65,19 +65,19 @@ class Fake(Peer):
 def test_several_at_once_are_told_of_those_that_answer_them_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("bench.peers.run._REST", 0.0)
     monkeypatch.setattr("bench.harness.report._chosen", tmp_path)
-    facts = [Facts("outrider bf16", "outrider", "bf16", size=9), Facts("other", "x", "bf16", size=9),
-             Facts("one by one", "y", "bf16", size=9, batched=False)]  # fmt: skip
-    peers = [Fake(one) for one in facts]
-    replies, together = ask_in_turns(peers, ["a", "b"], [["c", "d", "e"]], 11)
+    info = [PeerInfo("outrider bf16", "outrider", "bf16", size=9), PeerInfo("other", "x", "bf16", size=9),
+             PeerInfo("one by one", "y", "bf16", size=9, batched=False)]  # fmt: skip
+    peers = [Fake(one) for one in info]
+    replies, together = interleave(peers, ["a", "b"], [["c", "d", "e"]], 11)
     assert [sorted(peer.asked) for peer in peers] == [[1, 1, 3], [1, 1, 3], [1, 1]]
     report, table = Report("peers", ""), Report("peers-ratios", "")
-    add_rates(report, facts, replies, together, 3, 180.0)
+    add_rates(report, info, replies, together, 3, 180.0)
     assert [row["3 at once, tokens/s"] for row in report.rows] == [66.0, 66.0, "-"]
     assert [row["tokens/s"] for row in report.rows] == [20.0] * 3
-    add_ratios(table, facts, replies, together, 3)
+    add_ratios(table, info, replies, together, 3)
     (row,) = table.rows
     assert (row["other, 3"], row["one by one"], row["one by one, 3"]) == ("1.00 (1.00-1.00)", "1.00 (1.00-1.00)", "-")
-    _plot(report, "3 at once, tokens/s")
+    plot(report, "3 at once, tokens/s")
     assert (tmp_path / "peers.png").stat().st_size > 1000
 
 
@@ -87,7 +87,7 @@ def test_who_answers_one_after_the_other(tmp_path):
         model_path=str(model), outrider=["bf16"], transformers=["plain", "lookup"], transformers_dtype="bfloat16",
         llama_model=[], openvino_model=[f"int8={tmp_path}"], openvino_python="python", vllm=None,
     )  # fmt: skip
-    alone = [peer.facts.name for peer in catalogue(args, tmp_path) if not peer.facts.batched]
+    alone = [peer.info.name for peer in peers_of(args, tmp_path) if not peer.info.batched]
     assert alone == ["transformers plain", "transformers lookup", "OpenVINO int8 lookup"]
 
 
@@ -130,11 +130,11 @@ def test_a_run_beside_transformers(tmp_path):
 )
 def test_what_cannot_be_started_is_refused_before_anything_is(flags, capsys):
     with pytest.raises(SystemExit):
-        _arguments(flags)
+        parse_arguments(flags)
     assert flags[1] in capsys.readouterr().err
 
 
 def test_a_single_token_has_no_rate(capsys):
     with pytest.raises(SystemExit):
-        _arguments(["--new-tokens", "1"])
+        parse_arguments(["--new-tokens", "1"])
     assert "2 or more" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.end_to_end import system
-from bench.harness.prompts import Prompt, first_of_each, read_prompts, sample, synthetic
+from bench.harness.prompts import Prompt, first_per_category, read_prompts, sample, synthetic
 from bench.services import quality
 
 
@@ -101,7 +101,7 @@ def test_samples_take_from_every_category():
     again = sample(prompts, 60, 1)
     assert again[53:] == again[:7]
     assert sample([], 5, 1) == []
-    assert [p.turns[0] for p in first_of_each(prompts, 2)] == ["a0", "a1", "b0", "b1"]
+    assert [p.turns[0] for p in first_per_category(prompts, 2)] == ["a0", "a1", "b0", "b1"]
 
 
 def test_synthetic_prompts_have_the_lengths_asked_for():

@@ -18,8 +18,8 @@ from bench.scale import run, system
 from bench.scale.delay import serve
 from bench.scale.oracle import OracleEngine, Text
 from bench.scale.run import main, step_costs
-from bench.scale.system import Draft, Told
-from bench.scale.theory import expected_tokens, going_on, speedup, waiting
+from bench.scale.system import Draft, Generation
+from bench.scale.theory import expected_tokens, draft_if_ready, speedup, wait_for_draft
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
 from outrider.speculation.sampling import SamplingParams, StopConditions
@@ -91,16 +91,16 @@ def test_the_network_hands_everything_on_in_order_and_late(tmp_path):
 
 
 def test_theory_at_its_ends():
-    def cost(hints):
-        return 0.01 + 0.0005 * hints
+    def cost(speculate):
+        return 0.01 + 0.0005 * speculate
 
     assert expected_tokens(0.0, 5) == 1.0
     assert expected_tokens(1.0, 5) == 6.0
     assert expected_tokens(0.5, 2) == pytest.approx(1 + 0.5 + 0.25)
     assert speedup(0.0, cost, 0.001, 8) == 1.0  # plain steps at worst
     assert speedup(1.0, cost, 10.0, 8) == pytest.approx(8 * cost(0) / cost(7), rel=1e-6)  # never waits for a slow draft
-    assert waiting(0.8, 4, cost, 0.0) > waiting(0.8, 4, cost, 0.02)
-    assert going_on(0.8, 4, cost, 0.02, 8) >= 1 / cost(0)
+    assert wait_for_draft(0.8, 4, cost, 0.0) > wait_for_draft(0.8, 4, cost, 0.02)
+    assert draft_if_ready(0.8, 4, cost, 0.02, 8) >= 1 / cost(0)
     ratios = [speedup(a / 10, cost, 0.002, 8) for a in range(11)]
     assert ratios == sorted(ratios)
 
@@ -112,9 +112,9 @@ def test_steps_are_measured_at_the_context_of_each_point(tmp_path, monkeypatch):
 
     def remembered(session_id, prompt, new):
         opened.append(len(prompt))
-        return opening(session_id, prompt, new)
+        return open_request(session_id, prompt, new)
 
-    opening = bench.target.opening
+    open_request = bench.target.open_request
     monkeypatch.setattr(bench.target, "opening", remembered)
     monkeypatch.setattr("bench.scale.run._ROWS", (1, 3))
     monkeypatch.setattr("bench.scale.run._STEPS", 2)
@@ -129,17 +129,17 @@ def test_what_is_expected_is_of_the_points_own_context(monkeypatch):
     def gateway(*_):
         yield "nowhere"
 
-    async def tell(_, asked, new, hints):
-        return [Told((1,) * new, 10.0, 1.0) for _ in asked]
+    async def generate(_, asked, new, speculate):
+        return [Generation((1,) * new, 10.0, 1.0) for _ in asked]
 
-    for name, instead in (("gateway", gateway), ("tell", tell), ("remember", lambda *_: None)):
+    for name, instead in (("gateway", gateway), ("tell", generate), ("remember", lambda *_: None)):
         monkeypatch.setattr(run, name, instead)
     monkeypatch.setattr(run, "prompts", lambda _, context, count: [[0] * context] * count)
     args = argparse.Namespace(new_tokens=4, rounds=1)
-    costs = {100: lambda hints: 0.01 + 0.001 * hints, 4000: lambda hints: 0.02 + 0.01 * hints}
+    costs = {100: lambda speculate: 0.01 + 0.001 * speculate, 4000: lambda speculate: 0.02 + 0.01 * speculate}
     draft = Draft(0.8, 0.0, 0.0, 4)
-    points = [run._point(Path(), Path(), "", run.Cell("context", n, n, 1, draft), args, costs) for n in costs]
-    assert [point["expected"] for point in points] == [speedup(0.8, cost, run._STREAMS, 4) for cost in costs.values()]
+    points = [run.measure_point(Path(), Path(), "", run.Cell("context", n, n, 1, draft), args, costs) for n in costs]
+    assert [point["expected"] for point in points] == [speedup(0.8, cost, run.STREAM_LATENCY, 4) for cost in costs.values()]
     assert points[0]["expected"] > points[1]["expected"]
 
 
@@ -156,7 +156,7 @@ async def test_answers_that_come_at_once_tell_of_no_rate(monkeypatch):
 
     monkeypatch.setattr(system, "AsyncClient", Client)
     with pytest.raises(BenchError, match="--new-tokens"):
-        await system.tell("nowhere", [[1, 2]], 4, hints=False)
+        await system.generate("nowhere", [[1, 2]], 4, speculate=False)
 
 
 @pytest.mark.system

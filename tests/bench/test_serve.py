@@ -21,7 +21,7 @@ async def test_a_good_answer_is_timed_and_counted():
         (outcome,) = await run(Target(url, "chat", "tiny"), prompts("one two three"), Plan())
     assert outcome.error == ""
     assert outcome.text == "".join(WORDS)
-    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.counted) == (3, TOKENS, True)
+    assert (outcome.prompt_tokens, outcome.output_tokens, outcome.learning_counters) == (3, TOKENS, True)
     assert (outcome.drafted, outcome.accepted) == (DRAFTED, ACCEPTED)
     assert len(outcome.pieces) == len(WORDS), "the opening chunk has no text"
     assert outcome.ttft >= STEP
@@ -65,8 +65,8 @@ async def test_an_answer_that_does_not_end():
 async def test_answers_without_usage():
     async with running() as (_, url):
         bare, llama = await run(Target(url, "chat", "tiny"), prompts("bare", "llama"), Plan())
-    assert (bare.error, bare.counted, bare.output_tokens) == ("", False, len(WORDS))
-    assert (llama.error, llama.counted, llama.output_tokens, llama.prompt_tokens) == ("", True, TOKENS, 7)
+    assert (bare.error, bare.learning_counters, bare.output_tokens) == ("", False, len(WORDS))
+    assert (llama.error, llama.learning_counters, llama.output_tokens, llama.prompt_tokens) == ("", True, TOKENS, 7)
     assert (llama.drafted, llama.accepted) == (DRAFTED, ACCEPTED)
 
 

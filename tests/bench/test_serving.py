@@ -15,7 +15,7 @@ from bench.harness.processes import output_of
 from bench.harness.prompts import Prompt
 from bench.harness.report import Report
 from bench.serve.outcome import Outcome
-from bench.serve.outrider_system import ask, new_tokens, speculation
+from bench.serve.outrider_system import generate, new_tokens, speculation
 from outrider import cli
 from tests.support.bench.server import TOKENS, WORDS, in_a_thread, running
 
@@ -23,9 +23,9 @@ from tests.support.bench.server import TOKENS, WORDS, in_a_thread, running
 async def test_conversations_are_held():
     told = []
     async with running() as (server, url):
-        seconds, talks = await ask(url, [("one", "two"), ("three",)], 2, {"temperature": 0.5}, told.append)
+        seconds, talks = await generate(url, [("one", "two"), ("three",)], 2, {"temperature": 0.5}, told.append)
         with pytest.raises(RuntimeError, match="HTTP 429: no "):
-            await ask(url, [("429",)], 1, {})
+            await generate(url, [("429",)], 1, {})
     assert seconds > 0
     assert [[answer.text for answer in talk] for talk in talks] == [["".join(WORDS)] * 2, ["".join(WORDS)]]
     answers = [answer for talk in talks for answer in talk]
@@ -64,7 +64,7 @@ def test_accept_lengths_by_category(prompts, tmp_path):
 
 def test_all_are_all_also_where_some_prompts_have_no_category():
     made, prompts = Report("accept", ""), [Prompt("all", ("x",)), Prompt("code", ("y",))]
-    answers = [[Outcome(p.category, output_tokens=12, counted=True, drafted=10, accepted=a)]
+    answers = [[Outcome(p.category, output_tokens=12, learning_counters=True, drafted=10, accepted=a)]
                for p, a in zip(prompts, (0, 9), strict=True)]  # fmt: skip
     accept.add_rows(made, "NGRAM", 0.0, accept.Result(1.0, answers), prompts, None)
     length, rate = made.rows

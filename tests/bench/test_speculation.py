@@ -16,9 +16,9 @@ from bench.harness.prompts import Prompt
 from bench.serve.client import Target
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import served
-from bench.speculation import judge
+from bench.speculation import comparison
 from bench.speculation.page import command
-from bench.speculation.rounds import Cell, Pair, facts_of, take_turns
+from bench.speculation.paired_rounds import Cell, Pair, measured_row, run_pairs
 from bench.speculation.run import main
 from bench.speculation.settings import PLAIN, Setting, grid, named, shapes
 from tests.support.bench.server import TOKENS, in_a_thread, running
@@ -54,7 +54,7 @@ def test_settings_of_the_command_line():
 
 
 def row(setting, kind, *rounds, concurrency=1, temperature=0.0, drafter="D"):
-    over = judge.ratio(rounds)
+    over = comparison.ratio(rounds)
     return {"setting": setting, "kind": kind, "drafter": drafter, "flags": f"--{setting}", "temperature": temperature,
             "concurrency": concurrency, "ratio": over.mean, "rounds": list(rounds)}  # fmt: skip
 
@@ -63,16 +63,16 @@ def test_verdicts_are_students():
     rng = np.random.default_rng(5)
     for count in (2, 4, 31, 40):
         logarithms = rng.normal(0.1, 0.2, count)
-        over = judge.ratio(np.exp(logarithms).tolist())
+        over = comparison.ratio(np.exp(logarithms).tolist())
         low, high = stats.t.interval(0.95, count - 1, logarithms.mean(), stats.sem(logarithms))
         assert over.mean == pytest.approx(np.exp(logarithms.mean()))
         assert (over.low, over.high) == pytest.approx((np.exp(low), np.exp(high)), rel=0.01)
-    assert judge.verdict([1.5, 1.52, 1.48], [1.0, 1.02, 1.0]) == "win"
-    assert judge.verdict([1.0, 1.02, 1.0], [1.5, 1.52, 1.48]) == "lose"
-    assert judge.verdict([1.04, 5.74], [1.0, 1.0]) == "tie", "faster in both rounds, but who knows how much"
-    assert judge.verdict([3.0, 1.0, 2.0], [2.9, 0.95, 1.9]) == "win", "the rounds differ more than the two"
-    assert judge.over_plain([2.0]) == "tie"
-    assert judge.over_plain([1.0, 1.0]) == "tie"
+    assert comparison.verdict([1.5, 1.52, 1.48], [1.0, 1.02, 1.0]) == "win"
+    assert comparison.verdict([1.0, 1.02, 1.0], [1.5, 1.52, 1.48]) == "lose"
+    assert comparison.verdict([1.04, 5.74], [1.0, 1.0]) == "tie", "faster in both rounds, but who knows how much"
+    assert comparison.verdict([3.0, 1.0, 2.0], [2.9, 0.95, 1.9]) == "win", "the rounds differ more than the two"
+    assert comparison.over_plain([2.0]) == "tie"
+    assert comparison.over_plain([1.0, 1.0]) == "tie"
 
 
 def test_trees_that_adapt_beside_the_best_explicit_one():
@@ -85,30 +85,30 @@ def test_trees_that_adapt_beside_the_best_explicit_one():
         row("f2", "fixed", 0.5, 0.5, 0.5, concurrency=8),
         row("n", "adaptive", 1.0, 1.1, 1.0, drafter="N"),
     ]
-    first, second, third = judge.adaptive_against_fixed(rows)
+    first, second, third = comparison.adaptive_against_fixed(rows)
     assert (first["best_fixed"], first["over_best_fixed"], first["over_plain"]) == ("f2", "win", "win")
     assert (second["best_fixed"], second["over_best_fixed"], second["over_plain"]) == ("f1", "lose", "tie")
     assert "best_fixed" not in third
 
 
-def proposed(*rows):
-    return {concurrency: best and best.setting for concurrency, best in judge.proposals(rows).items()}
+def recommended(*rows):
+    return {concurrency: best and best.setting for concurrency, best in comparison.recommendations(rows).items()}
 
 
 def test_what_is_proposed():
     tree = row("f", "fixed", 1.6, 1.45, 1.5)
     adapts = row("a", "adaptive", 1.4, 1.5, 1.4)
-    assert proposed(adapts, tree) == {1: "a"}, "they tie, and what adapts suits other loads, too"
-    assert proposed(adapts, row("f", "fixed", 1.6, 1.7, 1.6)) == {1: "f"}
-    assert proposed(row("f", "fixed", 1.6, 0.9, 1.5)) == {1: None}, "nobody knows whether it beats plain decoding"
-    assert proposed(row("f", "fixed", 1.6, 0.9, 1.6), row("g", "fixed", 1.1, 1.1, 1.1)) == {1: "g"}
-    assert proposed(row("a", "adaptive", 0.9, 0.8, concurrency=8), tree) == {8: None, 1: "f"}
+    assert recommended(adapts, tree) == {1: "a"}, "they tie, and what adapts suits other loads, too"
+    assert recommended(adapts, row("f", "fixed", 1.6, 1.7, 1.6)) == {1: "f"}
+    assert recommended(row("f", "fixed", 1.6, 0.9, 1.5)) == {1: None}, "nobody knows whether it beats plain decoding"
+    assert recommended(row("f", "fixed", 1.6, 0.9, 1.6), row("g", "fixed", 1.1, 1.1, 1.1)) == {1: "g"}
+    assert recommended(row("a", "adaptive", 0.9, 0.8, concurrency=8), tree) == {8: None, 1: "f"}
     cold = [row("a", "adaptive", 1.4, 1.4), row("f", "fixed", 1.3, 1.3)]
     hot = [row("a", "adaptive", 0.7, 0.7, temperature=1.0), row("f", "fixed", 1.2, 1.2, temperature=1.0)]
-    both = judge.proposals([*cold, *hot])[1]
+    both = comparison.recommendations([*cold, *hot])[1]
     assert (both.setting, both.flags) == ("f", "--f"), "over all temperatures"
     assert both.ratio.mean == pytest.approx((1.3 * 1.2) ** 0.5)
-    assert judge.proposals([]) == {}
+    assert comparison.recommendations([]) == {}
 
 
 def test_the_command_that_is_proposed():
@@ -122,7 +122,7 @@ async def test_systems_take_turns():
     parts = [[Prompt("x", ("one two",)), Prompt("x", ("three",))]] * 3
     async with running() as (fast, url), running() as (slow, other):
         target, plain = (Target(address, body={"max_tokens": 9}) for address in (url, other))
-        pairs = await take_turns(target, plain, parts, Cell(0.5, 2))
+        pairs = await run_pairs(target, plain, parts, Cell(0.5, 2))
         assert (fast.flushed, slow.flushed) == (1, 1)
         assert fast.most == slow.most == 2
         bodies = fast.requests[4:]
@@ -130,8 +130,8 @@ async def test_systems_take_turns():
         assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(0.5, 9)}
         assert slow.requests[4:] == bodies
         with pytest.raises(RuntimeError, match="HTTP 500"):
-            await take_turns(target, plain, [[Prompt("x", ("500",))]], Cell(0.0, 1))
-    facts = facts_of(pairs)
+            await run_pairs(target, plain, [[Prompt("x", ("500",))]], Cell(0.0, 1))
+    facts = measured_row(pairs)
     assert len(facts["rounds"]) == 3
     assert facts["low"] < facts["ratio"] < facts["high"]
     assert (facts["accept_length"], facts["acceptance_rate"], facts["same_text"]) == (2.0, pytest.approx(1 / 3), "6/6")
@@ -140,12 +140,12 @@ async def test_systems_take_turns():
 
 def test_facts_of_rounds():
     def answered(begin, end, text="a", accepted=0, drafted=0):
-        return Outcome("x", due=begin, ended=end, texts=[text], output_tokens=12, counted=True, accepted=accepted,
+        return Outcome("x", due=begin, ended=end, texts=[text], output_tokens=12, learning_counters=True, accepted=accepted,
                        drafted=drafted)  # fmt: skip
 
     first = Pair([answered(0, 2, accepted=6, drafted=9), answered(0, 4)], [answered(0, 6), answered(0, 6)])
     second = Pair([answered(5, 7), answered(6, 9, "b", drafted=3)], [answered(1, 5), answered(5, 9)])
-    facts = facts_of([first, second])
+    facts = measured_row([first, second])
     assert facts["rounds"] == [1.5, 2.0]
     assert facts["ratio"] == pytest.approx(3**0.5)
     assert (facts["tokens_per_s"], facts["plain_tokens_per_s"], facts["round_s"]) == (48 / 8, 48 / 14, 4.0)

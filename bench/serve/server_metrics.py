@@ -1,13 +1,12 @@
-"""What a server's /metrics page tells of speculation: the difference between two readings, around a load.
+"""Speculation figures from a server's /metrics page: the difference of its counters before and after a load.
 
-- vLLM's names, which other servers took over: <prefix>spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total and
+- vLLM's names, also used by other servers: <prefix>spec_decode_num_{drafts,draft_tokens,accepted_tokens}_total and
   _num_accepted_tokens_per_pos_total{position}.
 - Outrider's: outrider_{verification_steps,generated_tokens,verified_draft_tokens,accepted_draft_tokens}_total.
-- SGLang's: sglang:spec_verify_calls_total beside sglang:generation_tokens_total; where there is no such counter, its
-  gauge of the last interval.
+- SGLang's: sglang:spec_verify_calls_total and sglang:generation_tokens_total; without these counters, its gauges of
+  the last interval.
 
-They count all that the server did in between, also for others. Where they fell, it began anew meanwhile, and nothing
-is told.
+Counters include the requests of other clients. A counter that decreased means that the server restarted: no figures.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from bench.serve.measures import Speculation
+from bench.serve.metrics import Speculation
 
-# By name, and by position where a sample has that label; summed over all others (engines, replicas).
+# By name and label `position` ("" without it); summed over all other labels, such as engines and replicas.
 Counters = Mapping[tuple[str, str], float]
 
 _VLLM = "spec_decode_num_"
 
 
 def read(page: str | None) -> Counters:
-    """The samples of a page; none of a page that is no exposition."""
+    """The samples of a page in Prometheus' text format; empty for any other page."""
     found: dict[tuple[str, str], float] = {}
     try:
         for family in text_string_to_metric_families(page or ""):
@@ -38,7 +37,7 @@ def read(page: str | None) -> Counters:
 
 
 def speculation(before: Counters, after: Counters) -> Speculation | None:
-    """What became of draft tokens between two readings; None if the server does not tell, or drafted nothing."""
+    """Speculation between two readings; None if the server exports no such metric, or verified no draft tokens."""
     grown = {key: value - before.get(key, 0.0) for key, value in after.items()}
     return _vllm(grown) or _outrider(grown) or _sglang(grown, after)
 
@@ -71,7 +70,7 @@ def _sglang(grown: Counters, after: Counters) -> Speculation | None:
     calls = grown.get(("sglang:spec_verify_calls_total", ""))
     tokens = grown.get(("sglang:generation_tokens_total", ""), 0.0)
     if tokens < 0 or (calls is not None and calls <= 0):
-        return None  # the gauges keep what a load before this one left
+        return None  # the gauges still hold values of an earlier load
     rate = after.get(("sglang:spec_accept_rate", ""))
     if calls and tokens:
         return Speculation(tokens / calls, rate, source="/metrics; the rate is of the last interval")

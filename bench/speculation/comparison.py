@@ -1,8 +1,8 @@
-"""Which setting is better, from rounds that were taken in turns. Pure functions.
+"""Statistical comparison of settings from paired rounds. Pure functions.
 
-A setting's ratio in a round is its tokens a second over those of plain decoding, which had the same prompts next to it.
-One setting beats another if the 95 % confidence interval of the mean of the logarithms of their ratios' quotients, by
-Student's t over the rounds, lies above zero; they tie if it holds zero.
+The ratio of a setting in a round is its speedup: its tokens/s over those of plain decoding on the same prompts in the
+same round. A setting beats another if the 95 % confidence interval of the mean logarithm of the quotients of their
+ratios (Student's t over the rounds) lies above zero; they tie if it contains zero.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Verdict = Literal["win", "tie", "lose"]
 Row = Mapping[str, Any]
 
 
-# Student's t at 97.5 %, by degrees of freedom from 1; above them the normal distribution's is near enough.
+# Student's t at 97.5 %, by degrees of freedom from 1; beyond the table, the normal distribution's 1.96 is used.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Over rounds: the geometric mean, and the ends of its 95 % confidence interval."""
+    """The geometric mean of speedups over rounds, and the bounds of its 95 % confidence interval."""
 
     mean: float
     low: float
@@ -32,7 +32,7 @@ class Ratio:
 
 
 def ratio(ratios: Sequence[float]) -> Ratio:
-    """Of the ratios of rounds, of which there is at least one; of a single one nothing is known but itself."""
+    """The mean and interval of the ratios of at least one round; the interval of a single round is unbounded."""
     logarithms = [math.log(value) for value in ratios]
     mean = statistics.fmean(logarithms)
     if len(logarithms) == 1:
@@ -43,7 +43,7 @@ def ratio(ratios: Sequence[float]) -> Ratio:
 
 
 def verdict(ours: Sequence[float], others: Sequence[float]) -> Verdict:
-    """Of ratios in the same rounds."""
+    """The verdict on a setting against another, from their ratios in the same rounds."""
     quotient = ratio([a / b for a, b in zip(ours, others, strict=True)])
     if quotient.low > 1.0:
         return "win"
@@ -51,14 +51,14 @@ def verdict(ours: Sequence[float], others: Sequence[float]) -> Verdict:
 
 
 def over_plain(ratios: Sequence[float]) -> Verdict:
-    """Against plain decoding."""
+    """The verdict on a setting against plain decoding."""
     return verdict(ratios, [1.0] * len(ratios))
 
 
 def adaptive_against_fixed(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For every drafter, temperature and concurrency: trees that adapt beside the explicit tree that was best there.
+    """Adaptive trees against the best explicit tree, for each drafter, temperature and concurrency.
 
-    The best of many is in part the luckiest, so the comparison favours explicit trees a little.
+    The best of many is selected on the rounds that it is judged by, which slightly favours explicit trees.
     """
     cells = dict.fromkeys((r["drafter"], r["temperature"], r["concurrency"]) for r in rows if r["kind"] != "plain")
     compared = []
@@ -84,28 +84,28 @@ def adaptive_against_fixed(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return compared
 
 
-class Proposal(NamedTuple):
-    """A setting to serve with, its flags, and its ratio over plain decoding in all rounds and at all temperatures."""
+class Recommendation(NamedTuple):
+    """A setting, its flags, and its speedup over plain decoding in all rounds and at all temperatures."""
 
     setting: str
     flags: str
     ratio: Ratio
 
 
-def proposals(rows: Sequence[Row]) -> dict[int, Proposal | None]:
-    """The setting to serve with, by concurrency, over all temperatures; None for plain decoding.
+def recommendations(rows: Sequence[Row]) -> dict[int, Recommendation | None]:
+    """The recommended setting by concurrency, over all temperatures; None recommends plain decoding.
 
-    Of those that beat plain decoding it is the one with the largest ratio, or one that adapts, if that one does not
-    beat it: where two tie, the one that also suits other loads is the better choice.
+    It is the setting with the largest speedup among those that beat plain decoding. The best adaptive setting is
+    preferred if the two tie, because it also adapts to other loads.
     """
     return {
-        concurrency: _proposal([r for r in rows if r["concurrency"] == concurrency and r["kind"] != "plain"])
+        concurrency: _recommendation([r for r in rows if r["concurrency"] == concurrency and r["kind"] != "plain"])
         for concurrency in dict.fromkeys(r["concurrency"] for r in rows)
     }
 
 
-def _proposal(rows: Sequence[Row]) -> Proposal | None:
-    """Of rows of one concurrency."""
+def _recommendation(rows: Sequence[Row]) -> Recommendation | None:
+    """The recommended setting from the rows of one concurrency."""
     rounds: dict[str, list[float]] = {}
     for row in rows:
         rounds.setdefault(row["setting"], []).extend(row["rounds"])
@@ -117,4 +117,4 @@ def _proposal(rows: Sequence[Row]) -> Proposal | None:
     if adaptive:
         other = max(adaptive, key=lambda name: ratio(rounds[name]).mean)
         chosen = best if verdict(rounds[best], rounds[other]) == "win" else other
-    return Proposal(chosen, next(r["flags"] for r in rows if r["setting"] == chosen), ratio(rounds[chosen]))
+    return Recommendation(chosen, next(r["flags"] for r in rows if r["setting"] == chosen), ratio(rounds[chosen]))

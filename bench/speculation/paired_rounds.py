@@ -1,4 +1,4 @@
-"""Rounds in which two systems take turns over the same prompts, so that the machine's moods meet both."""
+"""Paired rounds: two systems answer the same prompts alternately, so that drift of the machine's speed affects both."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from typing import Any, NamedTuple
 from bench.harness.prompts import Prompt
 from bench.serve import load
 from bench.serve.client import Client, Target
-from bench.serve.measures import seconds_of
+from bench.serve.metrics import seconds_of
 from bench.serve.outcome import Outcome
-from bench.speculation.judge import ratio
+from bench.speculation.comparison import ratio
 
 
 class Cell(NamedTuple):
-    """A load: how random answers are, and how many conversations there are at a time."""
+    """A load: temperature and number of concurrent conversations."""
 
     temperature: float
     concurrency: int
 
 
 class Pair(NamedTuple):
-    """What came of one round: of a setting's requests, and of plain decoding's."""
+    """The outcomes of one round: of the setting, and of plain decoding."""
 
     setting: Sequence[Outcome]
     plain: Sequence[Outcome]
 
 
 def speed(outcomes: Sequence[Outcome]) -> float:
-    """Output tokens a second."""
+    """Throughput in tokens/s."""
     return sum(o.output_tokens for o in outcomes) / seconds_of(outcomes)
 
 
-async def take_turns(
+async def run_pairs(
     setting: Target,
     plain: Target,
     parts: Sequence[Sequence[Prompt]],
     cell: Cell,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Pair]:
-    """One round for every part of the prompts; who begins changes from round to round.
+    """Run one round per part of the prompts; the system that runs first alternates.
 
-    Both systems forget what they know of earlier texts before the first round. advance: called after every part that
-    one of them has done. Raises BenchError if a request fails, for its round would say nothing.
+    Caches of both systems are flushed before the first round. advance: called after each part of each system. Raises
+    BenchError if a request fails, because its round would not be comparable.
     """
     targets = [replace(one, body={**one.body, "temperature": cell.temperature}) for one in (setting, plain)]
     for target in targets:
         async with Client(target) as client:
             await client.post("/flush_cache")
-        load.checked(await load.warm_up(target, 2 * cell.concurrency, cell.concurrency, seed=0))
+        load.raise_on_failure(await load.warm_up(target, 2 * cell.concurrency, cell.concurrency, seed=0))
     pairs = []
     for number, prompts in enumerate(parts):
         plan = load.Plan(cell.concurrency, seed=1000 * number)
         outcomes: list[Sequence[Outcome]] = [(), ()]
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            outcomes[side] = load.checked(await load.run(targets[side], prompts, plan))
+            outcomes[side] = load.raise_on_failure(await load.run(targets[side], prompts, plan))
             advance()
         pairs.append(Pair(*outcomes))
     return pairs
 
 
-def facts_of(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """What a report's row says of a setting in a cell."""
+def measured_row(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """The figures of a setting in a cell, for a row of the report."""
     own = [o for pair in pairs for o in pair.setting]
     plain = [o for pair in pairs for o in pair.plain]
     tokens, accepted = sum(o.output_tokens for o in own), sum(o.accepted or 0 for o in own)

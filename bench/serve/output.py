@@ -1,4 +1,4 @@
-"""Figures of a load for people and programs: tables, a JSON file, a plot."""
+"""Output of a load's figures: tables for the terminal, a JSON file and a plot."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from rich.table import Table
 from rich.text import Text
 
 from bench.harness.report import recipe
-from bench.serve.measures import Distribution, Speculation, Summary, errors, tokens_over_time
+from bench.serve.metrics import Distribution, Speculation, Summary, errors, tokens_over_time
 from bench.serve.outcome import Outcome
 
-_BINS = 60
-_LATE = 0.02  # seconds that a request may be sent late without a word about it
+_TIME_BINS = 60
+_LATE_THRESHOLD = 0.02  # seconds; a larger delay of sending is shown
 
 
-def show(
+def print_tables(
     console: Console,
     summary: Summary,
     categories: Mapping[str, Summary],
     outcomes: Sequence[Outcome],
     counters: Speculation | None,
 ) -> None:
-    """Print the tables. counters: what the server's metrics tell of speculation, if they do."""
+    """Print the tables. counters: speculation by the server's metrics, if it exports any."""
     if summary.requests:
         console.print(_totals(summary))
         console.print(_latencies(summary))
-    for title, speculation in (("answers", summary.speculation), ("metrics", counters)):
+    for source, speculation in (("answers", summary.speculation), ("metrics", counters)):
         if speculation is not None:
-            console.print(f"[bold]speculation[/bold], as the {title} tell: {_told(speculation)}", soft_wrap=True)
+            line = f"[bold]speculation[/bold], by {source}: {_speculation_line(speculation)}"
+            console.print(line, soft_wrap=True)
     if summary.requests and len(categories) > 1:
         console.print(_categories(categories))
     if summary.uncounted:
         console.print(
-            f"[yellow]{summary.uncounted} answers came without usage: pieces of text stand for their tokens[/yellow]"
+            f"[yellow]{summary.uncounted} answers have no usage: their pieces of text are counted as tokens[/yellow]"
         )
     if failures := errors(outcomes):
-        table = Table("failed requests", "count", "for example", title_justify="left", style="red")
+        table = Table("failed requests", "count", "example", title_justify="left", style="red")
         for kind, (count, example) in failures.items():
             table.add_row(kind, str(count), Text(example))
         console.print(table)
@@ -61,8 +62,8 @@ def _totals(summary: Summary) -> Table:
     ]
     if summary.ttft is not None:
         rows.append(("output tokens per piece of text", f"{summary.tokens_per_piece:.2f}"))
-    if summary.late is not None and summary.late.largest > _LATE:
-        rows.append(("requests were sent late by up to", f"{summary.late.largest:.3f} s"))
+    if summary.late is not None and summary.late.largest > _LATE_THRESHOLD:
+        rows.append(("largest delay of sending", f"{summary.late.largest:.3f} s"))
     if summary.goodput is not None:
         rows.append(("goodput, requests per second", f"{summary.goodput:.3f}"))
     for row in rows:
@@ -87,7 +88,7 @@ def _cells(taken: Distribution | None) -> list[str]:
     return [f"{1e3 * value:,.1f}" for value in values] or ["-"] * 5
 
 
-def _told(speculation: Speculation) -> str:
+def _speculation_line(speculation: Speculation) -> str:
     words = [f"accept length {speculation.accept_length:.2f}"]
     if speculation.acceptance_rate is not None:
         words.append(f"acceptance rate {speculation.acceptance_rate:.1%}")
@@ -116,7 +117,7 @@ def _categories(categories: Mapping[str, Summary]) -> Table:
 
 
 def check(json_file: Path | None, picture: Path | None) -> None:
-    """Raises ValueError if files cannot be written there, or a picture is of an unknown kind."""
+    """Raises ValueError if a file cannot be written, or the format of the picture is unknown."""
     for file in filter(None, (json_file, picture)):
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +128,7 @@ def check(json_file: Path | None, picture: Path | None) -> None:
 
         kinds = FigureCanvasAgg.get_supported_filetypes()
         if picture.suffix[1:].lower() not in kinds:
-            raise ValueError(f"{picture} is no kind of picture; there are {', '.join(kinds)}")
+            raise ValueError(f"{picture} has no known picture format; choose among {', '.join(kinds)}")
 
 
 def write_json(
@@ -138,10 +139,9 @@ def write_json(
     outcomes: Sequence[Outcome],
     counters: Speculation | None,
 ) -> None:
-    """All figures, what is needed to take them again, and a line a request. Times are in seconds.
+    """Write all figures, what is needed to reproduce them, and an object per request. Times are in seconds.
 
-    The hardware is that of the machine the load came from. Numbers that JSON has not, such as a rate without limit, are
-    null.
+    The hardware is the client's. Numbers that JSON cannot express, such as an infinite rate, are null.
     """
     content = {
         **recipe(),
@@ -150,14 +150,14 @@ def write_json(
         "server_speculation": asdict(counters) if counters else None,
         "categories": {name: one.as_json() for name, one in categories.items()},
         "errors": {kind: {"count": count, "example": example} for kind, (count, example) in errors(outcomes).items()},
-        "requests": [_line(outcome) for outcome in outcomes],
+        "requests": [_request_json(outcome) for outcome in outcomes],
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
-    """The same, with None in place of numbers that are not finite."""
+    """The value with None in place of infinite numbers and NaN."""
     if isinstance(value, Mapping):
         return {name: _finite(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -165,7 +165,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _line(outcome: Outcome) -> dict[str, Any]:
+def _request_json(outcome: Outcome) -> dict[str, Any]:
     fields = ("category", "turn", "due", "sent", "ended", "prompt_tokens", "output_tokens", "counted", "drafted",
               "accepted", "finish", "error")  # fmt: skip
     line: dict[str, Any] = {name: getattr(outcome, name) for name in fields}
@@ -174,7 +174,7 @@ def _line(outcome: Outcome) -> dict[str, Any]:
 
 
 def plot(file: Path, title: str, outcomes: Sequence[Outcome]) -> None:
-    """Distributions of latencies, and throughput over time, as a picture whose kind the file's ending says."""
+    """Write distributions of latencies and throughput over time as a picture; the file's suffix sets its format."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -195,12 +195,12 @@ def plot(file: Path, title: str, outcomes: Sequence[Outcome]) -> None:
         for name, values in named.items():
             if values:
                 axes.ecdf([1e3 * value for value in values], label=name)
-        axes.set(xlabel="milliseconds", ylabel="share of them" if axes is latencies else None)
+        axes.set(xlabel="milliseconds", ylabel="cumulative share" if axes is latencies else None)
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8, loc="lower right")
-    begins, rates = tokens_over_time(outcomes, _BINS)
+    begins, rates = tokens_over_time(outcomes, _TIME_BINS)
     if begins:
         over_time.stairs(rates, [*begins, begins[-1] + (begins[1] - begins[0])], fill=True, alpha=0.6)
     over_time.set(xlabel="seconds", ylabel="output tokens per second")

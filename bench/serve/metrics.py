@@ -1,11 +1,14 @@
-"""From what became of requests to figures. Pure functions; failed requests take part in nothing but the count of them.
+"""Figures of a load from the outcomes of its requests. Pure functions; failed requests are only counted.
 
-Latencies are in seconds. TTFT: from when a request was due to its first piece, of text or of a call of a tool. TPOT:
-time from the first piece to the end of the answer over the tokens after the first, by request; the end may come behind
-the last piece, for tokens without text, and tokens that a server hides before the first piece make it too small. ITL:
-times between pieces, of all requests together; with speculation a piece has several tokens, so it stands beside the
-tokens of a piece. late: from when a request was due to when it was sent, which latencies have in them; it is the
-client's doing, or that of a limit of concurrency.
+Latencies are in seconds:
+- TTFT: from the time a request is due to its first piece, of text or of a tool call.
+- TPOT: from the first piece to the end of the answer, divided by the tokens after the first, per request. The end
+  may be later than the last piece, because of tokens without text. TPOT is too small if the server generates tokens
+  before the first piece that it does not send.
+- ITL: times between pieces, of all requests together. With speculation a piece has several tokens, so ITL is to be
+  read with the tokens per piece.
+- late: from the time a request is due to the time it is sent, because of the client or its concurrency limit.
+  Latencies include it.
 """
 
 from __future__ import annotations
@@ -20,13 +23,13 @@ import numpy as np
 
 from bench.serve.outcome import Outcome
 
-# Names of goodput's limits, as vLLM has them.
+# Names of the limits of goodput, equal to vLLM's.
 LIMITS = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Of times, in seconds."""
+    """Statistics of times in seconds."""
 
     count: int
     mean: float
@@ -38,11 +41,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Speculation:
-    """What became of draft tokens. accept_length: tokens a step, bonus included; acceptance_rate: accepted / verified.
+    """Figures of speculation. accept_length: tokens per step, bonus included; acceptance_rate: accepted / verified.
 
-    per_position: share of the steps that had a draft in which the token at each depth of it was accepted; empty if the
-        server does not tell
-    source: where it was read
+    per_position: share of steps with draft tokens that accepted the token at depth 1, 2, ...; empty if unknown
+    source: of the figures, for the terminal
     """
 
     accept_length: float
@@ -53,7 +55,10 @@ class Speculation:
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a load, or of one category in it. Rates are over `seconds`, the whole load's."""
+    """Figures of a load, or of one category of it. Rates are per second of the whole load, `seconds`.
+
+    uncounted: requests without a token count from the server
+    """
 
     requests: int
     failed: int
@@ -73,12 +78,12 @@ class Summary:
     goodput: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """All fields, for a JSON file."""
         return asdict(self)
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """Of values; None if there are none."""
+    """Statistics of values; None if there are none."""
     if not len(values):
         return None
     array = np.asarray(values)
@@ -87,12 +92,12 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def seconds_of(outcomes: Sequence[Outcome]) -> float:
-    """From the first request's beginning to the last one's end."""
+    """Seconds from the first request's due time to the end of the last answer."""
     return max(o.ended for o in outcomes) - min(o.due for o in outcomes) if outcomes else 0.0
 
 
 def summarize(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, float] | None = None) -> Summary:
-    """Figures of requests. limits: of goodput, in seconds, by the names in LIMITS."""
+    """Figures of requests. limits: of goodput, in seconds, with names in LIMITS."""
     good = [o for o in outcomes if not o.error]
     tokens = sum(o.output_tokens for o in good)
     span = max(seconds, 1e-9)
@@ -118,7 +123,7 @@ def summarize(outcomes: Sequence[Outcome], seconds: float, limits: Mapping[str, 
 
 
 def by_category(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Summary]:
-    """Figures of each category, in the order in which they first came."""
+    """Figures of each category, in order of first occurrence."""
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.category, []).append(outcome)
@@ -126,38 +131,41 @@ def by_category(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Summar
 
 
 def meets(outcome: Outcome, limits: Mapping[str, float]) -> bool:
-    """True if a request kept every limit; one of a single token has no time per further token to exceed."""
+    """True if a request kept every limit. An answer of a single token has no TPOT and keeps its limit."""
     first = outcome.latency if outcome.ttft is None else outcome.ttft
     taken = {"ttft": first, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(taken[name] <= limit for name, limit in limits.items())
 
 
 def speculation(outcomes: Sequence[Outcome]) -> Speculation | None:
-    """From what answers tell of their draft tokens; None if they tell nothing, or if no draft token was verified."""
-    told = [o for o in outcomes if o.drafted is not None and o.counted]
-    drafted, accepted = sum(o.drafted or 0 for o in told), sum(o.accepted or 0 for o in told)
+    """Figures from the draft token counts of answers; None without counts, or if no draft token was verified."""
+    known = [o for o in outcomes if o.drafted is not None and o.counted]
+    drafted, accepted = sum(o.drafted or 0 for o in known), sum(o.accepted or 0 for o in known)
     if not drafted:
         return None
-    tokens = sum(o.output_tokens for o in told)
-    shares = per_position([o.histogram for o in told])
+    tokens = sum(o.output_tokens for o in known)
+    shares = per_position([o.histogram for o in known])
     return Speculation(tokens / max(1, tokens - accepted), accepted / drafted, shares, "answers")
 
 
 def per_position(histograms: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """Share of steps that accepted at least 1, 2, ... tokens, from how many accepted 0, 1, 2, ..., by request."""
+    """Share of steps that accepted at least 1, 2, ... draft tokens.
+
+    histograms: for each request, the number of steps that accepted 0, 1, 2, ... draft tokens
+    """
     steps = [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
     return tuple(sum(steps[depth:]) / sum(steps) for depth in range(1, len(steps))) if any(steps) else ()
 
 
 def errors(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, str]]:
-    """How many requests failed, and an example, by kind; the most frequent first."""
+    """Count of failed requests and an example, by kind of error; most frequent first."""
     counts = Counter(o.error for o in outcomes if o.error)
     example = {o.error: o.detail for o in reversed(outcomes) if o.error}
     return {kind: (count, example[kind]) for kind, count in counts.most_common()}
 
 
 def tokens_over_time(outcomes: Sequence[Outcome], bins: int) -> tuple[list[float], list[float]]:
-    """Output tokens a second, in `bins` equal parts of the load: where each part begins in seconds, and the rate in it.
+    """Output tokens/s in `bins` equal intervals of the load. Returns the starts of intervals in seconds, and the rates.
 
     The tokens of a request are spread evenly over its pieces.
     """
