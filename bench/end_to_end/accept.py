@@ -23,7 +23,7 @@ from rich.progress import Progress, TaskID
 
 from bench.harness.flags import load_prompts, positive_int
 from bench.harness.prompts import Prompt, first_per_category
-from bench.harness.report import Report, rows_to_resume
+from bench.harness.report import Report, new_figure, rows_to_resume
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import generate, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve
@@ -174,11 +174,6 @@ def _notes(args: argparse.Namespace, model: str, prompts: Sequence[Prompt]) -> l
 
 
 def _plot(report: Report) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in report.rows if row["measure"] == "accept_length" and row["drafter"] != _PLAIN]
     if not rows:
         return
@@ -186,7 +181,8 @@ def _plot(report: Report) -> None:
     categories = [key for key in rows[0] if key not in known]
     lengths = [[row[category] for category in categories] for row in rows]
     size = (2.6 + 0.55 * len(categories), 1.6 + 0.32 * len(rows))
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    figure = new_figure(*size)
+    axes = figure.subplots()
     image = axes.imshow(lengths, aspect="auto", vmin=1.0)
     for y, row in enumerate(lengths):
         for x, value in enumerate(row):

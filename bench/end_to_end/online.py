@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from bench.harness.flags import load_prompts, positive_int
 from bench.harness.prompts import Prompt, equal_parts
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from bench.serve.outcome import Outcome
 from bench.serve.outrider_system import generate, served, speculation
 from outrider.checkpoints.checkpoint import resolve
@@ -125,12 +125,7 @@ def _notes(args: argparse.Namespace, size: int) -> list[str]:
 
 def plot(report: Report) -> None:
     """Accept length by round."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    figure = new_figure(6.4, 3.6)
     axes = figure.subplots()
     for name, style in (("online", "o-"), ("frozen", "s--")):
         axes.plot([r["round"] for r in report.rows], [r[name] for r in report.rows], style, label=name)

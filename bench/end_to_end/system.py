@@ -21,7 +21,7 @@ from typing import Any
 from bench.harness.flags import positive_int
 from bench.harness.processes import output_of
 from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from bench.serve.outrider_system import generate, new_tokens, served, speculation
 from outrider.checkpoints.checkpoint import resolve, weight_files
 from outrider.drafts import has_head
@@ -136,12 +136,8 @@ def main(argv: list[str]) -> None:
 
 
 def _plot(report: Report) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
+    figure = new_figure(7.2, 3.8)
+    axes = figure.subplots()
     names = [f"{r['system']}, T={r['temperature']:g}, {r['concurrency']} concurrent" for r in report.rows][::-1]
     bars = axes.barh(names, [r["tokens_per_s"] for r in report.rows][::-1], color="tab:blue")
     axes.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)

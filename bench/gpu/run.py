@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.gpu.cases import GREEDY, PAGE, TINY, VERIFIED, Size, sessions
 from bench.gpu.clocks import Clocks
-from bench.harness.report import Report, format_row
+from bench.harness.report import Report, format_row, new_figure
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
 from outrider.speculation.sampling import StopConditions
@@ -178,8 +178,9 @@ class Bench:
 
     def weights(self, module: Any) -> int:
         """Bytes of weights that every step reads: all except the embedding, of which it reads a few rows."""
-        read = sum(p.numel() * p.element_size() for p in module.parameters())
-        return read - module.get_input_embeddings().weight.numel() * self.dtype.itemsize
+        read: int = sum(p.numel() * p.element_size() for p in module.parameters())
+        embedding: int = module.get_input_embeddings().weight.numel() * self.dtype.itemsize
+        return read - embedding
 
     def capture(self, runner: ModuleRunner, cells: Sequence[tuple[int, int]], cache: KVCache) -> GraphRunner:
         """The runner with CUDA graphs of plain and verification steps."""
@@ -236,6 +237,7 @@ class Bench:
         self, how: str, model: Model, config: TargetConfig, read: int, count: int, *, overlap: bool
     ) -> None:
         """Measure steps of an engine with `count` sessions."""
+        assert isinstance(model.runner, ModuleRunner), "`fused` builds it"
         graphs = GraphRunner(model.runner, [count], CudaCapturer() if self.device.type == "cuda" else direct)
         engine = TargetEngine(replace(model, runner=graphs), config)
         graphs.capture(engine.cache, self.device)
@@ -280,14 +282,10 @@ class Bench:
 
 def plot(report: Report) -> None:
     """Milliseconds of steps and their floor, by sessions and context."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in report.rows if row["how"] == "graph" and row["what"] != "engine's step"]
     cells = list(dict.fromkeys((row["sessions"], row["context"]) for row in rows))
-    figure, axes = plt.subplots(figsize=(11, 3.5), layout="constrained")
+    figure = new_figure(11, 3.5)
+    axes = figure.subplots()
     for nth, what in enumerate(("floor", "plain step", "verification")):
         found = [row for row in rows if row["what"] == (what if nth else "plain step")]
         heights = [row["ms" if nth else "floor ms"] for row in found]
@@ -299,4 +297,3 @@ def plot(report: Report) -> None:
     axes.set_xlabel("sessions x tokens of context")
     axes.legend(frameon=False)
     report.save(figure)
-    plt.close(figure)

@@ -109,6 +109,13 @@ def recipe() -> dict[str, Any]:
     return {"command": command(), "commit": commit(), "date": date, "hardware": hardware()}
 
 
+def new_figure(width: float, height: float) -> Figure:
+    """An empty plot; its size in inches. It needs no display."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 @dataclass
 class Report:
     """The result of a benchmark in progress; `write` and `save` write it into the folder of reports.

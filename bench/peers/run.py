@@ -25,7 +25,7 @@ from rich.progress import Progress
 
 from bench.harness.flags import load_prompts, positive_int
 from bench.harness.prompts import BUNDLED_PROMPTS, first_per_category, sample
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from bench.peers import servers
 from bench.peers.base import Peer, PeerInfo, Reply
 from bench.peers.figures import Rates, Replies, equal_texts, median_and_quartiles, ratios
@@ -201,13 +201,9 @@ def _notes(args: argparse.Namespace, count: int, bandwidth: float, *, unseen: bo
 
 def plot(report: Report, concurrent: str) -> None:
     """Throughput of single and of concurrent requests by peer. concurrent: the column of the latter."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = sorted(report.rows, key=lambda row: row["tokens/s"])
-    figure, panels = plt.subplots(1, 2, figsize=(9, 0.8 + 0.3 * len(rows)), layout="constrained", sharey=True)
+    figure = new_figure(9, 0.8 + 0.3 * len(rows))
+    panels = figure.subplots(1, 2, sharey=True)
     for panel, column in zip(panels, ("tokens/s", concurrent), strict=True):
         colors = ["tab:blue" if row["peer"].startswith("outrider") else "tab:gray" for row in rows]
         known = [row[column] != "-" for row in rows]

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from bench.harness.flags import positive_int
 from bench.harness.prompts import BUNDLED_PROMPTS, read_prompts
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from bench.scale.system import Draft, gateway, generate, target, write_texts
 from bench.scale.theory import Cost, speedup
 from outrider.checkpoints.checkpoint import resolve
@@ -208,12 +208,8 @@ def _notes(args: argparse.Namespace, costs: Mapping[int, Cost]) -> list[str]:
 
 
 def _plot(report: Report, axes: Sequence[str]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, len(axes), figsize=(3.0 * len(axes), 3.0), layout="constrained", squeeze=False)
+    figure = new_figure(3.0 * len(axes), 3.0)
+    panels = figure.subplots(1, len(axes), squeeze=False)
     for panel, name in zip(panels[0], axes, strict=True):
         rows = [row for row in report.rows if row["axis"] == name]
         x, ratio = [row["value"] for row in rows], [row["ratio"] for row in rows]
@@ -230,4 +226,3 @@ def _plot(report: Report, axes: Sequence[str]) -> None:
     panels[0][0].set_ylabel("speedup over plain decoding")
     panels[0][-1].legend(fontsize=7)
     report.save(figure)
-    plt.close(figure)

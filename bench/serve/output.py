@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench.harness.report import recipe
+from bench.harness.report import new_figure, recipe
 from bench.serve.metrics import Distribution, Speculation, Summary, errors, tokens_over_time
 from bench.serve.outcome import Outcome
 
@@ -175,13 +175,8 @@ def _request_json(outcome: Outcome) -> dict[str, Any]:
 
 def plot(file: Path, title: str, outcomes: Sequence[Outcome]) -> None:
     """Write distributions of latencies and throughput over time as a picture; the file's suffix sets its format."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
     good = [o for o in outcomes if not o.error]
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    figure = new_figure(9.6, 3.4)
     latencies, tokens, over_time = figure.subplots(1, 3)
     whole = {
         "first token": [o.ttft for o in good if o.ttft is not None],

@@ -63,7 +63,7 @@ def write_moe(folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model("qwen3_moe", **MOE)
-    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     return folder
 

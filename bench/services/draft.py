@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness.flags import positive_int, positive_ints
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from bench.services.draft_kernels import device_bandwidth
 from outrider.config import DraftAttentionBackend
 from outrider.paging.allocator import PageAllocator
@@ -42,10 +42,10 @@ from services.draft.engine.engine import DraftEngine
 from services.draft.kernels.base import Paging
 from services.draft.model.layers.backend import choose
 from services.draft.model.layers.config import Attention, Layer, Mlp, ModelConfig
-from services.draft.model.layers.heads import Eagle3Head, Params, TokenHead
+from services.draft.model.layers.heads import Eagle3Head, TokenHead
 from services.draft.model.layers.pallas_backend import with_cache_for
 from services.draft.model.layers.rope import Rope
-from services.draft.model.matrices.narrow import in_panels
+from services.draft.model.matrices.narrow import Params, in_panels
 from services.draft.model.programs.runner import ModelRunner
 from services.draft.model.weights.arrays import layer_params, putter
 from services.draft.model.weights.tensors import Tensors
@@ -199,7 +199,7 @@ class BenchModel:
         if backend == "cpu":
             params = in_panels(params)
         leaves = {id(leaf): leaf for name, part in params.items() if name != "embed" for leaf in jax.tree.leaves(part)}
-        self.weight_bytes = sum(leaf.nbytes for leaf in leaves.values())
+        self.weight_bytes = int(sum(leaf.nbytes for leaf in leaves.values()))
         self.token_bytes = jnp.dtype(_DTYPES[dtype]).itemsize * sum(
             math.prod(layer.attention.kv_shape) for layer in config.layers
         )
@@ -211,7 +211,7 @@ class BenchModel:
 
     def operations(self, shape: Shape) -> float:
         """Floating-point operations of a step's products with weights."""
-        return 2 * shape.sessions * shape.rows * self.weight_bytes / jnp.dtype(_DTYPES[self.dtype]).itemsize
+        return 2.0 * shape.sessions * shape.rows * self.weight_bytes / int(jnp.dtype(_DTYPES[self.dtype]).itemsize)
 
     def engine(self, shape: Shape) -> DraftEngine:
         """An engine whose steps have one shape."""
@@ -341,16 +341,12 @@ class SessionDriver:
 
 def plot(report: Report) -> None:
     """Step time over the floor by shape, greedy at the shortest context."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     context = min(row["context"] for row in report.rows)
     rows = [row for row in report.rows if row["context"] == context and not row["temperature"]]
     rows = [row for row in rows if row["kernels"] != "plain"]
     models = list(dict.fromkeys((row["model"], row["format"]) for row in rows))
-    figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
+    figure = new_figure(7, 3.5)
+    axes = figure.subplots()
     for model in models:
         own = [row for row in rows if (row["model"], row["format"]) == model]
         axes.plot([row["shape"] for row in own], [row["step ms"] / row["floor ms"] for row in own], marker="o",
@@ -359,4 +355,3 @@ def plot(report: Report) -> None:
     axes.set(xlabel="sessions x expanded nodes", ylabel="step / floor", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
     report.save(figure)
-    plt.close(figure)

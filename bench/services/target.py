@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from bench.harness.flags import positive_int
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from outrider.checkpoints import checkpoint
 from outrider.config import TargetConfig
 from outrider.serving.messages import OpenSession
@@ -365,12 +365,8 @@ def simulated_drafter(kind: str, prompts: dict[int, NDArray[np.uint32]], texts: 
 
 def plot(report: Report) -> None:
     """Speedup over plain decoding by sessions."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    figure = new_figure(6, 3.5)
+    axes = figure.subplots()
     sessions = [row["sessions"] for row in report.rows]
     for kind in _KINDS:
         axes.plot(sessions, [row[f"{kind} / plain"] for row in report.rows], marker="o", label=f"{kind} proposals")
@@ -379,4 +375,3 @@ def plot(report: Report) -> None:
     axes.set_xticks(sessions, [str(n) for n in sessions])
     axes.legend(frameon=False)
     report.save(figure)
-    plt.close(figure)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 
-from bench.harness.report import Report, rows_to_resume
+from bench.harness.report import Report, new_figure, rows_to_resume
 from bench.speculation import comparison
 from bench.speculation.settings import PLAIN, Setting
 from outrider.checkpoints.checkpoint import resolve
@@ -91,14 +91,9 @@ def command(args: argparse.Namespace, flags: str) -> str:
 
 def plot(report: Report) -> None:
     """Speedups over plain decoding with their confidence intervals, a panel per load."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib.figure import Figure
-
     cells = list(dict.fromkeys((row["temperature"], row["concurrency"]) for row in report.rows))
     names = list(dict.fromkeys(row["setting"] for row in report.rows))[::-1]
-    figure = Figure(figsize=(2.4 + 2.6 * len(cells), 1.4 + 0.28 * len(names)), layout="constrained")
+    figure = new_figure(2.4 + 2.6 * len(cells), 1.4 + 0.28 * len(names))
     panels = figure.subplots(1, len(cells), squeeze=False, sharey=True)[0]
     for axes, (temperature, concurrency) in zip(panels, cells, strict=True):
         for row in report.rows:

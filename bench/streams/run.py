@@ -24,7 +24,7 @@ import httpx
 import uvloop
 
 from bench.harness.processes import free_port, start
-from bench.harness.report import Report
+from bench.harness.report import Report, new_figure
 from bench.streams.clients import over_grpc, over_sse
 from bench.streams.pingpong import round_trips
 from bench.streams.profiling import profiled, profiler
@@ -147,12 +147,8 @@ def main(argv: list[str]) -> None:
 
 
 def _plot(report: Report) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    figure = new_figure(6.4, 3.6)
+    axes = figure.subplots()
     most = max(row["sessions"] for row in report.rows)
     rows = [row for row in report.rows if row["sessions"] == most]
     x = range(len(rows))

@@ -1,4 +1,4 @@
-"""Prompts as they are published, and prompts that are made."""
+"""Prompts in published formats, and synthetic prompts."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_spec_bench_rows(tmp_path):
     ]
 
 
-def test_share_gpt_takes_what_humans_say(tmp_path):
+def test_share_gpt_conversations(tmp_path):
     rows = [
         {"id": "a_0", "conversations": [
             {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello you!"},
@@ -36,39 +36,39 @@ def test_share_gpt_takes_what_humans_say(tmp_path):
     ]  # fmt: skip
     file = tmp_path / "sg.json"
     file.write_text(json.dumps(rows, indent=1))
-    assert read_prompts(file) == [Prompt("all", ("Hi", "Why?"), (2, 100))], "nobody answered the last one"
+    assert read_prompts(file) == [Prompt("all", ("Hi", "Why?"), (2, 100))], "the last turn has no answer"
 
 
 def test_conversations_with_roles(tmp_path):
-    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello you!"), ("user", "Bye")]
+    messages = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Hello you!"), ("user", "Bye")]
     file = tmp_path / "x.jsonl"
-    file.write_text(json.dumps({"conversations": [{"role": role, "content": text} for role, text in said]}))
+    file.write_text(json.dumps({"conversations": [{"role": role, "content": text} for role, text in messages]}))
     assert read_prompts(file) == [Prompt("all", ("Hi",), (2,))]
 
 
-def test_lines_end_where_json_says(tmp_path, monkeypatch):
-    """A file may begin with a byte order mark, and have Windows' ends of lines; texts may have others in them."""
+def test_only_newlines_end_json_lines(tmp_path, monkeypatch):
+    """A file may have a byte order mark and CRLF; texts may contain other line separators."""
     texts = ["first\u2028second", "nel\x85", "ok"]
     file = tmp_path / "x.jsonl"
     rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     file.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(rows).encode())
     assert [prompt.turns for prompt in read_prompts(file)] == [(text,) for text in texts]
-    monkeypatch.setattr(system, "PROMPTS", file)
+    monkeypatch.setattr(system, "BUNDLED_PROMPTS", file)
     assert system.prompts(2) == texts[:2]
-    asked = []
+    rendered_texts = []
 
     def rendered(_, texts):
-        asked.extend(texts)
+        rendered_texts.extend(texts)
         raise SystemExit
 
     monkeypatch.setattr(quality, "rendered", rendered)
     monkeypatch.setattr(quality.checkpoint, "resolve", Path)
     with pytest.raises(SystemExit):
         quality.main(["--model", str(tmp_path), "--prompts", str(file), "--count", "2"])
-    assert asked == texts[:2]
+    assert rendered_texts == texts[:2]
 
 
-def test_what_is_no_json_is_named(tmp_path):
+def test_invalid_json_is_reported_with_its_row(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text('{"prompt": "good"}\n\n{"prompt": "o')
     with pytest.raises(ValueError, match=r"x\.jsonl, row 3 is no JSON"):
@@ -84,14 +84,14 @@ def test_what_is_no_json_is_named(tmp_path):
     {"conversations": [{"value": "Hi"}]},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": None}]},
 ])  # fmt: skip
-def test_rows_of_another_form_are_named(tmp_path, row):
+def test_rows_of_unknown_form_are_reported(tmp_path, row):
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps({"prompt": "good"}) + "\n" + json.dumps(row))
     with pytest.raises(ValueError, match=r"x\.jsonl, row 2"):
         read_prompts(file)
 
 
-def test_samples_take_from_every_category():
+def test_samples_interleave_categories():
     prompts = [Prompt("a", (f"a{i}",)) for i in range(50)] + [Prompt("b", (f"b{i}",)) for i in range(3)]
     some = sample(prompts, 6, seed=1)
     assert [p.category for p in some] == ["a", "b"] * 3
@@ -104,7 +104,7 @@ def test_samples_take_from_every_category():
     assert [p.turns[0] for p in first_per_category(prompts, 2)] == ["a0", "a1", "b0", "b1"]
 
 
-def test_synthetic_prompts_have_the_lengths_asked_for():
+def test_synthetic_prompts_have_the_given_lengths():
     exact = synthetic(4, 100, 20, 0.0, seed=0)
     assert {(len(p.turns[0].split()), p.lengths) for p in exact} == {(100, (20,))}
     assert len({p.turns[0] for p in exact}) == 4

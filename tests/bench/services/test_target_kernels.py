@@ -1,33 +1,31 @@
-"""The benchmark of kernels: it measures what it says, and its rows make sense."""
+"""The benchmark of the CPU kernels: a small run, and equal results of both sides."""
 
 import json
 
 import pytest
 import torch
 
-from bench.harness import report
 from bench.services import target_kernels as kernels
 from services.target.kernels.cpu import library
 from services.target.kernels.cpu.weights import Format, packed
 
 pytestmark = [
     pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="the CPU kernels cannot be had on this machine"),
+    pytest.mark.skipif(not library.available(), reason="the CPU kernels are not available"),
 ]
 
 
 @pytest.fixture
-def small(monkeypatch, tmp_path):
-    """A run that takes a second."""
+def small(monkeypatch, report_folder):
+    """Sizes for a run of about a second."""
     monkeypatch.setattr(kernels, "SPILL", 1 << 18)
     monkeypatch.setattr(kernels, "WEIGHTS", {"qkv": (96, 64)})
-    monkeypatch.setattr(kernels, "_LONGEST", 0.01)
+    monkeypatch.setattr(kernels, "MAX_SECONDS", 0.01)
     monkeypatch.setattr(kernels, "read_bandwidth", lambda threads: 1e9 * threads)
-    monkeypatch.setattr(report, "_chosen", tmp_path)
-    return tmp_path
+    return report_folder
 
 
-def test_a_run(small):
+def test_small_run(small):
     before = torch.get_num_threads()
     kernels.main(["--rows", "1", "8", "--contexts", "40", "--threads", "1"])
     assert torch.get_num_threads() == before
@@ -41,7 +39,7 @@ def test_a_run(small):
     assert all(row["us"] > 0 and row["PyTorch us"] > 0 for row in rows)
 
 
-def test_both_sides_compute_the_same():
+def test_both_sides_compute_equal_results():
     weight = torch.randn(96, 64) / 8
     attention_works, pages = kernels.works_of(2, 4, 40)
     batch = kernels.build(attention_works, kernels.CPU)
@@ -58,7 +56,7 @@ def test_both_sides_compute_the_same():
     program.run(rows, nothing)  # a program of products alone runs
 
 
-def test_a_tree_of_so_many_nodes():
+def test_tree_of_fifteen_nodes():
     tree = kernels.tree_of(15)
     assert tree.parents.tolist()[:5] == [-1, 0, 0, 1, 1]
     assert tree.depths.max() == 4

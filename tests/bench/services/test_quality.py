@@ -1,4 +1,4 @@
-"""The benchmark of quality: its figures on distributions known beforehand, and its warning about 4-bit checkpoints."""
+"""The quality benchmark: figures of known distributions, and detection of 4-bit checkpoints."""
 
 import math
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from bench.services.quality import BLOCK, NARROW_LEVELS, compared, levels_of
 
 
-def test_figures_are_those_of_known_distributions():
+def test_figures_of_known_distributions():
     right = [torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()]
     found = [torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]).log()]
     same = compared([[9, 0, 1]], [[9]], right, right)
@@ -20,7 +20,7 @@ def test_figures_are_those_of_known_distributions():
     assert float(other["perplexity / float32"]) == pytest.approx(math.sqrt(2), abs=1e-3)
 
 
-def test_weights_that_were_four_bits_are_known_from_others(tmp_path):
+def test_four_bit_checkpoints_are_detected(tmp_path):
     torch.manual_seed(0)
     plain = torch.randn(32, 128).bfloat16()
     blocks = plain.float().view(32, -1, BLOCK)
