@@ -1,4 +1,4 @@
-"""The client and the schedules of a load, against a simulated server that also misbehaves."""
+"""The client and the schedules of a load, against a simulated server with failures."""
 
 import math
 
@@ -116,7 +116,7 @@ async def test_no_server():
 
 
 async def test_connection_timeout(monkeypatch):
-    """Its queue is full, as under more load than it can bear."""
+    """An overloaded server, whose queue of connections is full."""
 
     def post(*_, **__):
         raise aiohttp.ConnectionTimeoutError
@@ -127,7 +127,7 @@ async def test_connection_timeout(monkeypatch):
 
 
 async def test_concurrency_limit(monkeypatch):
-    monkeypatch.setattr("tests.support.bench.server.STEP", 0.05)  # all are there before the first one is answered
+    monkeypatch.setattr("tests.support.bench.server.STEP", 0.05)  # all requests arrive before the first answer ends
     async with running() as (server, url):
         await run(Target(url, "chat", "tiny"), prompts(*"abcdefghij"), Plan(concurrency=3))
         assert server.most == 3
@@ -137,8 +137,8 @@ async def test_concurrency_limit(monkeypatch):
 
 
 async def test_open_loop_latency_includes_waiting(monkeypatch):
-    """Three requests come at once and one is served at a time: what the others wait is part of their latency."""
-    monkeypatch.setattr("tests.support.bench.server.STEP", 0.05)  # all are sent before the first one is answered
+    """With concurrency 1, the latency of three simultaneous requests includes the time that they wait."""
+    monkeypatch.setattr("tests.support.bench.server.STEP", 0.05)  # all requests are sent before the first answer ends
     async with running() as (_, url):
         free = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(None, rate=1000.0))
         held = await run(Target(url, "chat", "tiny"), prompts(*"abc"), Plan(1, rate=1000.0))
@@ -152,9 +152,9 @@ async def test_conversations_contain_answers_and_end_at_a_failure():
         talk = [Prompt("x", ("one", "two", "three")), Prompt("x", ("one", "500", "never"))]
         outcomes = await run(Target(url, "chat", "tiny"), talk, Plan(seed=40))
     assert [(o.turn, o.error) for o in outcomes] == [(0, ""), (1, ""), (2, ""), (0, ""), (1, "HTTP 500")]
-    said = server.requests[2]["messages"]
-    assert [m["role"] for m in said] == ["user", "assistant", "user", "assistant", "user"]
-    assert said[1]["content"] == "".join(WORDS)
+    messages = server.requests[2]["messages"]
+    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert messages[1]["content"] == "".join(WORDS)
     assert [r["seed"] for r in server.requests] == [40, 40, 40, 41, 41]
 
 

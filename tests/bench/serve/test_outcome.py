@@ -53,7 +53,7 @@ def test_content_in_parts():
 
 
 def chunks(*deltas, tokens):
-    """An answer whose chunks come a second after another, the last with the finish reason, and then its usage."""
+    """An outcome of chunks that arrive one second apart; the last has the finish reason, then usage follows."""
     outcome = Outcome("x", streamed=True)
     for second, delta in enumerate([*deltas, {}], start=1):
         finish = None if delta else "stop"
@@ -63,10 +63,10 @@ def chunks(*deltas, tokens):
 
 
 def test_tokens_without_text_count_in_times():
-    said = {"content": "w"}
-    outcome = chunks({"role": "assistant"}, said, said, {"content": ""}, {"content": ""}, tokens=5)
+    text = {"content": "w"}
+    outcome = chunks({"role": "assistant"}, text, text, {"content": ""}, {"content": ""}, tokens=5)
     assert (outcome.ttft, outcome.latency, outcome.tpot, outcome.gaps) == (2.0, 6.0, 4.0 / 4, [1.0])
-    single = chunks(said, {"content": ""}, tokens=3)
+    single = chunks(text, {"content": ""}, tokens=3)
     assert single.tpot == 2.0 / 2
     assert summarize([outcome, single], 9.0).tpot.count == 2
 
@@ -76,14 +76,22 @@ SPECULATION = {0: {"acceptance_histogram": [1, 2, 1]}, 1: {"acceptance_histogram
 
 def test_choices_have_separate_times():
     outcome = Outcome("x", streamed=True)
-    said = [(1, 1.0, "no"), (0, 1.5, "a"), (1, 2.0, "no"), (0, 3.5, "b"), (1, 4.0, "no"), (1, 5.0, ""), (0, 6.0, "")]
-    for index, second, text in said:
+    arrivals = [
+        (1, 1.0, "no"),
+        (0, 1.5, "a"),
+        (1, 2.0, "no"),
+        (0, 3.5, "b"),
+        (1, 4.0, "no"),
+        (1, 5.0, ""),
+        (0, 6.0, ""),
+    ]
+    for index, second, text in arrivals:
         end = {} if text else {"finish_reason": "stop", "metrics": {"speculative_decoding": SPECULATION[index]}}
         read_event(outcome, {"choices": [{"index": index, "delta": {"content": text}, **end}]}, second)
     read_event(outcome, {"choices": [], "usage": {"completion_tokens": 12}}, 7.0)
     assert (outcome.ttft, outcome.latency, outcome.gaps) == (1.0, 6.0, [1.0, 2.0, 2.0])
     assert outcome.tpot == ((5.0 - 1.0) + (6.0 - 1.5)) / (12 - 2)
-    assert (outcome.text, outcome.content) == ("ab", "ab"), "what later turns go on from"
+    assert (outcome.text, outcome.content) == ("ab", "ab"), "later turns continue from the first choice"
     assert outcome.histogram == [5, 3, 1]
 
 

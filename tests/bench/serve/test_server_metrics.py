@@ -70,10 +70,10 @@ def test_a_restarted_server_has_no_figures():
 
 
 def test_gauges_of_an_earlier_load_are_ignored():
-    """SGLang's counter is there and does not grow, while its gauges still say what was."""
+    """SGLang's counter exists and does not grow, while its gauges keep the values of an earlier load."""
     calls = "# TYPE sglang:spec_verify_calls_total counter\nsglang:spec_verify_calls_total{{}} {}\n"
     calls += "# TYPE sglang:generation_tokens_total counter\nsglang:generation_tokens_total{{}} {}\n"
     before, after = (server_metrics.read(SGLANG + calls.format(*counts)) for counts in ((10, 30), (20, 70)))
     assert server_metrics.speculation(before, after).accept_length == 4.0
     assert server_metrics.speculation(after, server_metrics.read(SGLANG + calls.format(20, 90))) is None
-    assert server_metrics.speculation(after, before) is None, "it began anew in between"
+    assert server_metrics.speculation(after, before) is None, "the server restarted in between"

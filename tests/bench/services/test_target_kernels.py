@@ -53,7 +53,7 @@ def test_both_sides_compute_equal_results():
     )
     torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
     program, rows, nothing = kernels.program_of([packed(weight, Format.BFLOAT16)] * 3, 5, 1)
-    program.run(rows, nothing)  # a program of products alone runs
+    program.run(rows, nothing)  # a program that has only products
 
 
 def test_tree_of_fifteen_nodes():

@@ -101,7 +101,7 @@ def test_a_single_round_is_a_usage_error(prompts, capsys):
 
 @pytest.mark.system
 def test_real_systems(prompts, tmp_path):
-    """A tiny model, plainly and with n-grams."""
+    """A tiny model with plain decoding and with the n-gram drafter."""
     model = write_tokenizer(write_model(tmp_path / "model"))
     flags = [str(prompts), "--model-path", str(model), "--drafters", "--setting", "mine=--speculative-algorithm NGRAM"]
     loads = ["--rounds", "2", "--concurrency", "2", "--temperature", "0", "--max-tokens", "24", "--ignore-eos"]
@@ -112,7 +112,6 @@ def test_real_systems(prompts, tmp_path):
 
 
 def test_a_failed_start_keeps_an_earlier_page(prompts, tmp_path, capsys):
-    """And leaves an earlier page as it was."""
     for end in ("json", "md"):
         (tmp_path / f"speculation.{end}").write_text("earlier")
 
