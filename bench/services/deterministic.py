@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from bench.harness.flags import positive_int
 from bench.harness.report import Report
@@ -29,6 +30,7 @@ MOE = {
 }  # fmt: skip
 DTYPES = ("bfloat16", "float16", "float32")
 ROUNDS = 3
+THREADS = torch.get_num_threads()  # loading a compiled program sets PyTorch's threads to 1
 MEASURED: dict[str, Callable[[TargetEngine, int], float]] = {
     "step of 1 token": lambda engine, steps: verification_steps(engine, [1], steps)[0],
     "step of 8 tokens": lambda engine, steps: verification_steps(engine, [8], steps)[0],
@@ -70,20 +72,14 @@ def write_moe(folder: Path) -> Path:
 
 def compare(report: Report, model: str, folder: Path, dtype: str, steps: int) -> None:
     """Add the figures of a model in a number format."""
-    engines = {
-        flag: build_engine(
-            folder,
-            TargetConfig(
-                device="cpu",
-                dtype=cast(DType, dtype),
-                deterministic=flag,
-                disable_radix_cache=True,
-                max_total_tokens=16 * 1024,
-                self_draft="off",
-            ),
-        )
-        for flag in (False, True)
-    }
+    engines = {}
+    for flag in (False, True):
+        torch.set_num_threads(THREADS)
+        config = TargetConfig(
+            device="cpu", dtype=cast(DType, dtype), deterministic=flag, disable_radix_cache=True,
+            max_total_tokens=16 * 1024, self_draft="off",
+        )  # fmt: skip
+        engines[flag] = build_engine(folder, config)
     for what, measure in MEASURED.items():
         times = np.array([[measure(engines[flag], steps) for flag in (False, True)] for _ in range(ROUNDS)])
         without, with_flag = 1e3 * times.min(axis=0)
