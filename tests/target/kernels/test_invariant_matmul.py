@@ -103,7 +103,7 @@ def test_a_model_on_these_kernels(family, tmp_path, monkeypatch):
     monkeypatch.setattr(batch_invariance, "_NEIGHBOURS", ((), (17, 2)))
     assert choose("triton", torch.device("cpu"), ordered=True)
     model = load_model(folder, attention_backend="triton", deterministic=True)
-    assert deterministic.invariant.of(model.device) is mode
+    assert deterministic.invariant_mode.of(model.device) is mode
     rng = np.random.default_rng(0)
 
     def proposals(session, path):
