@@ -130,7 +130,7 @@ def distributions(engine: TargetEngine, text: list[int], first: int) -> Tensor:
     batch = build([SessionWork(Chunk(session, 0, len(text)))], torch.device("cpu"))
     logits = engine.model.runner.forward(batch, engine.cache).logits
     session.table.release()
-    return logits[batch.drawn :].log_softmax(dim=-1)
+    return logits[batch.sample_count :].log_softmax(dim=-1)
 
 
 def levels_of(folder: Path) -> int:

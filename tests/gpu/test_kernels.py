@@ -48,7 +48,7 @@ def case(heads, dims, dtype, pool_dtype=None, rows=ROWS, page_size=16):
         pool.copy_(torch.full(pool.shape, torch.nan))  # rows that were not written must not be read
         pool[0] = 0.0
     for span in batch.spans:
-        keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
+        keys, values = torch.randn(span.kv_tokens, heads[1], dims[0]), torch.randn(span.kv_tokens, heads[1], dims[1])
         cache.write(0, torch.from_numpy(span.slots).to(CUDA), keys.to(CUDA, dtype), values.to(CUDA, dtype))
     return works, batch, torch.randn(len(batch), heads[0], dims[0]).to(CUDA, dtype), cache
 

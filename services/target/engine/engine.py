@@ -160,6 +160,11 @@ class TargetEngine(Engine):
         return not (self._pending.said or self._in_flight) and (self.scheduler.held or not self.sessions.by_id)
 
     @property
+    def in_flight(self) -> bool:
+        """True if a step was launched and not yet collected."""
+        return self._in_flight is not None
+
+    @property
     def patience(self) -> float:
         """Seconds for which the next step may still be held for proposals, where that pays."""
         return 0.0 if self._in_flight else self.speculation.policy.wait.remaining
@@ -181,7 +186,7 @@ class TargetEngine(Engine):
         if step is not None:
             self._in_flight = self._launch_behind(step)
             self._collect(step, output)
-        elif (step := self._launch(self._plan())) is None:
+        elif (step := self._launch(self.plan())) is None:
             self.sessions.grammars.wait(_GRAMMAR_WAIT)
         elif self.overlap:  # messages that arrive while the device computes are taken in before this is collected
             self._in_flight = step
@@ -213,7 +218,8 @@ class TargetEngine(Engine):
 
     # --- 1. plan ---
 
-    def _plan(self, *, drafts: bool = True) -> StepPlan | None:
+    def plan(self, *, drafts: bool = True) -> StepPlan | None:
+        """What the next step computes; None if there is nothing to do. drafts: draft tokens may be verified."""
         works = self.speculation.planner.plan()
         if not works:
             return None
@@ -249,7 +255,7 @@ class TargetEngine(Engine):
         room = self.speculation.planner.room
         sampled = [session for session in step.sampling(self.sessions.by_id) if room(session) > 1]
         with expecting(sampled):
-            return self._launch(self._plan(drafts=False), step, sampled) if self.scheduler.fits() else None
+            return self._launch(self.plan(drafts=False), step, sampled) if self.scheduler.fits() else None
 
     def _foreseeable(self, entry: TargetSession) -> bool:
         return needs_only_length(entry) and not self.speculation.wants_drafts(entry)

@@ -26,7 +26,7 @@ from outrider.serving.session import Session
 from services.target.sampling.samples import LaunchedStep, StepSamples
 from services.target.sampling.session import TargetSession
 from services.target.speculation.plans import StepPlan
-from services.target.step.batch import Batch, Roots, SessionWork
+from services.target.step.batch import Batch, DeferredRoots, SessionWork
 
 
 @dataclass
@@ -99,7 +99,7 @@ class InFlightStep:
             return batch
         assert all(len(work.chunk) == 1 for work in works if work.chunk.session.id in taken)
         rows, sources = np.array(pairs, np.int64).T.copy()
-        roots = Roots(rows, sources, self.launched.tokens)
+        roots = DeferredRoots(rows, sources, self.launched.tokens)
         if batch.device.type == "cpu":  # where a launch has ended when it returns
             roots.put(torch.from_numpy(batch.rows.ids))
             return batch

@@ -1,4 +1,4 @@
-"""The open sessions: they are checked, wait for their grammars, are scheduled, and end."""
+"""The open sessions: checked when they open, scheduled once their grammars are ready, and closed at their end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from services.target.step.batch import SessionWork
 class OpenSessions:
     """The open sessions of one engine.
 
-    by_id:   those that wait for their grammar or for pages included
+    by_id:   all of them, also those that wait for their grammar or for pages
     longest: most tokens of a session
     """
 
@@ -30,7 +30,7 @@ class OpenSessions:
         longest: int,
         ended: Callable[[TargetSession], None],
     ) -> None:
-        """ended: called with a session that was closed, once its pages are returned."""
+        """ended: called with each closed session after its pages are returned."""
         self.by_id: dict[int, TargetSession] = {}
         self.longest = longest
         self._vocab_size = model.vocab_size
@@ -70,7 +70,7 @@ class OpenSessions:
         return stop_ids
 
     def close(self, session_id: int, *, trusted: bool = True) -> None:
-        """Close a session and free its pages. trusted: False if its cached tokens must not serve others."""
+        """Close a session and free its pages. trusted: False if its cached tokens must not serve other sessions."""
         entry = self.by_id.pop(session_id, None)
         self.grammars.forget(session_id)
         if entry is not None:
@@ -79,7 +79,7 @@ class OpenSessions:
             self._ended(entry)
 
     def begin(self) -> list[SessionFailure]:
-        """Start sessions whose grammars are ready. Returns those whose grammars are invalid."""
+        """Schedule sessions whose grammars are ready. Returns a failure for each invalid grammar."""
         failures: list[SessionFailure] = []
         for session_id, grammar, start in self.grammars.ready():
             entry = self.by_id[session_id]
@@ -94,7 +94,7 @@ class OpenSessions:
         return failures
 
     def stuck(self, work: SessionWork, fault: EngineFault) -> list[SessionFailure]:
-        """No token could be sampled for a session: it ends, unless another automaton of its grammar may go on."""
+        """No token could be sampled for a session: it ends, unless a new automaton of its grammar can continue."""
         session = work.chunk.session
         matcher = self.by_id[session.id].matcher
         limit = None if matcher is None else matcher.fault

@@ -29,12 +29,12 @@ class _Group:
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         self.spans = spans
         self.rows = spans[0].rows
-        self.keys = max(span.keys for span in spans)
+        self.keys = max(span.kv_tokens for span in spans)
         self.nodes = any(span.nodes for span in spans)
         slots = np.empty((len(spans), self.keys), dtype=np.int64)
         for i, span in enumerate(spans):
-            slots[i, : span.keys] = span.slots
-            slots[i, span.keys :] = span.slots[0]  # pad with a key that all rows see; others may be NaN
+            slots[i, : span.kv_tokens] = span.slots
+            slots[i, span.kv_tokens :] = span.slots[0]  # pad with a key that all rows see; others may be NaN
         self.slots = torch.from_numpy(slots).to(device).flatten()  # [B * K]
         rows = np.concatenate([np.arange(span.first, span.first + span.rows) for span in spans])
         self.take = torch.from_numpy(rows).to(device)  # [B * R]
@@ -60,7 +60,7 @@ class _Group:
     def _build_mask(self, window: int | None, repeat: int, like: Tensor) -> Tensor | None:
         seen = torch.zeros(len(self.spans), 1, self.rows, self.keys, dtype=torch.bool, device=like.device)
         for i, span in enumerate(self.spans):
-            seen[i, 0, :, : span.keys] = reference.visible(span, window, like.device)
+            seen[i, 0, :, : span.kv_tokens] = reference.visible(span, window, like.device)
         if like.device.type == "cpu" and bool(seen.all()):
             return None
         mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
@@ -130,5 +130,5 @@ def _group(spans: Sequence[Span], device: torch.device) -> list[_Group]:
     """Group spans with equal rows whose keys differ by less than a factor of two."""
     groups: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for span in spans:
-        groups[span.rows, span.keys.bit_length()].append(span)
+        groups[span.rows, span.kv_tokens.bit_length()].append(span)
     return [_Group(members, device) for members in groups.values()]

@@ -19,7 +19,7 @@ def visible(span: Span, window: int | None, device: torch.device) -> Tensor:
 
     window: number of tokens that a row sees, itself included
     """
-    key_positions = torch.arange(span.keys, device=device)
+    key_positions = torch.arange(span.kv_tokens, device=device)
     slot_positions = key_positions[span.start :, None]  # [rows, 1]
     mask = key_positions[None, :] <= slot_positions.clamp(max=span.start + span.committed - 1)
     positions = torch.from_numpy(span.positions).to(device)

@@ -24,7 +24,7 @@ class Outputs(NamedTuple):
 
     logits:   [R, V], of the batch's sampled rows in the last step
     features: [n * F, W], states of the rows of `batch.capture` side by side, step after step; None without a capture
-    tokens:   [n * drawn] int64, samples of `batch.draws`, step after step; None if the runner does not sample
+    tokens:   [n * sample_count] int64, samples of `batch.sampling`, step after step; None if the runner does not sample
     iterations: of a fused speculation loop, whose committed tokens are `tokens`
     """
 

@@ -32,7 +32,7 @@ from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Model, Outputs, Runner
 from services.target.model.loading.load import load
 from services.target.model.loading.shards import check_devices
-from services.target.step.batch import Batch, Rows
+from services.target.step.batch import Batch, TokenArrays
 from services.target.step.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ def pack(batch: Batch) -> list[NDArray[np.integer]]:
     """A batch as arrays of integers, without the parts that only rank 0 needs, such as the capture."""
     rows, spans = batch.rows, batch.layout
     header = np.array([
-        len(rows.ids), len(rows.sampled), batch.drawn, len(spans), len(spans.pages), len(spans.parents),
+        len(rows.ids), len(rows.sampled), batch.sample_count, len(spans), len(spans.pages), len(spans.parents),
         spans.page_size,
     ])  # fmt: skip
     arrays = [rows.ids, rows.positions, rows.sampled]
@@ -226,7 +226,7 @@ def unpack(body: NDArray[np.int64], device: torch.device) -> Batch:
     """The inverse of `pack`."""
     count, sampled, drawn, spans, pages, parents, page_size = body[:_HEADER].tolist()
     take = _Reader(body[_HEADER:])
-    rows = Rows(take(count), take(count), take(sampled))
+    rows = TokenArrays(take(count), take(count), take(sampled))
     columns = take(spans), take(spans), take(spans)
     layout = Layout.of(*columns, take(pages).astype(np.int32), take(parents).astype(np.int32), page_size)
     return Batch(layout, rows, device, drawn)

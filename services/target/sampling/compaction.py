@@ -89,10 +89,10 @@ def lay_out(works: Sequence[SessionWork], batch: Batch, uploads: UploadBatch) ->
     base, session = np.repeat(roots, counts), np.repeat(np.arange(len(drafts)), counts)
     depth = np.concatenate([draft.depths for draft in drafts]).astype(np.int64)
     depths = int(depth.max())
-    nodes = np.delete(np.arange(batch.drawn), roots)
-    slots = batch.layout.slots[batch.rows.sampled[: batch.drawn]]
-    columns = np.zeros((5, batch.drawn), np.int64)
-    columns[0] = np.arange(batch.drawn)
+    nodes = np.delete(np.arange(batch.sample_count), roots)
+    slots = batch.layout.slots[batch.rows.sampled[: batch.sample_count]]
+    columns = np.zeros((5, batch.sample_count), np.int64)
+    columns[0] = np.arange(batch.sample_count)
     columns[0, nodes] = base + 1 + np.concatenate([draft.parents for draft in drafts])
     columns[1, nodes] = np.concatenate([draft.tokens for draft in drafts])
     columns[2] = len(drafts) * depths

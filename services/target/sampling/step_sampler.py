@@ -75,14 +75,14 @@ class StepSampler:
         drawn = [entries[work.chunk.session.id] for work in drawing]
         logits, tokens, iterations = self._forward(batch)
         prompts = None
-        if len(batch.rows.sampled) > batch.drawn:
-            prompts = self._score_prompts(logits, batch.drawn, works, entries)
+        if len(batch.rows.sampled) > batch.sample_count:
+            prompts = self._score_prompts(logits, batch.sample_count, works, entries)
         if not drawing:
             return LaunchedStep(torch.empty(0, dtype=torch.int64, device=device), None, prompts)
-        if batch.draws is not None:
+        if batch.sampling is not None:
             if tokens is None:
-                tokens = compiled.sample(logits[: batch.drawn].float(), batch.draws)
-            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.drawn, iterations=iterations)
+                tokens = compiled.sample(logits[: batch.sample_count].float(), batch.sampling)
+            return LaunchedStep(tokens, None, prompts, steps=len(tokens) // batch.sample_count, iterations=iterations)
         if self._compiled:
             return self._launch_compiled(batch, logits, drawing, drawn, prompts)
         # While the device computes, the host lays out the parameters and sends them in one transfer.
@@ -97,7 +97,7 @@ class StepSampler:
         uploads.send(device)
         rows = laid_rows()
         banned = (rows.banned_rows, rows.banned_tokens)
-        adjusted = sampler.adjusted(logits[: batch.drawn], banned, laid_adjustments(), mask)
+        adjusted = sampler.adjusted(logits[: batch.sample_count], banned, laid_adjustments(), mask)
         wait = not (self._async and self._thresholds.exact and all(entry.top is None for entry in drawn))
         picked = sampler.sample_adjusted(adjusted, rows, wait=wait)
         if not self._thresholds.exact:
@@ -133,7 +133,7 @@ class StepSampler:
         laid = self._adjustments(works, drawn, uploads)
         uploads.send(logits.device)
         mask = self._mask(works, drawn)
-        adjusted = sampler.adjusted(logits[: batch.drawn], _bans(works, drawn), laid())
+        adjusted = sampler.adjusted(logits[: batch.sample_count], _bans(works, drawn), laid())
         tokens = compiled.sample(adjusted.float(), sampling_plan(works, drawn), mask)
         return LaunchedStep(tokens, self._score(logits, torch.from_numpy(tokens), works, drawn), prompts)
 

@@ -24,7 +24,9 @@ MEASURING_MODES = (SpeculationMode.WAIT_FOR_DRAFT,)
 class ModePolicy:
     """Decides for one engine.
 
-    wait: how long steps are held for proposals
+    wait:         how long steps are held for proposals
+    prefill_cost: of prompts, in modes with drafters and without
+    step_seconds: of a step without prompts, waits excluded, an average
     """
 
     def __init__(
@@ -43,19 +45,24 @@ class ModePolicy:
         self._expensive = expensive
         self.wait = DraftWait(clock, longest)
         self._selectors: dict[int, ModeSelector] = {}  # by load: 1, 2, 3 to 5, 6 to 11 sessions, and so on
-        self._prompts = PrefillCost()
+        self.prefill_cost = PrefillCost()
         self._load = self._coming = -1  # logarithms of sessions: of those measured, and of those present
         self._start_trial()
         self._usual: dict[SpeculationMode, float] = {}  # seconds of a measured step at this load
-        self._step_seconds = 0.0  # of a step without prompts, waits excluded ...
+        self.step_seconds = 0.0  # of a step without prompts, waits excluded ...
         self._step_tokens = 1.0  # ... and the tokens per session that it commits
         self._ended = self._began = clock()
 
     @property
     def mode(self) -> SpeculationMode:
         """The mode of the next step."""
-        selector = self._selectors.get(self._load)
+        selector = self.selector
         return selector.mode if selector is not None else self._modes[0]
+
+    @property
+    def selector(self) -> ModeSelector | None:
+        """The selector of the present load; None before a drafter answers."""
+        return self._selectors.get(self._load)
 
     @property
     def drafting_paused(self) -> bool:
@@ -98,7 +105,7 @@ class ModePolicy:
         seconds, self._ended = now - self._ended, now
         computing = now - self._began
         if self._selects:
-            self._prompts.committed(tokens)
+            self.prefill_cost.committed(tokens)
             self._account(count, tokens, prompts, computing, seconds - computing)
             load = _load(count)
             if count and (load > self._load or (load < self._load and not prompts and self._coming < self._load)):
@@ -106,19 +113,19 @@ class ModePolicy:
             elif count and not prompts and self._judges(bool(self.wait.any_of(wanted))):
                 self._measure(count, tokens / count, seconds, steps)
         if count and not prompts:
-            new = _STEP_WEIGHT if self._step_seconds else 1.0
-            self._step_seconds += new * (computing / steps - self._step_seconds)
+            new = _STEP_WEIGHT if self.step_seconds else 1.0
+            self.step_seconds += new * (computing / steps - self.step_seconds)
             self._step_tokens += new * (tokens / count / steps - self._step_tokens)
         hold = self.mode is SpeculationMode.WAIT_FOR_DRAFT
-        self.wait.end(now, wanted, self._step_seconds or computing, hold=hold)
+        self.wait.end(now, wanted, self.step_seconds or computing, hold=hold)
 
     def _account(self, count: int, tokens: int, prompts: int, computing: float, waited: float) -> None:
         """All steps, measured or not, show what trials cost and when the next are due. computing, waited: seconds."""
         selector = self._selectors.get(self._load)
         if prompts:
             # Beside prompts there may be no draft tokens, so it is the step's tokens that take the time of others.
-            others = self._step_seconds * tokens / (count * self._step_tokens) if tokens else 0.0
-            self._prompts.observe(self.mode, prompts, max(0.0, computing - others))
+            others = self.step_seconds * tokens / (count * self._step_tokens) if tokens else 0.0
+            self.prefill_cost.observe(self.mode, prompts, max(0.0, computing - others))
             if selector is not None:
                 selector.prefill(computing)
         elif count and selector is not None:
@@ -140,7 +147,7 @@ class ModePolicy:
         if new:
             known = max((known for known in self._selectors if known < load), default=-1)
             fewer, many = self._selectors.get(known), load >= _MANY or self._expensive()
-            self._selectors[load] = ModeSelector(self._modes, mode, self._prompts, fewer, load - known, many=many)
+            self._selectors[load] = ModeSelector(self._modes, mode, self.prefill_cost, fewer, load - known, many=many)
 
     def _measure(self, count: int, tokens: float, seconds: float, steps: int) -> None:
         # The first step after a pause is long. A deep draft's step is, too, so that each mode has its own measure.
@@ -156,7 +163,8 @@ class ModePolicy:
         selector = self._selectors[self._load]
         if self._steps >= selector.steps:
             before = selector.mode
-            selector.end_trial(*self._trial, sessions=count, steps=self._steps)
+            trial_tokens, trial_seconds = self._trial
+            selector.end_trial(trial_tokens, trial_seconds, sessions=count, steps=self._steps)
             self._start_trial(settling=_SETTLING if selector.mode is not before else 0)
 
     def _start_trial(self, settling: int = 0) -> None:

@@ -68,6 +68,11 @@ class PrefillCost:
         self._all_tokens = self._all_tokens * _PROMPT_DECAY + tokens
         self._committed *= _PROMPT_DECAY
 
+    @property
+    def prompt_tokens_per_token(self) -> float:
+        """Prompt tokens for each new token."""
+        return self._all_tokens / self._committed if self._committed else 0.0
+
     def committed(self, tokens: int) -> None:
         """Add committed tokens of all sessions."""
         self._committed += tokens
@@ -119,7 +124,7 @@ class _Measured:
 
 
 class ModeSelector:
-    """The modes at one load; `mode` is that of the present trial.
+    """The modes at one load; `mode` is that of the present trial, the number `trials` + 1.
 
     gain: throughput of the better mode with a draft service over that without; until measured, derived from the
         gain at fewer sessions
@@ -144,13 +149,13 @@ class ModeSelector:
         self._measured = {mode: _Measured() for mode in sorted(modes, key=lambda mode: mode in DRAFT_MODES)}
         self._alone = next((mode for mode in modes if mode not in DRAFT_MODES), None)  # without a draft service
         self._prompts = prompts
-        self._trials = 0
+        self.trials = 0
         self._elapsed = 0.0  # seconds in steps
         self._tokens = self._seconds = 0.0  # since the last trial's end, measured or not; tokens per session
         self._short = False
         self._sessions = 1.0
-        self.loss = fewer.loss if fewer is not None else None
-        self.gain = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
+        self.loss: float | None = fewer.loss if fewer is not None else None
+        self.gain: float = fewer.gain / _GAIN_LOSS**doublings if fewer is not None else 0.0
         self._first_pause = _FIRST_REST if many else _FIRST_PAUSE
         self._rest = self._first_rest(many)
         self.mode = self._alone if self._rest and first in DRAFT_MODES and self._alone is not None else first
@@ -166,7 +171,7 @@ class ModeSelector:
     @property
     def steps(self) -> int:
         """Length of the present trial: short at first, so that a losing mode ends soon."""
-        doublings = min(self._trials // len(self._measured), _DOUBLINGS)
+        doublings = min(self.trials // len(self._measured), _DOUBLINGS)
         return min(_FIRST_TRIAL << doublings, _SHORT_TRIAL if self._short else TRIAL)
 
     def spend(self, tokens: float, seconds: float) -> None:
@@ -184,10 +189,10 @@ class ModeSelector:
 
         steps: their number; 0 if unknown
         """
-        self._trials += 1
+        self.trials += 1
         present = self._measured[self.mode]
         rested = self._rest > 0.0 and self.mode in DRAFT_MODES and not present.trials
-        present.add(self._trials, tokens, seconds, steps)
+        present.add(self.trials, tokens, seconds, steps)
         present.trial = _Trial(self._elapsed, self._tokens, self._seconds)
         self._tokens = self._seconds = 0.0
         self._sessions = sessions
@@ -206,7 +211,7 @@ class ModeSelector:
     def _rates(self) -> dict[SpeculationMode, float]:
         """Throughput of the measured modes. Drafts that are never accepted made no trial fast: they count for no more
         than the mode without."""
-        rates = {mode: self._rate(mode) for mode, measured in self._measured.items() if measured.trials}
+        rates = {mode: self.throughput(mode) for mode, measured in self._measured.items() if measured.trials}
         alone = math.inf if self._alone is None else rates.get(self._alone, math.inf)
         for mode in rates.keys() & set(DRAFT_MODES):
             if not self._measured[mode].gains:
@@ -247,7 +252,7 @@ class ModeSelector:
         prompts = self._sessions * self._prompts.seconds(mode)
         return trial.seconds + trial.tokens * (prompts - 1.0 / rate) if rate else 0.0
 
-    def _rate(self, mode: SpeculationMode) -> float:
+    def throughput(self, mode: SpeculationMode) -> float:
         """Tokens per session and second, prompts included."""
         measured = self._measured[mode]
         return self._rate_of(measured.seconds / measured.tokens, mode) if measured.tokens else 0.0

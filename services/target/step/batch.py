@@ -1,7 +1,7 @@
-"""From sessions' work to flat rows: what one forward pass computes, for every session together.
+"""The batch of a step: the tokens that one forward pass computes, of all sessions together.
 
-A session brings a *span* of rows: committed tokens that are not in the cache yet (a prompt chunk, or the root alone),
-and behind them the draft nodes to verify, which hang below the last committed token (layout.py).
+Each session has a *span* of tokens: committed tokens that are not in the cache yet (a prompt chunk, or the root alone),
+followed by the draft tokens to verify, which hang below the last committed token (layout.py).
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class SessionWork:
 
     @property
     def scored(self) -> range:
-        """Positions of the chunk's tokens whose logits are wanted although nothing is drawn after them."""
+        """Positions of the chunk's tokens that are scored: their logits are wanted, but no token is sampled."""
         session = self.chunk.session
         return range(max(self.chunk.start, session.scored), min(self.chunk.stop, session.to_score))
 
 
 @dataclass(frozen=True)
 class Capture:
-    """Hidden states that a forward pass hands back besides the logits.
+    """Hidden states that a forward pass returns besides the logits.
 
-    layers: ascending; i is the residual stream entering decoder layer i, and the number of layers is what leaves the
-            last one, before the final norm
-    final:  also the state after the final norm, which the head multiplies; it comes last
-    rows:   [F] int64, on the host, the rows of the batch whose states are wanted; None for all
-    fusion: a layer, weight and bias (float32), whose product with the states is wanted in their place; of compiled
-            programs alone
+    layers: ascending; i is the residual stream that enters decoder layer i, and the number of layers is the output of
+            the last one, before the final norm
+    final:  also the state after the final norm, which the language model head reads; it comes last
+    rows:   [F] int64, on the host, the tokens of the batch whose states are wanted; None for all
+    fusion: weight and bias (float32) of a linear layer, whose output is returned in place of the states; only compiled
+            programs apply it
     """
 
     layers: tuple[int, ...]
@@ -65,11 +65,11 @@ class Capture:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How tokens are drawn after a batch's drawn rows.
+    """How the tokens of a batch are sampled. S sessions, R samples.
 
-    sessions:  what each asked for, packed as compiled kernels read it, one after the other
-    counts:    [S] int64 ("q"), rows of each
-    positions: [R] int64 ("q"), absolute positions of the drawn tokens
+    sessions:  sampling parameters of each session, packed for compiled kernels, one after the other
+    counts:    [S] int64 ("q"), samples of each session
+    positions: [R] int64 ("q"), absolute positions of the samples
     """
 
     sessions: bytes
@@ -78,8 +78,8 @@ class SamplingPlan:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a batch on the host. ids, positions: [T] int64; sampled: [R] int64."""
+class TokenArrays:
+    """The tokens of a batch on the host. ids, positions: [T] int64; sampled: [R] int64."""
 
     ids: NDArray[np.int64]
     positions: NDArray[np.int64]
@@ -87,10 +87,11 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Roots:
-    """Ids that only the device knows, as it is still drawing them. rows, sources: [n] int64, on the host.
+class DeferredRoots:
+    """Roots whose ids are known only on the device, because the step in flight samples them.
 
-    The id of each row is the token that is drawn at its place in `tokens`, [R] int64; where none can be, it is 0.
+    rows, sources: [n] int64, on the host. The id of token rows[i] of the batch is tokens[sources[i]], or 0 where no
+    token could be sampled. tokens: [R] int64, samples of the step in flight
     """
 
     rows: NDArray[np.int64]
@@ -98,9 +99,9 @@ class Roots:
     tokens: Tensor
 
     def put(self, ids: Tensor) -> None:
-        """Write them where the ids lie, [T] int64."""
+        """Write the roots into the ids of a batch, [T] int64, in place."""
         runs = _run(self.rows), _run(self.sources)
-        if runs[0] and runs[1]:  # as in most steps: nothing else must be told to the device
+        if runs[0] and runs[1]:  # in most steps: no indices must be uploaded
             ids[runs[0]] = self.tokens[runs[1]].clamp(min=0)
             return
         rows, sources = upload([self.rows, self.sources], ids.device)
@@ -108,41 +109,41 @@ class Roots:
 
 
 def _run(numbers: NDArray[np.int64]) -> slice | None:
-    """Numbers that follow one another, as a slice."""
+    """Consecutive numbers as a slice; None for others."""
     first, count = int(numbers[0]), len(numbers)
     return slice(first, first + count) if (numbers == np.arange(first, first + count)).all() else None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """T rows of S sessions, for a device.
+    """T tokens of S sessions, for a device.
 
-    layout:                the spans of rows that belong to one session each
-    ids, positions, slots: [T] int64; a slot is where the row's key and value go
-    sampled:               [R] int64, the rows whose logits are wanted. First the `drawn` ones after which a token is
-                           drawn: each root and its nodes, session by session; then those that are only scored
-    capture:               the hidden states that somebody asked for; None in most steps
-    draws:                 what is to be drawn from the logits as they are, by runners that can; None for none
+    layout:                the spans of tokens, one for each session
+    ids, positions, slots: [T] int64; a slot is where the token's key and value go
+    sampled:               [R] int64, the tokens whose logits are wanted. The first `sample_count` are those after which
+                           a token is sampled: each root and its draft tokens, session by session. The others are scored
+    capture:               hidden states that are requested; None in most steps
+    sampling:              what runners that can sample from unadjusted logits; None for none
     program:               what may follow within the same call; None for a single step
-    roots:                 ids that are not known on the host
+    roots:                 roots whose ids are not known on the host
     """
 
     layout: Layout
-    rows: Rows
+    rows: TokenArrays
     device: torch.device
-    drawn: int
+    sample_count: int
     capture: Capture | None = None
-    draws: SamplingPlan | None = None
+    sampling: SamplingPlan | None = None
     program: StepProgram | None = None
-    roots: Roots | None = None
-    placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled where they lie on the device already
+    roots: DeferredRoots | None = None
+    placed: Sequence[Tensor] | None = None  # ids, positions, slots, sampled, if they are on the device already
 
     def __len__(self) -> int:
         return len(self.rows.ids)
 
     @cached_property
     def spans(self) -> Sequence[Span]:
-        """The layout as objects, for those who go through it span by span."""
+        """The layout as objects, for loops over spans."""
         return self.layout.spans(self.rows.positions)
 
     @property
@@ -167,7 +168,7 @@ class Batch:
 
     @property
     def sampled(self) -> Tensor:
-        """Rows after which a token is drawn."""
+        """Tokens whose logits are wanted."""
         return self._tensors[3]
 
     @cached_property
@@ -184,17 +185,17 @@ def build(
     works: Sequence[SessionWork],
     device: torch.device,
     capture: Capture | None = None,
-    draws: SamplingPlan | None = None,
+    sampling: SamplingPlan | None = None,
     program: StepProgram | None = None,
     ahead: int = 0,
 ) -> Batch:
-    """Lay out a step's work. The page tables must hold start + rows tokens of every session, and the program's
-    extra slots.
+    """The batch of a step's work. Page tables must have room for each session's tokens and the program's extra slots.
 
-    ahead: how many places behind its own the token of a row stands; the chunks end so many tokens earlier
+    ahead: offset between a token and its cache position: the token at position + ahead is computed at a position, and
+    the chunks end so many tokens before the text. 1 for EAGLE heads
 
-    Numbers gather in lists and become arrays at the end: a step is laid out on caches that the model's weights have
-    swept, where the first touch of each of NumPy's functions costs more than some hundred numbers in Python.
+    Numbers are collected in lists and converted at the end: the model's weights have evicted the CPU caches, so that
+    the first call of each NumPy function costs more than some hundred numbers in Python.
     """
     page_size = works[0].chunk.session.table.page_size
     more = program.extra_slots if program else 0
@@ -207,27 +208,27 @@ def build(
     row = page = 0
     for work in works:
         chunk, draft = work.chunk, work.draft
-        session, start, stop, hints = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
-        own = stop - start
-        needed = -(-(stop + hints + more) // page_size)
+        session, start, stop, drafted = chunk.session, chunk.start, chunk.stop, len(draft.tokens)
+        length = stop - start
+        needed = -(-(stop + drafted + more) // page_size)
         starts.append(start)
-        committed.append(own)
-        nodes.append(hints)
+        committed.append(length)
+        nodes.append(drafted)
         tables.append(page)
         ids += session.tokens[start + ahead : stop + ahead].tolist()
         positions += range(start, stop)
         pages.append(session.table.pages[:needed])
-        if hints:
-            assert chunk.last, "only the last committed token has draft nodes below it"
+        if drafted:
+            assert chunk.last, "draft tokens hang below the last committed token only"
             ids += draft.tokens.tolist()
             positions += [stop - 1 + depth for depth in draft.depths.tolist()]
             parents.append(draft.parents)
         if stop + ahead == session.length:
-            sampled += range(row + own - 1, row + own + hints)
-        row += own + hints
+            sampled += range(row + length - 1, row + length + drafted)
+        row += length + drafted
         page += needed
         firsts.append(row)
-    count, drawn = len(works), len(sampled)
+    count, sample_count = len(works), len(sampled)
     if any(work.chunk.session.to_score for work in works):
         for work, first in zip(works, firsts, strict=False):
             sampled += _scored(work, first)
@@ -239,10 +240,10 @@ def build(
         words[: count + 1], columns[0], columns[1], columns[2], columns[3], _joined(pages),
         _joined(parents) if parents else EMPTY_SLICE.parents, page_size,
     )  # fmt: skip
-    assert len(layout.pages) == page, "the rows of a step have places in the cache"
-    behind = 5 * count + 1
-    rows = Rows(words[behind : behind + row], words[behind + row : behind + 2 * row], words[behind + 2 * row :])
-    return Batch(layout, rows, device, drawn, capture, draws, program)
+    assert len(layout.pages) == page, "a page table lacks pages for the tokens of the step"
+    first = 5 * count + 1
+    tokens = TokenArrays(words[first : first + row], words[first + row : first + 2 * row], words[first + 2 * row :])
+    return Batch(layout, tokens, device, sample_count, capture, sampling, program)
 
 
 def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
@@ -250,24 +251,24 @@ def _joined(parts: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def _scored(work: SessionWork, first: int) -> Sequence[int]:
-    """Rows of a chunk that are only scored. first: that of its span."""
-    away = first - work.chunk.start
-    return range(away + work.scored.start, away + work.scored.stop) if work.chunk.session.to_score else ()
+    """Tokens of a chunk that are scored, as indices into the batch. first: of its span."""
+    offset = first - work.chunk.start
+    return range(offset + work.scored.start, offset + work.scored.stop) if work.chunk.session.to_score else ()
 
 
 def pad(batch: Batch, size: int) -> Batch:
-    """The batch with rows of padding up to a size, which attend to themselves in NULL_PAGE. Its own draws come first.
+    """The batch, padded to a number of tokens. Padding attends to itself in NULL_PAGE; its own samples come first.
 
-    As many rows are sampled as there are; those behind the batch's own are padding, or repeat row 0.
+    `sampled` has as many entries as the batch has tokens; those behind the batch's own are 0.
     """
     rows, more = batch.rows, size - len(batch)
-    assert more >= 0, "a batch is never cut"
+    assert more >= 0, "a batch is larger than its padded size"
     sampled = np.zeros(size, np.int64)
     sampled[: len(rows.sampled)] = rows.sampled
     if not more:
         return replace(batch, rows=replace(rows, sampled=sampled))
     nothing = np.zeros(more, np.int64)
-    padded = Rows(
+    padded = TokenArrays(
         np.concatenate([rows.ids, nothing]),
         np.concatenate([rows.positions, nothing]),
         sampled,

@@ -1,6 +1,6 @@
-"""Results of a step on their way to the host: in one transfer, into pinned memory, which can be waited for alone.
+"""Downloads a step's results to the host: one transfer into pinned memory, with an event of its own.
 
-Whatever is queued on the device behind a transfer, such as the next step, is not waited for.
+A reader waits for the transfer alone, not for work that is queued behind it, such as the next step.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Download:
-    """Tensors that are being brought to the host."""
+    """Tensors on their way to the host."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """tensors: of one device, with elements of 4 or 8 bytes. On the CPU they stay what they are."""
+        """tensors: of one device, with elements of 4 or 8 bytes. On the CPU they are returned as they are."""
         self._arrived: torch.cuda.Event | None = None
         self._tensors = list(tensors)
         if not tensors or tensors[0].device.type == "cpu":

@@ -1,11 +1,11 @@
-"""Where the rows of a batch lie: one span of rows a session, as objects and as arrays.
+"""The layout of a batch: one span of tokens for each session, as objects and as arrays.
 
-    slot position   0 ........ start-1 | start .... start+committed-1 | ...... start+rows-1
-                    in the cache       | committed rows (last = root) | draft nodes, in slice order
-    sees            -                  | all before it, itself        | all committed, its ancestors, itself
+    slot position   0 ........ start-1 | start ...... start+committed-1 | ...... start+rows-1
+                    in the cache       | committed tokens (last = root) | draft tokens (nodes), in slice order
+    attends to      -                  | all before it, itself          | all committed, its ancestors, itself
 
-A node's slot position is its place in the span; its *logical* position, which RoPE and windows use, is the root's plus
-its depth. Siblings share a logical position.
+The slot position of a node follows from its index in the span. Its *logical* position, which RoPE and windows use, is
+the root's plus its depth, so that siblings share one.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from outrider.paging.allocator import NULL_PAGE
 from outrider.speculation.tree import ROOT
 
 SHORT = 4
-"""Rows of a short span: plain ones, and some nodes."""
+"""Most tokens of a short span: a root and a few nodes."""
 
 
 class Extent(IntEnum):
-    """How many rows the spans of a batch have. Kernels do less where they need not know of more."""
+    """Size class of a batch's spans. Kernels have cheaper variants for the smaller ones."""
 
     PLAIN = 1
-    """One each, which is no node."""
+    """One token each, which is committed."""
     SHORT = 2
-    """SHORT at most."""
+    """At most SHORT tokens."""
     LONG = 3
     """Any number."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The rows first .. first + rows - 1 of a batch, all of one session.
+    """The tokens first .. first + rows - 1 of a batch, all of one session.
 
     start:     tokens of the session that are in the cache already
-    committed: rows that are committed tokens; the others are draft nodes
+    committed: committed tokens of the span; the others are draft tokens, the nodes
     pages:     [pages] int32, the pages of the session's keys in order, cached ones and the span's own; page_size in
-               tokens. A view of the session's table, which lasts as long as the step.
+               tokens. A view of the session's page table, valid during the step.
     positions: [rows] int64, logical positions
-    parents:   [nodes] int32, the parent of each draft node among them, or ROOT
+    parents:   [nodes] int32, the index of each node's parent among the nodes, or ROOT
     """
 
     first: int
@@ -58,33 +58,33 @@ class Span:
     parents: NDArray[np.int32]
 
     @property
-    def keys(self) -> int:
-        """Keys that the span's last committed row and its nodes may see, in tokens."""
+    def kv_tokens(self) -> int:
+        """Context length of the session with the span, nodes included, in tokens."""
         return self.start + self.rows
 
     @property
     def nodes(self) -> int:
-        """Draft nodes."""
+        """Draft tokens."""
         return self.rows - self.committed
 
     @property
-    def inert(self) -> bool:
-        """True for padding: rows of nobody, which write NULL_PAGE and whose results nobody reads."""
+    def is_padding(self) -> bool:
+        """True for padding, which writes NULL_PAGE and whose results are not read."""
         return len(self.pages) > 0 and int(self.pages[0]) == NULL_PAGE
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
-        """The slots of the session's keys in order, cached ones and the span's own. [keys] int64."""
+        """The slots of the session's keys in order, cached ones and the span's own. [kv_tokens] int64."""
         return self.slots_from(0)
 
     @cached_property
     def tree_mask(self) -> NDArray[np.bool_]:
-        """Which nodes a node sees: itself and its ancestors. [nodes, nodes] bool."""
+        """Which nodes each node attends to: itself and its ancestors. [nodes, nodes] bool."""
         return tree_mask(self.parents)
 
     def slots_from(self, first: int) -> NDArray[np.int64]:
-        """Slots of the keys first, first + 1, ... [keys - first] int64."""
-        keys = np.arange(first, self.keys)
+        """Slots of the keys first, first + 1, ... [kv_tokens - first] int64."""
+        keys = np.arange(first, self.kv_tokens)
         return self.pages[keys // self.page_size].astype(np.int64) * self.page_size + keys % self.page_size
 
 
@@ -92,11 +92,10 @@ class Span:
 class Layout:
     """The S spans of a batch as arrays, one span after the other.
 
-    first:     [S + 1] int64, the spans' first rows, and the number of all rows
-    start, committed: [S] int64, as of each Span
-    nodes:     [S] int64, draft nodes
-    table:     [S] int64, where the spans' page tables begin in pages, [P] int32
-    parents:   [N] int32, of all draft nodes
+    first:     [S + 1] int64, the index of each span's first token, and the number of all tokens
+    start, committed, nodes: [S] int64, as of each Span
+    table:     [S] int64, the index in `pages`, [P] int32, where each span's page table begins
+    parents:   [N] int32, of the nodes of all spans
     """
 
     first: NDArray[np.int64]
@@ -113,37 +112,39 @@ class Layout:
 
     @property
     def single(self) -> bool:
-        """True if every span is one row."""
+        """True if every span is one token."""
         return int(self.first[-1]) == len(self)
 
     @property
     def extent(self) -> Extent:
-        """How many rows the spans have."""
+        """Size class of the spans."""
         if self.single:
             return Extent.PLAIN
         return Extent.SHORT if int(np.diff(self.first).max()) <= SHORT else Extent.LONG
 
     @cached_property
     def span(self) -> NDArray[np.int64]:
-        """The span of each row. [T]."""
+        """The span of each token. [T]."""
         spans = np.arange(len(self))
         return spans if self.single else np.repeat(spans, np.diff(self.first))
 
     @cached_property
-    def places(self) -> NDArray[np.int64]:
-        """The place of each row among those of its span. [T]."""
+    def offsets(self) -> NDArray[np.int64]:
+        """The index of each token in its span. [T]."""
         return np.arange(int(self.first[-1])) - self.first[self.span]
 
     @cached_property
-    def keys(self) -> NDArray[np.int64]:
-        """The place of each row's key among those of its session. [T]."""
-        return self.start if self.single else self.start[self.span] + self.places
+    def slot_positions(self) -> NDArray[np.int64]:
+        """The index of each token's key among those of its session. [T]."""
+        return self.start if self.single else self.start[self.span] + self.offsets
 
     @cached_property
     def slots(self) -> NDArray[np.int64]:
-        """Where each row's key and value go. [T]."""
-        pages = self.pages[self.table[self.span] + self.keys // self.page_size]
-        return pages.astype(np.int64) * self.page_size + self.keys % self.page_size
+        """Where each token's key and value go. [T]."""
+        positions = self.slot_positions
+        pages = self.pages[self.table[self.span] + positions // self.page_size].astype(np.int64)
+        slots: NDArray[np.int64] = pages * self.page_size + positions % self.page_size
+        return slots
 
     @classmethod
     def of(
@@ -156,33 +157,33 @@ class Layout:
         page_size: int,
     ) -> Layout:
         """Spans one after the other, each with as many pages as its keys need."""
-        begin, own, hints = (np.asarray(column, np.int64) for column in (start, committed, nodes))
-        rows = own + hints
+        begin, fixed, drafted = (np.asarray(column, np.int64) for column in (start, committed, nodes))
+        rows = fixed + drafted
         ends = np.cumsum(-(-(begin + rows) // page_size))
-        assert len(pages) == (ends[-1] if len(ends) else 0), "the rows of a step have places in the cache"
+        assert len(pages) == (ends[-1] if len(ends) else 0), "a page table lacks pages for the tokens of the step"
         table = np.zeros(len(ends), np.int64)
         table[1:] = ends[:-1]
         first = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(rows, out=first[1:])
-        return cls(first, begin, own, hints, table, pages, parents, page_size)
+        return cls(first, begin, fixed, drafted, table, pages, parents, page_size)
 
     def spans(self, positions: NDArray[np.int64]) -> list[Span]:
-        """The spans as objects. positions: [rows], of the batch."""
+        """The spans as objects. positions: [T], logical positions of the batch."""
         first, tables = self.first.tolist(), [*self.table.tolist(), len(self.pages)]
-        behind = np.cumsum(self.nodes).tolist()
+        ends = np.cumsum(self.nodes).tolist()
         return [
             Span(
                 row, end - row, start, committed, self.pages[page:last_page], self.page_size,
                 positions[row:end], self.parents[node - nodes : node],
             )
             for row, end, start, committed, page, last_page, node, nodes in zip(
-                first[:-1], first[1:], self.start.tolist(), self.committed.tolist(), tables[:-1], tables[1:], behind,
+                first[:-1], first[1:], self.start.tolist(), self.committed.tolist(), tables[:-1], tables[1:], ends,
                 self.nodes.tolist(), strict=True,
             )
         ]  # fmt: skip
 
     def followed_by(self, rows: int, page: int) -> Layout:
-        """With a span of committed rows behind, all of whose pages are this one."""
+        """With one more span, of committed tokens, all of whose pages are this one."""
         pages = np.full(-(-rows // self.page_size), page, np.int32)
         return Layout.of(
             np.append(self.start, 0), np.append(self.committed, rows), np.append(self.nodes, 0),
@@ -191,7 +192,7 @@ class Layout:
 
 
 def tree_mask(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Which nodes each node sees: itself and its ancestors. parents: [N], before their children. Returns [N, N]."""
+    """Which nodes each node attends to: itself and its ancestors. parents: [N], parents first. Returns [N, N]."""
     mask = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents.tolist()):
         if parent != ROOT:

@@ -1,4 +1,4 @@
-"""Small arrays of a step on their way to the device: in one transfer, from pinned memory, which nothing waits for."""
+"""Uploads a step's small arrays to the device: one asynchronous transfer from pinned memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ALIGNED = 16  # bytes
 def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[Tensor]:
     """The arrays as tensors on a device, in order and of the same shapes and dtypes.
 
-    On the CPU they are the arrays themselves. Elsewhere they are views of one buffer; PyTorch's allocators keep both of
-    its copies until the transfer and all work queued behind it are over.
+    On the CPU they share the arrays' memory. Elsewhere they are views of one buffer; PyTorch's allocators keep both of
+    its copies until the transfer and all work queued behind it have ended.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
@@ -31,14 +31,14 @@ def upload(arrays: Sequence[NDArray[np.generic]], device: torch.device) -> list[
 
 
 class UploadBatch:
-    """Arrays of several parties that go to a device together."""
+    """Collects arrays of several callers, which are uploaded in one transfer."""
 
     def __init__(self) -> None:
         self._arrays: list[NDArray[np.generic]] = []
         self._tensors: list[Tensor] = []
 
     def add(self, arrays: Sequence[NDArray[np.generic]]) -> Callable[[], list[Tensor]]:
-        """Put arrays in. Returns what hands out their tensors once the parcel was sent."""
+        """Add arrays. Returns a function that gives their tensors after `send`."""
         part = slice(len(self._arrays), len(self._arrays) + len(arrays))
         self._arrays += arrays
         return lambda: self._tensors[part]
@@ -50,13 +50,13 @@ class UploadBatch:
 
 
 def use_device(device: torch.device) -> None:
-    """Make a device the one of this thread, as kernels are launched where the thread is."""
+    """Make a device the current one of this thread, on which its kernels are launched."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def offsets(arrays: Sequence[NDArray[np.generic]]) -> list[int]:
-    """Where each array begins in a buffer of bytes, and at last the buffer's size."""
+    """Offset of each array in a buffer, in bytes, and then the buffer's size."""
     starts = [0]
     for array in arrays:
         starts.append(starts[-1] + -(-array.nbytes // _ALIGNED) * _ALIGNED)
@@ -64,7 +64,7 @@ def offsets(arrays: Sequence[NDArray[np.generic]]) -> list[int]:
 
 
 def stage(arrays: Sequence[NDArray[np.generic]], starts: Sequence[int], buffer: NDArray[np.uint8]) -> None:
-    """Copy arrays to where they begin in a buffer of bytes."""
+    """Copy arrays to their offsets in a buffer of bytes."""
     for start, array in zip(starts, arrays, strict=False):
         buffer[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
 
@@ -75,14 +75,14 @@ def view(buffer: Tensor, start: int, like: NDArray[np.generic]) -> Tensor:
     return buffer[start : start + like.nbytes].view(dtype).view(like.shape)
 
 
-class Slab:
-    """Fixed places on a device for arrays that vary in length up to a limit; filled in one transfer.
+class DeviceArrays:
+    """Device arrays at fixed addresses, of lengths up to a limit; filled in one transfer.
 
-    tensors: one an array, as long as its limit. What lies behind the part that was filled last is of no meaning.
+    tensors: one for each array, as long as its limit. The content behind the part that was filled last is undefined.
     """
 
     def __init__(self, limits: Sequence[NDArray[np.generic]], device: torch.device) -> None:
-        """limits: arrays as large as they may become; their content is put in place."""
+        """limits: arrays of the largest sizes; their content is uploaded."""
         self._starts = offsets(limits)
         self._staging = torch.zeros(self._starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._buffer = torch.zeros(self._starts[-1], dtype=torch.uint8, device=device)
@@ -91,9 +91,9 @@ class Slab:
         self.fill(limits)
 
     def fill(self, arrays: Sequence[NDArray[np.generic]]) -> None:
-        """Put arrays in place, in the order of the limits. Only the last one's own length is transferred."""
+        """Upload arrays, in the order of the limits. Of the last one, only its own length is transferred."""
         if self._copied is not None:
-            self._copied.synchronize()  # the transfer before this one; over long ago
+            self._copied.synchronize()  # the previous transfer, which ended long ago
         stage(arrays, self._starts, self._staging.numpy())
         end = self._starts[-2] + arrays[-1].nbytes
         self._buffer[:end].copy_(self._staging[:end], non_blocking=True)

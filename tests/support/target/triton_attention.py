@@ -32,7 +32,7 @@ def attention_case(seed, heads=(4, 2), dims=(16, 16), page_size=16, dtype=torch.
         pool[0] = 0.0
     for span in batch.spans:
         slots = torch.from_numpy(span.slots)
-        keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
+        keys, values = torch.randn(span.kv_tokens, heads[1], dims[0]), torch.randn(span.kv_tokens, heads[1], dims[1])
         cache.keys[0].flatten(0, 1)[slots] = keys.to(cache.keys[0].dtype)
         cache.values[0].flatten(0, 1)[slots] = values.to(cache.values[0].dtype)
     return batch, torch.randn(len(batch), heads[0], dims[0]).to(dtype), cache.keys[0], cache.values[0]

@@ -1,4 +1,4 @@
-"""The engine: the text of plain decoding, whatever the hints, the pages, the chunks and the company."""
+"""The target engine: texts equal plain decoding under any proposals, page sizes, chunks and batches."""
 
 import numpy as np
 import pytest
@@ -58,16 +58,16 @@ def generate(folder, prompt, count):
     return out[0, len(prompt) :].tolist()
 
 
-# --- who waits for a step ---
+# --- urgent output ---
 
 
-def test_first_and_last_tokens_are_urgent_and_those_that_a_drafter_waits_for(model):
+def test_first_and_last_tokens_and_drafted_ones_are_urgent(model):
     (prompt,) = prompts(1)
     engine = engine_of(model)
     engine.open(opening(1, prompt, GREEDY, max_tokens=12, ignore_eos=True))
     path, urgent = [*prompt], []
     while not engine.idle:
-        if len(path) - len(prompt) == 7:  # from here on somebody drafts
+        if len(path) - len(prompt) == 7:  # a drafter answers from here on
             engine.receive([chain(1, path, [5, 6])], ())
         output = engine.step()
         path += [token for commit in output.commits for token in commit.tokens.tolist()]
@@ -76,7 +76,7 @@ def test_first_and_last_tokens_are_urgent_and_those_that_a_drafter_waits_for(mod
     assert urgent == [True] + [False] * 6 + [True] * 5
 
 
-def test_time_to_gather_is_not_negative(model):
+def test_a_negative_coalescing_window_is_refused(model):
     with pytest.raises(ConfigError, match="--coalesce-seconds must be 0 or more, not -1"):
         engine_of(model, coalesce_seconds=-1)
 
@@ -85,29 +85,31 @@ def test_time_to_gather_is_not_negative(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_transformers(family, tmp_path):
+def test_greedy_text_equals_transformers(family, tmp_path):
     folder = write_model(tmp_path, family, **FAMILIES[family])
     model = load_model(folder)
     texts = prompts(3, longest=40)
     expected = {i: generate(folder, text, 20) for i, text in enumerate(texts, start=1)}
-    assert len({token for tokens in expected.values() for token in tokens}) > 10, "a text too dull to prove anything"
+    assert len({token for tokens in expected.values() for token in tokens}) > 10, (
+        "the text has too few different tokens to prove anything"
+    )
     plain = run(engine_of(model), requests_of(texts, max_tokens=20))
     assert plain.new == expected
     rng = np.random.default_rng(1)
     right = {i: [*text, *expected[i]] for i, text in enumerate(texts, start=1)}
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[session_id][len(path) : len(path) + int(rng.integers(1, 6))]
         return [random_tree(rng, session_id, path, VOCAB, 4), chain(session_id, path, ahead)]
 
-    speculative = run(engine_of(model), requests_of(texts, max_tokens=20), hints)
+    speculative = run(engine_of(model), requests_of(texts, max_tokens=20), proposals)
     assert speculative.new == expected
     assert speculative.accepted > 20
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 7), (16, 512), (64, 33), (5, 1)])
 @pytest.mark.parametrize("count", [1, 8])
-def test_pages_chunks_and_company_do_not_change_the_text(model, page_size, chunk, count):
+def test_pages_chunks_and_batches_do_not_change_the_text(model, page_size, chunk, count):
     texts = prompts(8)
     reference = run(engine_of(model), requests_of(texts[:1])).new[1]
     flags = {"page_size": page_size, "chunked_prefill_size": chunk, "max_running_requests": min(count, 5)}
@@ -116,11 +118,11 @@ def test_pages_chunks_and_company_do_not_change_the_text(model, page_size, chunk
     assert all(len(tokens) == 24 for tokens in result.new.values())
 
 
-# --- hints change the speed alone ---
+# --- proposals change only the speed ---
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_hints_never_change_the_text(model, temperature):
+def test_proposals_never_change_the_text(model, temperature):
     params = SamplingParams(temperature, top_p=0.95 if temperature == 0.7 else 1.0, seed=42)
     texts = prompts(4)
     plain = run(engine_of(model), requests_of(texts, params))
@@ -135,7 +137,7 @@ def test_hints_never_change_the_text(model, temperature):
         return [random_tree(rng, session_id, path, VOCAB, 12)]
 
     def mixed(session_id, path):
-        """Late, repeated and foreign proposals, wrong siblings of right nodes, and tokens that do not exist."""
+        """Late, repeated and foreign proposals, wrong siblings of accepted tokens, and unknown tokens."""
         truth = right[session_id]
         length = int(rng.integers(1, len(path) + 1))
         late = chain(session_id, truth[:length], truth[length : length + 8], -0.5)
@@ -148,8 +150,8 @@ def test_hints_never_change_the_text(model, temperature):
     assert best.new == plain.new
     assert best.steps == 3  # 24 tokens, 8 a step
     assert best.accepted == best.verified == 4 * 21
-    for hints in (garbage, mixed):
-        assert run(engine_of(model), requests_of(texts, params), hints).new == plain.new
+    for proposals in (garbage, mixed):
+        assert run(engine_of(model), requests_of(texts, params), proposals).new == plain.new
 
 
 @pytest.mark.parametrize("flags", [
@@ -163,38 +165,38 @@ def test_the_shape_of_trees_does_not_change_the_text(model, flags):
     right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
     rng = np.random.default_rng(3)
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[session_id][len(path) : len(path) + 5]
         return [random_tree(rng, session_id, path, VOCAB, 20), chain(session_id, path, ahead)]
 
-    result = run(engine_of(model, **flags), requests_of(texts, params), hints)
+    result = run(engine_of(model, **flags), requests_of(texts, params), proposals)
     assert result.new == plain.new
     no_drafts = flags.get("speculative_num_steps") == 0 or flags.get("speculative_num_draft_tokens") == 1
     assert (result.verified == 0) == no_drafts
 
 
-def test_a_chain_has_as_many_rows_as_it_needs(model):
-    """Whatever --speculative-num-draft-tokens says, as in SGLang."""
+def test_a_chain_is_not_limited_by_num_draft_tokens(model):
+    """A chain has --speculative-num-steps draft tokens, whatever --speculative-num-draft-tokens is, as in SGLang."""
     text = prompts(1)[0]
     plain = run(engine_of(model), requests_of([text])).new[1]
     right = [*text, *plain]
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         return [chain(session_id, path, right[len(path) : len(path) + 9])]
 
     flags = {"speculative_num_steps": 5, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
-    result = run(engine_of(model, **flags), requests_of([text]), hints)
+    result = run(engine_of(model, **flags), requests_of([text]), proposals)
     assert result.new[1] == plain
     assert result.steps == len(plain) // 6
 
 
 def test_a_branch_off_the_best_path_is_compacted(model):
-    """The right path lies behind wrong siblings at each depth, so its rows must move, across pages too."""
+    """The accepted path follows rejected siblings at each depth, so its keys must move, also across pages."""
     text = prompts(1)[0]
     plain = run(engine_of(model), requests_of([text])).new[1]
     right = [*text, *plain]
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         ahead = right[len(path) : len(path) + 4]
         tokens = [token for right_token in ahead for token in ((right_token + 1) % VOCAB, right_token)]
         parents = [-1 if i < 2 else 2 * (i // 2) - 1 for i in range(len(tokens))]
@@ -202,48 +204,50 @@ def test_a_branch_off_the_best_path_is_compacted(model):
         arrays = np.array(tokens, np.uint32), np.array(parents, np.int32), np.array(scores, np.float32)
         return [Proposal(session_id, len(path), path_hash(np.array(path)), *arrays)]
 
-    result = run(engine_of(model, page_size=2, speculative_num_draft_tokens=9), requests_of([text]), hints)
+    result = run(engine_of(model, page_size=2, speculative_num_draft_tokens=9), requests_of([text]), proposals)
     assert result.new[1] == plain
     assert result.steps == 5  # 24 tokens, 5 a step
     assert result.accepted == 24 - 5
 
 
-def test_many_sessions_share_the_rows_of_a_step(model):
+def test_many_sessions_share_the_verification_budget(model):
     texts = prompts(20, longest=10)
     plain = run(engine_of(model), requests_of(texts))
     right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
     engine = engine_of(model)
-    engine.speculation.planner.budget = Budget(StepCost({1: 0.01, 60: 0.01, 61: 1.0}))  # 60 rows are free
+    engine.speculation.planner.budget = Budget(StepCost({1: 0.01, 60: 0.01, 61: 1.0}))  # 60 tokens are free
     widest = 0
 
-    def hints(session_id, path):
+    def proposals(session_id, path):
         nonlocal widest
         widest = max(widest, engine.load().step_tokens if len(path) > len(texts[session_id - 1]) else 0)
         return [chain(session_id, path, right[session_id][len(path) : len(path) + 8])]
 
-    result = run(engine, requests_of(texts), hints)
+    result = run(engine, requests_of(texts), proposals)
     assert result.new == plain.new
-    assert result.steps == 9  # 3 rows a session and step; but one beside the prompts of all, where rows are dear
+    assert (
+        result.steps == 9
+    )  # 3 tokens of each session in a step, but 1 in the first one, where prompts make tokens expensive
     assert 60 < widest <= sum(len(text) for text in texts)
 
 
 # --- pages ---
 
 
-@pytest.mark.parametrize("hinted", [False, True])
-def test_a_tiny_pool_preempts_and_loses_nothing(model, hinted):
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_tiny_pool_preempts_and_loses_nothing(model, drafted):
     texts = prompts(6, longest=30, seed=4)
     params = SamplingParams(0.8, seed=1)
     plain = run(engine_of(model), requests_of(texts, params))
     right = {i: [*text, *plain.new[i]] for i, text in enumerate(texts, start=1)}
 
-    def hints(session_id, path):
-        return [chain(session_id, path, right[session_id][len(path) : len(path) + 7])] if hinted else []
+    def proposals(session_id, path):
+        return [chain(session_id, path, right[session_id][len(path) : len(path) + 7])] if drafted else []
 
     engine = engine_of(model, page_size=4, max_total_tokens=72)
-    result = run(engine, requests_of(texts, params), hints)
+    result = run(engine, requests_of(texts, params), proposals)
     assert result.new == plain.new
-    assert hinted or engine.scheduler.preemptions > 0
+    assert drafted or engine.scheduler.preemptions > 0
     assert set(result.reasons.values()) == {FinishReason.LENGTH}
 
 
@@ -265,7 +269,7 @@ def test_closing_frees_pages_in_the_middle(model):
 # --- the end of a session ---
 
 
-def test_max_tokens_cut_hints_short(model):
+def test_max_tokens_limit_accepted_draft_tokens(model):
     text = prompts(1)[0]
     plain = run(engine_of(model), requests_of([text])).new[1]
     for limit in (1, 2, 5):
@@ -288,7 +292,7 @@ def test_context_length_ends_a_session(model):
 
 
 def stopping_token(plain):
-    """A token that comes first in the middle of a text, and where."""
+    """A token that first occurs in the middle of a text, and its index."""
     return next((token, i) for i, token in enumerate(plain) if i >= 4 and token not in plain[:i])
 
 
@@ -297,15 +301,15 @@ def test_stop_tokens_end_within_an_accepted_path(model):
     plain = run(engine_of(model), requests_of([text])).new[1]
     token, place = stopping_token(plain)
     request = opening(1, text, stop_token_ids=(token,))
-    for hints in (None, lambda i, path: [chain(i, path, plain[len(path) - len(text) :][:12])]):
-        result = run(engine_of(model, speculative_num_draft_tokens=16), [request], hints)
+    for proposals in (None, lambda i, path: [chain(i, path, plain[len(path) - len(text) :][:12])]):
+        result = run(engine_of(model, speculative_num_draft_tokens=16), [request], proposals)
         assert result.new[1] == plain[: place + 1]
         assert result.reasons[1] == FinishReason.STOP
-        assert result.accepted == (0 if hints is None else place + 1)
+        assert result.accepted == (0 if proposals is None else place + 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_mask_stop_tokens_at_every_row(model, temperature):
+def test_min_tokens_mask_stop_tokens_at_every_position(model, temperature):
     text = prompts(1)[0]
     params = SamplingParams(temperature, seed=2)
     free = run(engine_of(model), requests_of([text], params)).new[1]
@@ -315,10 +319,10 @@ def test_min_tokens_mask_stop_tokens_at_every_row(model, temperature):
     assert plain.new[1][:place] == free[:place]
     assert token not in plain.new[1][: place + 3]
     assert plain.new[1][place] != token
-    hinted = run(engine_of(model), [request], lambda i, path: [chain(i, path, free[len(path) - len(text) :][:8])])
-    assert hinted.new == plain.new
-    assert hinted.accepted > 0
-    # Where the token is allowed, it is so in the middle of an accepted path too.
+    drafted = run(engine_of(model), [request], lambda i, path: [chain(i, path, free[len(path) - len(text) :][:8])])
+    assert drafted.new == plain.new
+    assert drafted.accepted > 0
+    # Where the token is allowed, it also ends the session within an accepted path.
     allowed = opening(1, text, params, stop_token_ids=(token,), min_tokens=place)
     engine = engine_of(model, speculative_num_draft_tokens=24)
     ended = run(engine, [allowed], lambda i, path: [chain(i, path, free[len(path) - len(text) :])])
@@ -372,21 +376,21 @@ def test_bad_opens_are_refused(model, request_, words):
     engine.check()
 
 
-def test_nobody_waits_for_hints_of_a_session_that_has_ended(model):
-    """Where every step waits for its drafter's answer, too."""
+def test_no_wait_for_proposals_of_a_session_that_has_ended(model):
+    """Also where each step waits for its drafter."""
     engine = engine_of(model, speculative_always=True)
     for number in (1, 2):
         engine.open(opening(number, [3, 4, 5], max_tokens=2))
         assert engine.patience == 0
         (first,) = engine.step().commits
         assert first.draft_budget
-        assert engine.patience > 5  # seconds, for the answer that the session is to have
+        assert engine.patience > 5  # seconds, for the answer to this commit
         (last,) = engine.step().commits
         assert last.finish_reason == FinishReason.LENGTH
         assert engine.patience == 0
 
 
-def test_hints_for_unknown_sessions_are_ignored(model):
+def test_proposals_for_unknown_sessions_are_ignored(model):
     engine = engine_of(model)
     engine.receive([chain(5, [1, 2], [3])], ())
     assert engine.idle
@@ -419,16 +423,16 @@ def test_broken_logits_end_one_session_and_no_other(tmp_path):
 
 @pytest.mark.parametrize("flags", [{}, {"dtype": "bfloat16"}, {"attention_backend": "torch_native"}], ids=str)
 @pytest.mark.parametrize("nodes", [[300], [300, 5], [9, 300, 5]], ids=str)
-def test_a_hint_that_the_model_makes_no_numbers_of_ends_nothing(tmp_path, flags, nodes):
+def test_a_draft_token_with_logits_that_are_not_finite_ends_no_session(tmp_path, flags, nodes):
     model = load_model(write_model(tmp_path, tie_word_embeddings=False), **flags)
     table = torch.randn(VOCAB, 48, generator=torch.Generator().manual_seed(0))
     table[300] = float("nan")
     model.runner.update({"model.embed_tokens.weight": table})
     requests = [opening(1, [5, 6, 7], max_tokens=12)]
     plain = run(engine_of(model), requests)
-    hinted = run(engine_of(model), requests, lambda session_id, tokens: [chain(session_id, tokens, nodes)])
-    assert hinted.new == plain.new
-    assert hinted.verified > 0
+    drafted = run(engine_of(model), requests, lambda session_id, tokens: [chain(session_id, tokens, nodes)])
+    assert drafted.new == plain.new
+    assert drafted.verified > 0
 
 
 def test_warm_up_leaves_nothing_behind(model):

@@ -1,4 +1,4 @@
-"""Pages of the target: whatever is shared, evicted, preempted or cancelled, each text is that of an endless pool."""
+"""Pages of the target: sharing, eviction, preemption and cancellation leave each text unchanged."""
 
 from dataclasses import replace
 
@@ -20,12 +20,14 @@ from tests.support.tiny import VOCAB, write_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_modules(write_model(tmp_path_factory.mktemp("llama")))  # whose writes can be watched
+    return load_modules(
+        write_model(tmp_path_factory.mktemp("llama"))
+    )  # its cache writes go through Python, where a test observes them
 
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """Prompts that begin alike in groups, how they are drawn, and the text of each when it is alone."""
+    """Prompts with shared beginnings in groups, their sampling parameters, and the text of each one alone."""
     rng = np.random.default_rng(5)
     heads = [rng.integers(3, VOCAB, length).tolist() for length in (0, 20, 37)]
     prompts = [heads[i % 3] + rng.integers(3, VOCAB, rng.integers(1, 25)).tolist() for i in range(12)]
@@ -38,8 +40,8 @@ def texts(model):
     return prompts, params, new
 
 
-class Spy:
-    """Checks that no row is ever written into a page that others may read."""
+class WriteChecker:
+    """Checks that no key is written into a shared page."""
 
     def __init__(self, engine: TargetEngine) -> None:
         self.writes = 0
@@ -67,16 +69,16 @@ LIVES = st.lists(LIFE, min_size=1, max_size=10, unique_by=lambda life: life[0])
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lives=LIVES, page_size=st.sampled_from([1, 16, 64]), spare=st.integers(0, 40), chunk=st.sampled_from([-1, 5, 64]),
-    policy=st.sampled_from(["fcfs", "lpm"]), hinted=st.booleans(), seed=st.integers(0, 2**16),
+    policy=st.sampled_from(["fcfs", "lpm"]), drafted=st.booleans(), seed=st.integers(0, 2**16),
 )  # fmt: skip
-def test_random_lives_in_a_tiny_pool(model, texts, lives, page_size, spare, chunk, policy, hinted, seed):
-    """lives: a text, the step at which it arrives, and the steps after which its client goes away, if it does."""
+def test_random_sessions_in_a_tiny_pool(model, texts, lives, page_size, spare, chunk, policy, drafted, seed):
+    """lives: index of the text, step of its arrival, and steps until its client disconnects, if it does."""
     prompts, params, new = texts
     longest = max(len(prompt) for prompt in prompts) + 24
     tokens = -(-(longest + spare) // page_size) * page_size
     flags = {"page_size": page_size, "max_total_tokens": tokens, "chunked_prefill_size": chunk}
     engine = engine_of(model, **flags, schedule_policy=policy, max_running_requests=4)
-    spy = Spy(engine)
+    checker = WriteChecker(engine)
     rng = np.random.default_rng(seed)
     paths: dict[int, list[int]] = {}
     arrivals = {i: (step, None if stay is None else step + stay) for i, step, stay in lives}
@@ -90,7 +92,7 @@ def test_random_lives_in_a_tiny_pool(model, texts, lives, page_size, spare, chun
                 engine.close(i)
             if step == (start if end is None else end):
                 del arrivals[i]
-        if hinted:
+        if drafted:
             for i, path in paths.items():
                 ahead = [*prompts[i], *new[i]][len(path) :][: int(rng.integers(0, 8))]
                 engine.receive([random_tree(rng, i, path, VOCAB, 5), chain(i, path, ahead)], ())
@@ -106,20 +108,20 @@ def test_random_lives_in_a_tiny_pool(model, texts, lives, page_size, spare, chun
         whole = [*prompts[i], *new[i]]
         assert paths[i] == whole[: len(paths[i])]
         assert stay is not None or paths[i] == whole
-    assert spy.writes
+    assert checker.writes
     engine.scheduler.allocator.check(expected_leased=0)
     assert engine.load().free_pages == engine.load().total_pages
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_what_was_said_before_is_not_computed_again(model, texts, page_size):
-    """A conversation: every turn sends all of it, answers included."""
+def test_earlier_turns_of_a_conversation_are_cached(model, texts, page_size):
+    """A conversation, each turn of which sends all of it, with the answers."""
     engine = engine_of(model, page_size=page_size)
     rng = np.random.default_rng(0)
-    talk = rng.integers(3, VOCAB, 40).tolist()
+    conversation = rng.integers(3, VOCAB, 40).tolist()
     for turn in range(4):
-        expected = run(engine_of(model, disable_radix_cache=True), [opening(turn, talk)]).new[turn]
-        engine.open(opening(turn, talk))
+        expected = run(engine_of(model, disable_radix_cache=True), [opening(turn, conversation)]).new[turn]
+        engine.open(opening(turn, conversation))
         computed, answer, cached = 0, [], 0
         while not engine.idle:
             output = engine.step()
@@ -129,14 +131,14 @@ def test_what_was_said_before_is_not_computed_again(model, texts, page_size):
                 answer += commit.tokens.tolist()
                 cached += commit.cached_tokens
         assert answer == expected
-        assert computed == len(talk) - cached
-        # All but the last token of an answer has a row; of a page, only a full one is kept.
-        before = 0 if not turn else (len(talk) - 6 - 1) // page_size * page_size
+        assert computed == len(conversation) - cached
+        # All tokens but the last of an answer have keys; only full pages are cached.
+        before = 0 if not turn else (len(conversation) - 6 - 1) // page_size * page_size
         assert cached == before
-        talk += [*answer, *rng.integers(3, VOCAB, 6).tolist()]
+        conversation += [*answer, *rng.integers(3, VOCAB, 6).tolist()]
 
 
-def test_a_session_of_another_salt_finds_nothing(model):
+def test_sessions_of_other_salts_share_no_pages(model):
     engine = engine_of(model)
     text = list(range(3, 60))
     cached = []
@@ -147,14 +149,14 @@ def test_a_session_of_another_salt_finds_nothing(model):
     assert cached == [0, 0, 48, 48]
 
 
-def test_rows_of_a_broken_session_do_not_serve_others(tmp_path):
+def test_keys_of_a_failed_session_are_not_shared(tmp_path):
     model = load_modules(write_model(tmp_path, tie_word_embeddings=False))
     weight = model.runner.module.model.embed_tokens.weight
     engine = engine_of(model, page_size=4, chunked_prefill_size=8, max_running_requests=1)
     whole = weight[300].clone()
     weight[300] = float("nan")
     engine.open(opening(1, [5, 6, 7, 8, 300, 7, 7, 7, 7]))
-    assert not engine.step().failures  # the first chunk shows nothing yet, and its pages are published
+    assert not engine.step().failures  # the first chunk has finite logits, and its pages are cached
     assert engine.step().failures
     assert len(engine.scheduler.prefix) == 0
     engine.check()
@@ -165,7 +167,7 @@ def test_rows_of_a_broken_session_do_not_serve_others(tmp_path):
     )
 
 
-def test_choices_of_a_prompt_share_it(model):
+def test_sessions_of_one_prompt_share_its_pages(model):
     engine = engine_of(model)
     text = list(range(3, 90))
     for i in range(4):
@@ -177,7 +179,7 @@ def test_choices_of_a_prompt_share_it(model):
     assert pages == 5 + 4
 
 
-def test_a_long_prompt_holds_nobody_up_longer_than_a_chunk(model):
+def test_a_long_prompt_delays_others_by_one_chunk_only(model):
     engine = engine_of(model, chunked_prefill_size=16, max_running_requests=4)
     engine.open(opening(1, [5, 6, 7], max_tokens=40))
     engine.step()
@@ -194,7 +196,7 @@ def test_a_long_prompt_holds_nobody_up_longer_than_a_chunk(model):
     assert seen[2] > 0
 
 
-def test_a_full_queue_refuses_and_forgets(model):
+def test_a_full_queue_refuses_sessions(model):
     engine = engine_of(model, max_running_requests=1, max_queued_requests=1)
     for i in (1, 2):
         engine.open(opening(i, [5, 6, 7]))
@@ -207,7 +209,7 @@ def test_a_full_queue_refuses_and_forgets(model):
     engine.check()
 
 
-def test_many_salts_leave_no_traces(model):
+def test_roots_of_unused_salts_are_dropped(model):
     engine = engine_of(model, page_size=8, max_total_tokens=64)
     for i in range(20):
         result = run(engine, [replace(opening(i, list(range(3, 30)), max_tokens=2), cache_salt=str(i))])
@@ -219,7 +221,7 @@ def test_many_salts_leave_no_traces(model):
     {"chunked_prefill_size": 0}, {"chunked_prefill_size": -2}, {"max_prefill_tokens": 0}, {"max_queued_requests": -1},
     {"max_total_tokens": 0},
 ])  # fmt: skip
-def test_limits_that_make_no_sense_are_refused_by_name(flags):
+def test_invalid_limits_are_refused_by_name(flags):
     with pytest.raises(ConfigError, match=next(iter(flags)).replace("_", "-")):
         check_limits(TargetConfig(**flags))
 
@@ -233,13 +235,13 @@ def test_a_chunk_is_short_on_a_cpu_and_holds_the_roots_of_all():
     assert tokens("cpu", chunked_prefill_size=4, max_running_requests=9) == 9
 
 
-def test_preemptions_are_told(model, texts):
+def test_preemptions_are_reported(model, texts):
     prompts, params, _ = texts
     engine = engine_of(model, page_size=4, max_total_tokens=96)
     for i in (1, 2):
         engine.open(opening(i, prompts[i], params[i]))
-    told = []
+    preemptions = []
     while not engine.idle:
-        told.append(engine.step().load.preemptions)
-    assert told == sorted(told)
-    assert told[-1] == engine.scheduler.preemptions > 0
+        preemptions.append(engine.step().load.preemptions)
+    assert preemptions == sorted(preemptions)
+    assert preemptions[-1] == engine.scheduler.preemptions > 0

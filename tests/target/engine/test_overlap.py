@@ -1,4 +1,4 @@
-"""Steps that overlap say what steps one after the other say: the switch of CUDA devices, thrown on the CPU."""
+"""Overlap: texts equal those of steps in turn. Overlap is for CUDA devices; these tests switch it on on the CPU."""
 
 import threading
 from dataclasses import replace
@@ -17,13 +17,13 @@ from services.target.process.warmup import warm_up
 from services.target.sampling import sampler
 from services.target.speculation.budget import Budget
 from services.target.speculation.estimates.step_cost import StepCost
-from services.target.step.batch import Roots, build
+from services.target.step.batch import DeferredRoots, build
 from tests.support.target.driving import chain, engine_of, load_model, opening, random_tree, run
 from tests.support.target.graphs import CPU, history, modules
 from tests.support.target.works import random_works
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
-STEEP = Budget(StepCost({rows: 10.0**rows for rows in range(1, 10)}))  # where no hint ever pays
+EXPENSIVE = Budget(StepCost({rows: 10.0**rows for rows in range(1, 10)}))  # where no draft token pays
 
 
 @pytest.fixture(scope="module")
@@ -37,23 +37,23 @@ def model(folder):
 
 
 def overlapping(model, **flags):
-    """An engine whose steps overlap, and a count of those that were launched behind another."""
+    """An engine whose steps overlap. behind: steps that were launched before the one before them was read."""
     engine = engine_of(model, **flags)
     assert not engine.overlap
     engine.overlap, engine.behind = True, 0
     launch = engine._launch_behind
 
-    def counted(flight):
-        ahead = launch(flight)
-        engine.behind += ahead is not None
-        return ahead
+    def counted(step):
+        following = launch(step)
+        engine.behind += following is not None
+        return following
 
     engine._launch_behind = counted
     return engine
 
 
 def sessions(count, temperature=1.0, seed=0, max_tokens=None, stops=12):
-    """Sessions of unlike lengths, some of which end by a stop token, some by their limit."""
+    """Sessions of different lengths; some end by a stop token, some by max_tokens."""
     rng = np.random.default_rng(seed)
     for i in range(1, count + 1):
         prompt = rng.integers(3, VOCAB, rng.integers(1, 70)).tolist()
@@ -64,7 +64,7 @@ def sessions(count, temperature=1.0, seed=0, max_tokens=None, stops=12):
 
 
 def alone(model, requests):
-    """What each session says by itself, one step after the other."""
+    """The text of each session alone in an engine without overlap."""
     return {request.session_id: run(engine_of(model), [request]).new[request.session_id] for request in requests}
 
 
@@ -73,7 +73,7 @@ def alone(model, requests):
     "flags",
     [{}, {"page_size": 1, "chunked_prefill_size": 9}, {"max_running_requests": 3}, {"disable_radix_cache": True}],
 )
-def test_texts_and_ends_are_those_of_steps_in_turn(model, temperature, flags):
+def test_texts_and_finish_reasons_equal_steps_in_turn(model, temperature, flags):
     requests = list(sessions(9, temperature))
     expected = run(engine_of(model, **flags), requests)
     engine = overlapping(model, **flags)
@@ -81,10 +81,10 @@ def test_texts_and_ends_are_those_of_steps_in_turn(model, temperature, flags):
     assert (found.new, found.reasons) == (expected.new, expected.reasons)
     assert set(found.reasons.values()) == {FinishReason.STOP, FinishReason.LENGTH}
     assert engine.behind > found.steps / 2
-    assert found.steps <= expected.steps + len(requests)  # a place is free once an end was read
+    assert found.steps <= expected.steps + len(requests)  # a session leaves the batch once its end was read
 
 
-def test_nobody_gives_way_to_a_session_that_may_be_over(model):
+def test_no_preemption_for_a_session_that_may_have_ended(model):
     requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in range(6)]
     expected = alone(model, requests)
     engine = overlapping(model, page_size=4, max_total_tokens=72)
@@ -94,7 +94,7 @@ def test_nobody_gives_way_to_a_session_that_may_be_over(model):
 
 
 class Traffic:
-    """Opens and closes sessions at random, now and then changes weights or pauses, and follows what is said."""
+    """Opens and closes sessions at random, now and then updates weights or pauses, and checks all commits."""
 
     def __init__(self, engine, control, requests, seed):
         self.engine, self.control, self.random = engine, control, np.random.default_rng(seed)
@@ -120,9 +120,9 @@ class Traffic:
     def disturb(self):
         alive = [i for i in self.tokens if i not in self.ended]
         kind = self.random.integers(0, 5)
-        if kind == 0 and alive:  # the client went away
+        if kind == 0 and alive:  # the client disconnects
             self.engine.close(int(self.random.choice(alive)))
-        elif kind == 1 and alive:  # and comes back under the same id, with the text so far
+        elif kind == 1 and alive:  # the client reconnects with the same id and the text so far
             i = int(self.random.choice(alive))
             request = self.requests[i]
             tokens = np.concatenate([request.tokens, np.array(self.tokens[i], np.uint32)])
@@ -130,7 +130,7 @@ class Traffic:
                 self.engine.open(replace(request, tokens=tokens))
         elif kind == 2:
             self.control.pause("retract" if self.random.random() < 0.5 else "in_place")
-            if not self.engine.idle:  # there is something left to tell
+            if not self.engine.idle:  # pending output
                 self.follow(self.engine.step())
             assert self.engine.idle
             self.control.proceed()
@@ -154,18 +154,18 @@ class Traffic:
                 self.ended.add(commit.session_id)
 
 
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_traffic(folder, model, seed, hurried, monkeypatch):
+def test_random_traffic(folder, model, seed, asynchronous, monkeypatch):
     requests = list(sessions(14, [0.0, 1.0][seed % 2], seed))
     expected = alone(model, requests)
     tight = {"page_size": 4, "max_total_tokens": 160} if seed % 3 == 0 else {"page_size": 8}
-    own = load_model(folder)  # its weights are written again and again
-    engine = overlapping(own, chunked_prefill_size=[-1, 16, 50][seed % 3], **tight)
-    engine.speculation.planner.budget = STEEP if seed % 2 else engine.speculation.planner.budget
+    updated = load_model(folder)  # a model of its own, because its weights are updated
+    engine = overlapping(updated, chunked_prefill_size=[-1, 16, 50][seed % 3], **tight)
+    engine.speculation.planner.budget = EXPENSIVE if seed % 2 else engine.speculation.planner.budget
     control = Control(engine, folder)
     control.folder = folder
-    if hurried:  # rows are drawn twice, see below
+    if asynchronous:  # tokens are sampled twice, see below
         monkeypatch.setattr(sampler, "_ORDERED", 2)
         engine.sampler._compiled, engine.sampler._async = False, True
     found = Traffic(engine, control, requests, seed).run()
@@ -174,19 +174,19 @@ def test_any_traffic(folder, model, seed, hurried, monkeypatch):
     assert engine.behind > 10
 
 
-def test_requests_that_are_aborted_are_told_what_was_under_way(model):
+def test_aborted_requests_get_the_tokens_of_the_step_in_flight(model):
     engine = overlapping(model)
     for request in sessions(4, max_tokens=50, stops=0):
         engine.open(request)
-    said = []
+    before = []
     for _ in range(6):
-        said += engine.step().commits
-    assert engine._in_flight is not None
+        before += engine.step().commits
+    assert engine.in_flight
     assert engine.abort() == 4
     commits = engine.step().commits
     assert [commit.finish_reason for commit in commits] == [FinishReason.RUNNING] * 4 + [FinishReason.ABORT] * 4
     for one in range(1, 5):
-        path = [commit for commit in said + commits if commit.session_id == one]
+        path = [commit for commit in before + commits if commit.session_id == one]
         assert [c.base_length for c in path[1:]] == [c.base_length + len(c.tokens) for c in path[:-1]]
     assert engine.idle
     engine.check()
@@ -195,14 +195,14 @@ def test_requests_that_are_aborted_are_told_what_was_under_way(model):
 # --- what must be known before the next step ---
 
 
-def test_sessions_with_wishes_of_their_own_go_step_by_step(model):
-    """Penalties, grammars, log-probabilities, hints: among others, each says what it says alone."""
+def test_no_overlap_for_sessions_that_need_more_than_tokens(model):
+    """Penalties, grammars and log-probabilities among other sessions: texts equal those without overlap."""
     grammar = Grammar(GrammarKind.REGEX, "([a-d]{2,5}-)*[xyz]{1,3}!")
-    wishes = [
+    options = [
         {}, {"params": SamplingParams(1.0, seed=2, frequency_penalty=0.7)}, {"grammar": grammar}, {"logprobs": 2},
         {"prompt_logprobs": 1},
     ]  # fmt: skip
-    requests = [opening(i, [7 + i] * 9, **({"params": SamplingParams(1.0, seed=i)} | w)) for i, w in enumerate(wishes)]
+    requests = [opening(i, [7 + i] * 9, **({"params": SamplingParams(1.0, seed=i)} | w)) for i, w in enumerate(options)]
     engines = engine_of(model), overlapping(model)
     for engine in engines:
         engine.sessions.grammars.request(99, grammar)
@@ -211,30 +211,30 @@ def test_sessions_with_wishes_of_their_own_go_step_by_step(model):
     expected, found = (run(engine, requests) for engine in engines)
     assert found.new == expected.new
     for i in (3, 4):
-        for mine, its in zip(found.commits[i], expected.commits[i], strict=True):
-            for told in ("logprobs", "prompt_logprobs"):
-                assert (getattr(mine, told) is None) == (getattr(its, told) is None)
-                if getattr(mine, told) is not None:
-                    np.testing.assert_allclose(getattr(mine, told).values, getattr(its, told).values, atol=1e-4)
-    assert len(found.new[2]) < 24  # the others go on
+        for commit, other in zip(found.commits[i], expected.commits[i], strict=True):
+            for field in ("logprobs", "prompt_logprobs"):
+                assert (getattr(commit, field) is None) == (getattr(other, field) is None)
+                if getattr(commit, field) is not None:
+                    np.testing.assert_allclose(getattr(commit, field).values, getattr(other, field).values, atol=1e-4)
+    assert len(found.new[2]) < 24  # the others continue
     assert engines[1].behind == 0
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_hints_are_waited_for_where_they_pay(model, pays):
+def test_no_overlap_where_proposals_pay(model, pays):
     requests = list(sessions(5, max_tokens=30, stops=0))
     expected = alone(model, requests)
     text = {r.session_id: r.tokens.tolist() + expected[r.session_id] for r in requests}
     engine = overlapping(model)
-    engine.speculation.planner.budget = engine.speculation.planner.budget if pays else STEEP
+    engine.speculation.planner.budget = engine.speculation.planner.budget if pays else EXPENSIVE
     found = run(engine, requests, lambda i, path: [chain(i, path, text[i][len(path) : len(path) + 3])])
     assert found.new == expected
     assert (engine.behind == 0) == pays
     assert (found.accepted > 50) == pays
 
 
-def test_rows_that_are_drawn_again_spoil_the_step_behind(model, monkeypatch):
-    """In a hurry a row may turn out to need more of the vocabulary, after its token was taken for a root."""
+def test_tokens_that_are_sampled_again_invalidate_the_following_step(model, monkeypatch):
+    """Asynchronous sampling may find, after a token became a root, that it needs more of the vocabulary."""
     monkeypatch.setattr(sampler, "_ORDERED", 2)
     requests = [opening(i, [5 + i] * 4, SamplingParams(1.5, seed=i, top_p=0.95), max_tokens=20) for i in range(5)]
     expected = alone(model, requests)
@@ -243,9 +243,9 @@ def test_rows_that_are_drawn_again_spoil_the_step_behind(model, monkeypatch):
     spoiled = []
     collect = engine._collect
 
-    def watched(flight, output):
-        spoiled.append(len(flight.spoiled))
-        collect(flight, output)
+    def watched(step, output):
+        spoiled.append(len(step.spoiled))
+        collect(step, output)
 
     engine._collect = watched
     assert run(engine, requests).new == expected
@@ -275,7 +275,7 @@ def test_broken_logits_end_one_session_while_the_next_step_runs(tmp_path):
     assert engine.behind > 5
     table[300] = 0.0
     model.runner.update({"model.embed_tokens.weight": table})
-    again = opening(3, [5, 300, 7, 8], max_tokens=12)  # finds nothing of what was broken
+    again = opening(3, [5, 300, 7, 8], max_tokens=12)  # finds no cached keys of the failed session
     assert run(engine, [again]).new == run(engine_of(model), [again]).new
 
 
@@ -283,7 +283,7 @@ def test_broken_logits_end_one_session_while_the_next_step_runs(tmp_path):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_roots_are_put_in_place_on_the_device(tmp_path, captured):
+def test_deferred_roots_are_written_on_the_device(tmp_path, captured):
     inner = modules(write_model(tmp_path))
     works = random_works(np.random.default_rng(3), 4, 5)
     batch = build(works, CPU)
@@ -291,7 +291,7 @@ def test_roots_are_put_in_place_on_the_device(tmp_path, captured):
     tokens = torch.tensor([9, -1, 8, int(batch.rows.ids[0]), int(batch.rows.ids[-1])])
     blank = batch.rows.ids.copy()
     blank[rows] = 0
-    late = replace(batch, rows=replace(batch.rows, ids=blank), roots=Roots(rows, np.array([3, 4]), tokens))
+    late = replace(batch, rows=replace(batch.rows, ids=blank), roots=DeferredRoots(rows, np.array([3, 4]), tokens))
     with torch.inference_mode():
         cache = history(works)
         runner = inner
@@ -301,8 +301,8 @@ def test_roots_are_put_in_place_on_the_device(tmp_path, captured):
         expected = inner.forward(batch, history(works)).logits
         torch.testing.assert_close(runner.forward(late, cache).logits, expected, atol=1e-5, rtol=1e-4)
         ids = torch.zeros(2, dtype=torch.int64)
-        Roots(np.array([0, 1]), np.array([1, 2]), tokens).put(ids)
-    assert ids.tolist() == [0, 8]  # where nothing could be drawn, any token will do
+        DeferredRoots(np.array([0, 1]), np.array([1, 2]), tokens).put(ids)
+    assert ids.tolist() == [0, 8]  # 0 where no token could be sampled
 
 
 # --- the loop, the flag ---
@@ -337,6 +337,6 @@ def test_the_loop_serves_an_engine_whose_steps_overlap(model):
     assert text == expected
 
 
-def test_the_flag_is_for_cuda(model):
+def test_overlap_is_for_cuda_only(model):
     assert not engine_of(model, disable_overlap_schedule=True).overlap
     assert not engine_of(model).overlap

@@ -248,8 +248,8 @@ def test_a_program_and_the_kernel_sample_the_same_tokens(model, capture, monkeyp
 
     def kept(batch, cache):
         outputs = forward(batch, cache)
-        if batch.draws is not None:
-            seen.append((batch.draws, outputs.logits.clone(), outputs.tokens.tolist()))
+        if batch.sampling is not None:
+            seen.append((batch.sampling, outputs.logits.clone(), outputs.tokens.tolist()))
         return outputs
 
     monkeypatch.setattr(model.runner, "forward", kept)

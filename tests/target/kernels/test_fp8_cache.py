@@ -94,7 +94,7 @@ def test_attention_agrees_with_its_twin(dtype, computed, heads, dims):
         batch = build(works, CPU)
         cache = _cache_of(works, LayerShape(heads[1], *dims), page_size, dtype)
         for span in batch.spans:
-            rows = (torch.randn(span.keys, heads[1], dim) for dim in dims)
+            rows = (torch.randn(span.kv_tokens, heads[1], dim) for dim in dims)
             cache.write(0, torch.from_numpy(span.slots), *rows)
         q = torch.randn(len(batch), heads[0], dims[0]).to(computed)
         options = {"scaling": dims[0] ** -0.5, "window": rng.choice([None, 7])}

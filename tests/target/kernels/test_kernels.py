@@ -80,7 +80,7 @@ def test_kernels_agree_with_dense_attention(seed, page_size, heads, window, extr
     q = torch.randn(len(batch), heads[0], dims[0])
     history = []  # [keys, kv_heads, D] of each session, as if it had been written row by row
     for span in batch.spans:
-        rows = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
+        rows = torch.randn(span.kv_tokens, heads[1], dims[0]), torch.randn(span.kv_tokens, heads[1], dims[1])
         cache.write(0, torch.from_numpy(span.slots), *rows)
         history.append([row.double().numpy() for row in rows])
     options = {"scaling": 0.3, "window": window}
@@ -163,7 +163,10 @@ def test_the_compiled_kernel_agrees_with_its_twin(heads, dims, dtype, multiplied
         for pool in (cache.keys[0], cache.values[0]):
             pool.fill_(torch.nan)
         for span in batch.spans:
-            keys, values = torch.randn(span.keys, heads[1], dims[0]), torch.randn(span.keys, heads[1], dims[1])
+            keys, values = (
+                torch.randn(span.kv_tokens, heads[1], dims[0]),
+                torch.randn(span.kv_tokens, heads[1], dims[1]),
+            )
             cache.write(0, torch.from_numpy(span.slots), keys, values)
         q = torch.randn(len(batch), heads[0], dims[0]).to(dtype)
         options = {"scaling": dims[0] ** -0.5, "window": rng.choice([None, 1, 7, 300])}

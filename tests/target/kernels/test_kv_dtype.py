@@ -61,7 +61,7 @@ def test_kernels_read_narrow_pools(dtype, options):
     pages = allocator_of(works).total_pages
     narrow, wide = (KVCache([LayerShape(2, 8, 8)], pages, 4, one, CPU) for one in (dtype, torch.float32))
     for span in batch.spans:
-        rows = torch.randn(span.keys, 2, 8), torch.randn(span.keys, 2, 8)
+        rows = torch.randn(span.kv_tokens, 2, 8), torch.randn(span.kv_tokens, 2, 8)
         narrow.write(0, torch.from_numpy(span.slots), *rows)
         wide.write(0, torch.from_numpy(span.slots), *(stored(one, dtype).float() for one in rows))
     q = torch.randn(len(batch), 4, 8)

@@ -55,8 +55,8 @@ def test_padding_appends_rows_without_a_session():
     batch = build(decoding(5), CPU)
     padded = pad(batch, 16)
     assert len(padded) == 16
-    assert padded.spans[-1].inert
-    assert not any(span.inert for span in batch.spans)
+    assert padded.spans[-1].is_padding
+    assert not any(span.is_padding for span in batch.spans)
     assert (padded.layout.slots[5:] // 4 == NULL_PAGE).all()
     assert (padded.rows.sampled[: len(batch.rows.sampled)] == batch.rows.sampled).all()
     assert not padded.rows.sampled[len(batch.rows.sampled) :].any()

@@ -19,7 +19,7 @@ from services.target.engine.engine import TargetEngine
 from services.target.model.loading import shards
 from services.target.model.loading.support import read_settings
 from services.target.process.tensor_parallel import load_split, pack, unpack
-from services.target.step.batch import Batch, Rows
+from services.target.step.batch import Batch, TokenArrays
 from services.target.step.layout import Layout
 from tests.support.checkpoints.families import write_family
 from tests.support.target.driving import opening, run
@@ -153,10 +153,10 @@ def test_batches_are_broadcast_completely():
     pages = rng.integers(1, 99, int((-(-keys // 16)).sum())).astype(np.int32)
     layout = Layout.of(starts, committed, nodes, pages, np.concatenate(parents).astype(np.int32), 16)
     rows = int(layout.first[-1])
-    flat = Rows(*rng.integers(0, 9, (2, rows)), np.array([4, 5, 6]))
+    flat = TokenArrays(*rng.integers(0, 9, (2, rows)), np.array([4, 5, 6]))
     batch = Batch(layout, flat, torch.device("cpu"), 2)
     twin = unpack(np.concatenate(pack(batch)).astype(np.int64), torch.device("cpu"))
-    assert (twin.drawn, len(twin.spans)) == (2, 3)
+    assert (twin.sample_count, len(twin.spans)) == (2, 3)
     assert np.array_equal(twin.layout.slots, layout.slots)
     for name in ("ids", "positions", "sampled"):
         assert np.array_equal(getattr(twin.rows, name), getattr(flat, name))

@@ -134,7 +134,7 @@ def test_few_rows_of_a_prompt_are_scored_in_a_step(model, expected, monkeypatch)
 
     class Counting:
         def forward(self, batch, cache):
-            sizes.append(len(batch.rows.sampled) - batch.drawn)
+            sizes.append(len(batch.rows.sampled) - batch.sample_count)
             return forward(batch, cache)
 
     engine.sampler._model = replace(model, runner=Counting())

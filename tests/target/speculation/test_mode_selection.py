@@ -1,4 +1,4 @@
-"""Patience on a clock that the test winds: it waits where that pays, and goes at once where it does not."""
+"""Mode policy and mode selector, on a simulated clock: which modes they choose, and when steps wait for drafts."""
 
 import pytest
 
@@ -15,9 +15,9 @@ class Clock:
 
 
 def work(clock, policy, steps, *, answer, gain, step=0.030, drafting=0.0, sessions=1):
-    """Steps of a session whose hints take `answer` seconds and, if awaited, bring `gain` tokens. Returns waits.
+    """Steps of a session whose proposals take `answer` seconds and, if awaited, add `gain` tokens. Returns waits.
 
-    drafting: seconds that a step takes longer because the drafter uses the machine too.
+    drafting: seconds by which a drafter on the same machine slows a step.
     """
     waits = []
     for _ in range(steps):
@@ -38,7 +38,7 @@ def work(clock, policy, steps, *, answer, gain, step=0.030, drafting=0.0, sessio
     ("answer", "gain", "pays"),
     [(0.001, 1, True), (0.005, 0, False), (0.025, 3, True), (0.040, 3, True), (0.040, 1, False), (0.055, 3, False)],
 )
-def test_it_waits_where_that_pays(answer, gain, pays):
+def test_steps_wait_for_drafts_where_that_pays(answer, gain, pays):
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 4 * TRIAL, answer=answer, gain=gain)
@@ -48,17 +48,17 @@ def test_it_waits_where_that_pays(answer, gain, pays):
     assert max(waits) <= 0.05 + 1e-9
 
 
-def test_turns_are_as_quickly_told_after_years():
+def test_trial_length_is_bounded_after_many_trials():
     selector = ModeSelector(
         (SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), SpeculationMode.DRAFT_IF_READY, PrefillCost()
     )
     assert selector.steps == 4
-    selector._trials = 1 << 40
+    selector.trials = 1 << 40
     assert selector.steps == TRIAL
 
 
 @pytest.mark.parametrize("loser", [SpeculationMode.DRAFT_IF_READY, SpeculationMode.SELF_SPECULATE])
-def test_what_has_lost_for_years_is_tried_all_the_same(loser):
+def test_a_losing_mode_is_still_retried(loser):
     selector = ModeSelector((loser, SpeculationMode.NONE), loser, PrefillCost())
     tried = 0
     for _ in range(20_000):
@@ -70,8 +70,8 @@ def test_what_has_lost_for_years_is_tried_all_the_same(loser):
 
 
 @pytest.mark.parametrize(("step", "tokens", "pays"), [(0.05, 2, False), (0.05, 8, True), (0.03, 2, False)])
-def test_steps_that_are_long_by_nature_count_as_long(step, tokens, pays):
-    """However few tokens those of another mode take: no other process has delayed them."""
+def test_long_steps_of_a_mode_count_in_full(step, tokens, pays):
+    """Only outliers within a mode are cut, not steps that are longer than those of another mode."""
     clock = Clock()
     policy = ModePolicy((SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), clock)
     policy.received(1, fresh=True)
@@ -86,7 +86,7 @@ def test_steps_that_are_long_by_nature_count_as_long(step, tokens, pays):
     assert late.count(SpeculationMode.DRAFT_IF_READY if pays else SpeculationMode.NONE) > 0.8 * len(late)
 
 
-def test_a_step_that_was_held_up_counts_as_a_usual_one():
+def test_an_outlier_counts_as_a_usual_step():
     clock = Clock()
     policy = ModePolicy((SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), clock)
     policy.received(1, fresh=True)
@@ -95,11 +95,11 @@ def test_a_step_that_was_held_up_counts_as_a_usual_one():
         policy.begin(1)
         clock.now += (0.02 if drafts else 0.03) + 5.0 * (number % 100 == 50)
         policy.end([1] if drafts else [], 1, 1)
-    rates = {mode: measured.tokens / measured.seconds for mode, measured in policy._selectors[0]._measured.items()}
+    rates = {mode: policy.selector.throughput(mode) for mode in (SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE)}
     assert rates == pytest.approx({SpeculationMode.DRAFT_IF_READY: 50.0, SpeculationMode.NONE: 1 / 0.03}, rel=0.2)
 
 
-def test_it_changes_its_mind():
+def test_the_policy_waits_once_drafts_become_good():
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 64 * TRIAL, answer=0.004, gain=0)
@@ -107,7 +107,7 @@ def test_it_changes_its_mind():
     assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
 
 
-def test_without_drafter_or_sessions_nothing_is_awaited():
+def test_no_wait_without_a_drafter_or_sessions():
     clock = Clock()
     policy = ModePolicy(clock=clock)
     for _ in range(3 * TRIAL):
@@ -115,7 +115,7 @@ def test_without_drafter_or_sessions_nothing_is_awaited():
         policy.begin()
         policy.end([1, 2], 2, 2)
         assert policy.wait.remaining == 0.0
-    for _ in range(2):  # the first one may have begun with a pause
+    for _ in range(2):  # the first one may be part of an unmeasured start
         policy.received(1, fresh=True)
         clock.now += 0.03
         policy.end([1, 2], 2, 2)
@@ -124,26 +124,26 @@ def test_without_drafter_or_sessions_nothing_is_awaited():
     assert policy.wait.remaining == 0.0
 
 
-def share_of(way, clock, policy, steps, **kwargs):
+def share_of(mode, clock, policy, steps, **kwargs):
     count = 0
     for _ in range(steps):
-        count += policy.mode is way
+        count += policy.mode is mode
         work(clock, policy, 1, **kwargs)
     return count / steps
 
 
-def test_a_drafter_that_costs_more_than_it_brings_is_told_to_rest():
+def test_drafting_is_paused_where_it_costs_more_than_it_gains():
     clock = Clock()
     policy = ModePolicy(clock=clock)
-    dear = {"answer": 0.001, "gain": 0.2, "drafting": 0.020}
-    work(clock, policy, 16 * TRIAL, **dear)
-    assert share_of(SpeculationMode.NONE, clock, policy, 256 * TRIAL, **dear) > 0.95
-    cheap = {**dear, "drafting": 0.0}
+    expensive = {"answer": 0.001, "gain": 0.2, "drafting": 0.020}
+    work(clock, policy, 16 * TRIAL, **expensive)
+    assert share_of(SpeculationMode.NONE, clock, policy, 256 * TRIAL, **expensive) > 0.95
+    cheap = {**expensive, "drafting": 0.0}
     work(clock, policy, 256 * TRIAL, **cheap)
     assert share_of(SpeculationMode.WAIT_FOR_DRAFT, clock, policy, 64 * TRIAL, **cheap) > 0.85
 
 
-def test_each_load_has_its_own_answer():
+def test_each_load_has_a_mode_of_its_own():
     clock = Clock()
     policy = ModePolicy(clock=clock)
     for _ in range(20):
@@ -154,80 +154,80 @@ def test_each_load_has_its_own_answer():
     assert min(few, many) > 0.8
 
 
-def test_what_does_not_pay_for_few_is_no_first_choice_for_many():
-    """Hints that are far behind at one session are tried at eight, and at four, after a pause; then they are tried."""
+def test_modes_that_lose_with_few_sessions_are_tried_late_with_many():
+    """Drafts far behind at one session are tried only after a pause at eight sessions and at four."""
     clock = Clock()
     policy = ModePolicy(clock=clock)
-    dear = {"answer": 0.001, "gain": 0.2, "drafting": 0.060}
-    work(clock, policy, 16 * TRIAL, **dear)
+    expensive = {"answer": 0.001, "gain": 0.2, "drafting": 0.060}
+    work(clock, policy, 16 * TRIAL, **expensive)
     for sessions in (8, 4):
-        assert share_of(SpeculationMode.NONE, clock, policy, 8 * TRIAL, **dear, sessions=sessions) > 0.98
-    assert 0.98 < share_of(SpeculationMode.NONE, clock, policy, 999 * TRIAL, **dear, sessions=8) < 1.0
+        assert share_of(SpeculationMode.NONE, clock, policy, 8 * TRIAL, **expensive, sessions=sessions) > 0.98
+    assert 0.98 < share_of(SpeculationMode.NONE, clock, policy, 999 * TRIAL, **expensive, sessions=8) < 1.0
 
 
-@pytest.mark.parametrize(("gain", "at_once"), [(3.0, True), (1.0, False), (0.2, False)])
-def test_many_sessions_try_hints_at_once_where_few_have_gained_much(gain, at_once):
+@pytest.mark.parametrize(("gain", "immediately"), [(3.0, True), (1.0, False), (0.2, False)])
+def test_many_sessions_try_drafts_at_once_where_few_gained_much(gain, immediately):
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 16 * TRIAL, answer=0.001, gain=gain)
     begun = clock.now
     waits = work(clock, policy, 8 * TRIAL, answer=0.001, gain=gain, sessions=8)
-    assert (sum(wait > 0 for wait in waits) > 0.5 * len(waits)) == at_once
+    assert (sum(wait > 0 for wait in waits) > 0.5 * len(waits)) == immediately
     while clock.now < begun + 35:
         work(clock, policy, 1, answer=0.001, gain=gain, sessions=8)
     waits = work(clock, policy, 64 * TRIAL, answer=0.001, gain=gain, sessions=8)
     assert sum(wait > 0 for wait in waits) > 0.8 * len(waits)
 
 
-@pytest.mark.parametrize("dear", [True, False])
-def test_hints_that_are_dear_are_tried_once_a_load_has_lasted(dear):
+@pytest.mark.parametrize("expensive", [True, False])
+def test_expensive_drafts_are_tried_once_a_load_has_lasted(expensive):
     clock = Clock()
-    policy = ModePolicy(clock=clock, expensive=lambda: dear)
+    policy = ModePolicy(clock=clock, expensive=lambda: expensive)
     begun = clock.now
     work(clock, policy, 1, answer=0.001, gain=2.0)
-    assert (share_of(SpeculationMode.NONE, clock, policy, 16 * TRIAL, answer=0.001, gain=2.0) > 0.98) == dear
+    assert (share_of(SpeculationMode.NONE, clock, policy, 16 * TRIAL, answer=0.001, gain=2.0) > 0.98) == expensive
     while clock.now < begun + 35:
         work(clock, policy, 1, answer=0.001, gain=2.0)
     assert share_of(SpeculationMode.WAIT_FOR_DRAFT, clock, policy, 64 * TRIAL, answer=0.001, gain=2.0) > 0.8
 
 
 def after_the_first_trial(first, then, drafting=0.0):
-    """Shares of hints in ten seconds behind the first 100 steps with them, of eight sessions; and the time lost there.
+    """Share of steps with drafts in the ten seconds after the first one, with eight sessions; and the seconds lost.
 
-    first, then: tokens that hints bring in those steps, while their scores are not calibrated, and later.
-    drafting: seconds that each of these steps takes longer, and the very first one ten times of it
+    first, then: tokens gained by drafts in the first 18 steps, before scores are calibrated, and later.
+    drafting: seconds by which drafts slow a step; the first step ten times as much
     """
     clock = Clock()
     policy = ModePolicy(clock=clock)
-    steps = hinted = 0
+    steps = drafted = 0
     lost, begun = 0.0, None
     while begun is None or clock.now < begun + 10:
-        hints = policy.mode is not SpeculationMode.NONE
-        before, gain = clock.now, first if hinted <= 18 else then
-        dear = drafting * (10 if hinted == 1 else 1)  # of the steps before, one was the load's first
-        work(clock, policy, 1, answer=0.0, gain=gain, drafting=dear, sessions=8, step=0.010)
-        hinted += hints
-        if hinted > 1:
+        drafts = policy.mode is not SpeculationMode.NONE
+        before, gain = clock.now, first if drafted <= 18 else then
+        slowdown = drafting * (10 if drafted == 1 else 1)  # one step before was the first of the load
+        work(clock, policy, 1, answer=0.0, gain=gain, drafting=slowdown, sessions=8, step=0.010)
+        drafted += drafts
+        if drafted > 1:
             begun = begun or clock.now
             steps += 1
-            lost += hints * (clock.now - before - 0.010 * (1 + gain))
-    return (hinted - 1) / steps, lost
+            lost += drafts * (clock.now - before - 0.010 * (1 + gain))
+    return (drafted - 1) / steps, lost
 
 
-def test_hints_whose_first_turn_ties_have_another_one():
-    """Half a minute after a load began they are tried; until scores are calibrated too many nodes are verified."""
+def test_drafts_that_tie_in_the_first_trial_are_tried_again():
+    """Drafts are tried half a minute after a load began; uncalibrated scores let too many draft tokens be verified."""
     share, _ = after_the_first_trial(first=0.2, then=0.45, drafting=0.002)
     assert share > 0.9
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.19])
-def test_hints_that_never_pay_cost_no_more_for_it(gain):
+def test_drafts_that_never_pay_cost_little(gain):
     share, lost = after_the_first_trial(first=gain, then=gain, drafting=0.002)
     assert share < 0.15
     assert lost < 0.01 * 10.0
 
 
-def test_many_sessions_that_come_first_of_all_begin_without_hints():
+def test_many_sessions_begin_without_drafts():
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 1, answer=0.001, gain=1.0, sessions=8)
@@ -236,17 +236,17 @@ def test_many_sessions_that_come_first_of_all_begin_without_hints():
     assert share_of(SpeculationMode.WAIT_FOR_DRAFT, clock, policy, 64 * TRIAL, answer=0.001, gain=1.0, sessions=8) > 0.6
 
 
-def test_a_load_that_grows_is_met_while_prompts_are_read():
+def test_a_growing_load_is_recognized_during_prefill():
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 4, answer=0.001, gain=0.2)
-    ways = []
+    modes = []
     for sessions in (1, 2, 4, 8, 7, 8):
         policy.begin()
         clock.now += 0.1
         policy.end([1], sessions, sessions, prompts=50)
-        ways.append(policy.mode)
-    assert ways == [
+        modes.append(policy.mode)
+    assert modes == [
         SpeculationMode.WAIT_FOR_DRAFT,
         SpeculationMode.WAIT_FOR_DRAFT,
         SpeculationMode.NONE,
@@ -256,28 +256,28 @@ def test_a_load_that_grows_is_met_while_prompts_are_read():
     ]
 
 
-def test_sessions_that_have_yet_to_read_their_prompts_are_a_load():
-    """Eight come behind one: hints that pay for one are not waited for while the others read."""
+def test_sessions_in_prefill_count_as_load():
+    """Eight sessions follow one: steps do not wait for the drafts of the one while the others are in prefill."""
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 64 * TRIAL, answer=0.001, gain=0.5)
     assert policy.mode is SpeculationMode.WAIT_FOR_DRAFT
-    ways = []
-    for reading in (1, 0):
+    modes = []
+    for prefill in (1, 0):
         for _ in range(4):
             policy.begin(8)
-            ways.append(policy.mode)
+            modes.append(policy.mode)
             clock.now += 0.1
-            policy.end([1], 1, 1, prompts=50 * reading)  # some wait for pages, and have nothing to read yet
-            ways.append(policy.mode)
-    assert set(ways) == {SpeculationMode.NONE}
+            policy.end([1], 1, 1, prompts=50 * prefill)  # sessions that wait for pages compute no prompt tokens
+            modes.append(policy.mode)
+    assert set(modes) == {SpeculationMode.NONE}
     for _ in range(2):
         policy.begin(1)
         policy.end([1], 1, 1)
     assert policy.mode is SpeculationMode.WAIT_FOR_DRAFT
 
 
-def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
+def test_one_hopeless_draft_mode_delays_the_other():
     selector = ModeSelector(SERVICE_MODES, SpeculationMode.WAIT_FOR_DRAFT, PrefillCost())
     taken = []
     for _ in range(12):
@@ -289,8 +289,8 @@ def test_of_two_ways_with_hints_one_that_is_hopeless_speaks_for_both():
     assert selector.loss == pytest.approx(2.0 - 1.2)
 
 
-def test_a_way_whose_first_turn_went_wrong_is_tried_again_soon():
-    """The draft compiles its programs, or other processes start, while hints are tried for the first time."""
+def test_a_mode_whose_first_trial_failed_is_retried_soon():
+    """The draft service compiles programs, or other processes start, during the first trial."""
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 3 * TRIAL, answer=0.001, gain=2.0, drafting=1.0)
@@ -301,15 +301,15 @@ def test_a_way_whose_first_turn_went_wrong_is_tried_again_soon():
     assert share_of(SpeculationMode.WAIT_FOR_DRAFT, clock, policy, 8 * TRIAL, answer=0.001, gain=2.0) > 0.8
 
 
-def test_what_is_done_once_is_no_measure_of_a_load():
-    """The draft's first rounds touch everything for the first time, and compete with the target's steps."""
+def test_the_first_steps_of_a_load_are_not_measured():
+    """The first steps of the draft service are slow and compete with the target for the cores."""
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 2, answer=0.001, gain=2.0, drafting=1.0)
     assert share_of(SpeculationMode.WAIT_FOR_DRAFT, clock, policy, 4 * TRIAL, answer=0.001, gain=2.0) > 0.7
 
 
-def test_steps_with_prompts_in_them_are_no_measure():
+def test_steps_with_prompts_are_not_measured():
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 64 * TRIAL, answer=0.001, gain=1.0)
@@ -321,23 +321,23 @@ def test_steps_with_prompts_in_them_are_no_measure():
     assert sum(shares) > 0.8 * len(shares)
 
 
-@pytest.mark.parametrize(("rows", "plain"), [(0, False), (2000, True)])
-def test_prompts_that_take_longer_because_of_the_drafter_count_too(rows, plain):
-    """Hints bring a tenth while no prompts are read; these take half as long again where they are drafted for."""
+@pytest.mark.parametrize(("prompt_tokens", "plain"), [(0, False), (2000, True)])
+def test_prompts_slowed_by_the_drafter_count(prompt_tokens, plain):
+    """Drafts gain a tenth without prompts; a drafter makes prompts take half as long again."""
     clock = Clock()
     policy = ModePolicy(clock=clock)
-    ways = []
+    modes = []
     for _ in range(200):
-        if rows:
+        if prompt_tokens:
             policy.begin()
-            clock.now += rows * (0.0002 if policy.mode is SpeculationMode.NONE else 0.0003)
-            policy.end([1], 0, 0, prompts=rows)
-        ways.append(share_of(SpeculationMode.NONE, clock, policy, TRIAL, answer=0.001, gain=0.15))
-    share = sum(ways[50:]) / len(ways[50:])
+            clock.now += prompt_tokens * (0.0002 if policy.mode is SpeculationMode.NONE else 0.0003)
+            policy.end([1], 0, 0, prompts=prompt_tokens)
+        modes.append(share_of(SpeculationMode.NONE, clock, policy, TRIAL, answer=0.001, gain=0.15))
+    share = sum(modes[50:]) / len(modes[50:])
     assert share > 0.9 if plain else share < 0.1
 
 
-def test_tokens_beside_prompts_take_the_time_of_as_many_tokens():
+def test_decoding_beside_prompts_is_subtracted_from_prefill_cost():
     """Drafts commit two tokens in twice a plain step's time, but beside prompts there are none."""
     clock = Clock()
     policy = ModePolicy((SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), clock)
@@ -348,25 +348,24 @@ def test_tokens_beside_prompts_take_the_time_of_as_many_tokens():
             policy.begin()
             clock.now += 0.030 * (1 + drafts) + 0.0002 * prompts
             policy.end([1], 1, 1 + drafts, prompts=prompts)
-    prompt_tokens_per_token = policy._prompts._all_tokens / policy._prompts._committed
-    seconds = policy._prompts.seconds(SpeculationMode.DRAFT_IF_READY)
-    assert seconds == pytest.approx(0.0002 * prompt_tokens_per_token)
+    seconds = policy.prefill_cost.seconds(SpeculationMode.DRAFT_IF_READY)
+    assert seconds == pytest.approx(0.0002 * policy.prefill_cost.prompt_tokens_per_token)
 
 
-@pytest.mark.parametrize("dear", [{"answer": 0.025, "drafting": 0.010}, {"answer": 0.030, "drafting": 0.060}])
-def test_trials_of_ways_that_are_behind_take_a_hundredth_of_the_time_at_most(dear):
+@pytest.mark.parametrize("expensive", [{"answer": 0.025, "drafting": 0.010}, {"answer": 0.030, "drafting": 0.060}])
+def test_trials_of_losing_modes_take_one_percent_of_the_time_at_most(expensive):
     clock, steps = Clock(), 1024 * TRIAL
     policy = ModePolicy(clock=clock)
-    work(clock, policy, 64 * TRIAL, gain=0.2, **dear)
+    work(clock, policy, 64 * TRIAL, gain=0.2, **expensive)
     before = clock.now
-    plain = share_of(SpeculationMode.NONE, clock, policy, steps, gain=0.2, **dear)
+    plain = share_of(SpeculationMode.NONE, clock, policy, steps, gain=0.2, **expensive)
     taken = clock.now - before
     assert taken < 1.01 * 0.030 * steps
-    assert plain < 1.0  # they are tried, though
+    assert plain < 1.0  # losing modes are tried all the same
 
 
-def test_what_a_drafter_has_to_read_first_counts_as_the_cost_of_a_trial():
-    """After a rest the steps of a trial take long until the drafter has caught up, and then are nearly worth it."""
+def test_catching_up_of_a_drafter_counts_as_the_cost_of_a_trial():
+    """After a pause the steps of a trial are long until the drafter has caught up; then drafts nearly pay."""
     clock, steps = Clock(), 1024 * TRIAL
     policy = ModePolicy(clock=clock)
     lost, behind = 0.0, 40
@@ -380,14 +379,14 @@ def test_what_a_drafter_has_to_read_first_counts_as_the_cost_of_a_trial():
     assert 0 < lost < 0.01 * (clock.now - 100)
 
 
-def test_a_way_that_is_not_allowed_is_not_taken():
+def test_modes_that_are_not_open_are_not_chosen():
     clock = Clock()
     policy = ModePolicy((SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY), clock)
     assert share_of(SpeculationMode.NONE, clock, policy, 64 * TRIAL, answer=0.001, gain=0.0, drafting=0.020) == 0.0
 
 
 @pytest.mark.parametrize(("gain", "plain"), [(1.01, True), (1.05, False)])
-def test_hints_must_bring_more_than_noise_does(gain, plain):
+def test_drafts_must_gain_more_than_noise(gain, plain):
     selector = ModeSelector(
         [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
     )
@@ -402,21 +401,23 @@ def test_hints_must_bring_more_than_noise_does(gain, plain):
     ("right", "best"),
     [(1.0, SpeculationMode.NONE), (1.01, SpeculationMode.NONE), (1.3, SpeculationMode.WAIT_FOR_DRAFT)],
 )
-def test_hints_that_are_never_right_make_no_turn_a_fast_one(right, best):
+def test_rejected_drafts_get_no_credit_for_a_fast_trial(right, best):
     selector = ModeSelector(
         [SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.NONE], SpeculationMode.WAIT_FOR_DRAFT, PrefillCost()
     )
-    ways = []
+    modes = []
     for _ in range(40):
-        ways.append(selector.mode)
-        hinted = selector.mode is SpeculationMode.WAIT_FOR_DRAFT
-        tokens, seconds = (right, 0.9) if hinted else (1.0, 1.0)  # the machine was fast when there were hints
+        modes.append(selector.mode)
+        drafted = selector.mode is SpeculationMode.WAIT_FOR_DRAFT
+        tokens, seconds = (
+            (right, 0.9) if drafted else (1.0, 1.0)
+        )  # the machine happened to be fast in trials with drafts
         selector.spend(TRIAL * tokens, TRIAL * seconds)
         selector.end_trial(TRIAL * tokens, TRIAL * seconds, steps=TRIAL)
-    assert ways.count(best) > 30
+    assert modes.count(best) > 30
 
 
-def test_a_turn_without_tokens_is_the_worst():
+def test_a_trial_without_tokens_is_the_worst():
     selector = ModeSelector(
         [SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE], SpeculationMode.DRAFT_IF_READY, PrefillCost()
     )
@@ -428,23 +429,23 @@ def test_a_turn_without_tokens_is_the_worst():
     assert selector.mode is SpeculationMode.NONE
 
 
-def test_a_drafter_that_never_comes_in_time_does_not_hold_a_way():
-    """Its sessions end before it has read their prompts; then hints are not asked for without end."""
+def test_a_drafter_that_is_always_late_does_not_keep_a_mode():
+    """Sessions end before the drafter has read their prompts; the policy stops asking for drafts."""
     clock = Clock()
     policy = ModePolicy(clock=clock)
     work(clock, policy, 4 * TRIAL, answer=0.040, gain=0)
-    ways = []
+    modes = []
     for session in range(64 * TRIAL):
         policy.begin()
-        clock.now += 0.030 + 0.005 * (policy.mode is not SpeculationMode.NONE)  # reading costs the step something
+        clock.now += 0.030 + 0.005 * (policy.mode is not SpeculationMode.NONE)  # the drafter's prefill slows the step
         policy.end([session + 2], 1, 1)
-        ways.append(policy.mode)
-    assert ways.count(SpeculationMode.NONE) > 0.4 * len(ways)
-    assert ways[-1] is SpeculationMode.NONE or SpeculationMode.NONE in ways[-8 * TRIAL :]
+        modes.append(policy.mode)
+    assert modes.count(SpeculationMode.NONE) > 0.4 * len(modes)
+    assert modes[-1] is SpeculationMode.NONE or SpeculationMode.NONE in modes[-8 * TRIAL :]
 
 
 @pytest.mark.parametrize("longest", [None, 2.0])
-def test_a_session_that_its_drafter_has_left_is_not_waited_for_without_end(longest):
+def test_waiting_ends_for_a_session_that_its_drafter_left(longest):
     clock = Clock()
     policy = ModePolicy(MEASURING_MODES, clock, longest)
     waits = []
@@ -461,10 +462,10 @@ def test_a_session_that_its_drafter_has_left_is_not_waited_for_without_end(longe
     policy.begin(2)
     policy.end([1, 2], 2, 2)
     policy.received(1, fresh=True)
-    assert policy.wait.remaining > 0, "it is drafted for again"
+    assert policy.wait.remaining > 0, "its drafter answers again"
 
 
-def test_a_drafter_that_is_measured_is_waited_for_whatever_it_costs():
+def test_a_measured_drafter_is_waited_for_at_any_cost():
     clock = Clock()
     policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
     waits = work(clock, policy, 8 * TRIAL, answer=0.9, gain=0)
@@ -473,10 +474,10 @@ def test_a_drafter_that_is_measured_is_waited_for_whatever_it_costs():
     policy.begin()
     policy.end([1, 2], 2, 2)
     policy.received(1, fresh=True)
-    assert policy.wait.remaining == 2.0  # for the other one's first answer
+    assert policy.wait.remaining == 2.0  # for the first answer of the other session
 
 
-def test_the_first_answer_of_all_is_waited_for_too():
+def test_the_first_answer_is_waited_for_in_measurements():
     clock = Clock()
     policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
     policy.begin()
@@ -484,15 +485,15 @@ def test_the_first_answer_of_all_is_waited_for_too():
     assert policy.wait.remaining == 2.0
 
 
-def test_where_nobody_ever_answers_one_step_is_held_and_no_other():
-    """A target that is to wait for its drafter is asked before there is one."""
+def test_only_one_step_is_held_where_no_drafter_answers():
+    """A target that must wait for its drafter gets requests before there is one."""
     clock = Clock()
     policy = ModePolicy(MEASURING_MODES, clock, longest=2.0)
     policy.begin()
     policy.end([1], 1, 1)
     clock.now += 1.0
     assert policy.wait.remaining == 1.0
-    policy.begin()  # somebody else's prompt
+    policy.begin()  # a step with another session's prompt
     policy.end([1], 1, 1)
     assert policy.wait.remaining == 2.0
     clock.now += 2.0
@@ -503,52 +504,52 @@ def test_where_nobody_ever_answers_one_step_is_held_and_no_other():
     policy.received(1, fresh=True)
     policy.begin()
     policy.end([1], 1, 1)
-    assert policy.wait.remaining == 2.0, "now there is one"
+    assert policy.wait.remaining == 2.0, "a drafter has answered"
 
 
-def test_steps_taken_at_once_count_one_by_one():
+def test_multi_step_decoding_counts_each_step():
     clock = Clock()
     policy = ModePolicy((SpeculationMode.DRAFT_IF_READY, SpeculationMode.NONE), clock)
-    assert policy.without_drafts, "nobody drafts"
+    assert policy.without_drafts, "there is no drafter"
     work(clock, policy, 4 * TRIAL, answer=1.0, gain=0, drafting=0.03)
     assert policy.mode is SpeculationMode.NONE
     assert policy.without_drafts
-    selector = policy._selectors[0]
-    turns, steps = selector._trials, 0
-    while selector._trials == turns:  # the rest of a turn that has begun
+    selector = policy.selector
+    trials, steps = selector.trials, 0
+    while selector.trials == trials:  # the rest of a trial that has begun
         policy.begin()
         clock.now += 0.03
         policy.end([], 1, 1)
-    turns += 1
-    while selector._trials == turns:
+    trials += 1
+    while selector.trials == trials:
         policy.begin()
         clock.now += 4 * 0.03
         policy.end([], 1, 4, steps=4)
         steps += 4
     assert steps == selector.steps == TRIAL
-    assert policy._step_seconds == pytest.approx(0.03)
+    assert policy.step_seconds == pytest.approx(0.03)
 
 
 @pytest.mark.parametrize(
     ("tokens", "best"), [(1.5, SpeculationMode.SELF_SPECULATE), (6.0, SpeculationMode.WAIT_FOR_DRAFT)]
 )
-def test_a_drafter_that_comes_is_weighed_against_drafts_of_its_own(tokens, best):
+def test_a_drafter_is_compared_with_self_speculation(tokens, best):
     clock = Clock()
     policy = ModePolicy((SpeculationMode.SELF_SPECULATE, *DRAFT_MODES), clock)
-    ways = []
+    modes = []
     for step in range(128 * TRIAL):
-        hinted = policy.mode in (SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY)
-        if step == TRIAL or (step > TRIAL and hinted):
+        drafted = policy.mode in (SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY)
+        if step == TRIAL or (step > TRIAL and drafted):
             policy.received(1, fresh=True)
         policy.begin(1)
-        own = policy.mode is SpeculationMode.SELF_SPECULATE
-        clock.now += 0.02 if own else 0.012
+        itself = policy.mode is SpeculationMode.SELF_SPECULATE
+        clock.now += 0.02 if itself else 0.012
         policy.end(
-            [1] if hinted else [], 1, 3 if own else tokens if policy.mode is SpeculationMode.WAIT_FOR_DRAFT else 1
+            [1] if drafted else [], 1, 3 if itself else tokens if policy.mode is SpeculationMode.WAIT_FOR_DRAFT else 1
         )
-        ways.append(policy.mode)
+        modes.append(policy.mode)
         assert policy.drafting_paused == (
             step >= TRIAL and policy.mode not in (SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY)
         )
-    assert set(ways[:TRIAL]) == {SpeculationMode.SELF_SPECULATE}
-    assert ways[32 * TRIAL :].count(best) > 0.9 * len(ways[32 * TRIAL :])
+    assert set(modes[:TRIAL]) == {SpeculationMode.SELF_SPECULATE}
+    assert modes[32 * TRIAL :].count(best) > 0.9 * len(modes[32 * TRIAL :])

@@ -1,4 +1,4 @@
-"""Plain steps several at once say what steps one by one say, and are left as soon as there is something else to do."""
+"""Multi-step decoding: the same texts as single steps, and it ends as soon as there is other work."""
 
 import threading
 from contextlib import contextmanager
@@ -15,16 +15,14 @@ from outrider.speculation.proposal import FinishReason
 from outrider.speculation.sampling import SamplingParams
 from services.target.kernels.cpu import library
 from services.target.process.warmup import warm_up
-from services.target.speculation.mode_selector import SpeculationMode
 from tests.support.target.driving import chain, engine_of, load_model, load_modules, opening, run
+from tests.support.target.self_speculation import LONG, PausedPolicy
 from tests.support.tiny import VOCAB, write_model
 
 pytestmark = [
     pytest.mark.threads,
-    pytest.mark.skipif(not library.available(), reason="bursts are of compiled programs"),
+    pytest.mark.skipif(not library.available(), reason="multi-step decoding needs compiled programs"),
 ]
-
-LONG = 60.0  # seconds to gather in, for which a test never waits: as many steps as a burst has
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def model(folder):
 
 
 def sessions(count, temperature=1.0, seed=0, stops=12):
-    """Sessions of unlike lengths, some of which end by a stop token, some by their limit."""
+    """Sessions of different lengths; some end by a stop token, some by max_tokens."""
     rng = np.random.default_rng(seed)
     for i in range(1, count + 1):
         prompt = rng.integers(3, VOCAB, rng.integers(1, 70)).tolist()
@@ -49,7 +47,7 @@ def sessions(count, temperature=1.0, seed=0, stops=12):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("flags", [{}, {"page_size": 1}, {"page_size": 64}, {"disable_radix_cache": True}])
-def test_texts_and_ends_are_those_of_steps_one_by_one(model, temperature, flags):
+def test_texts_and_finish_reasons_equal_single_steps(model, temperature, flags):
     one = opening(1, [5, 6, 7], SamplingParams(temperature, seed=9), max_tokens=50)
     for requests in (list(sessions(9, temperature)), [one]):
         expected = run(engine_of(model, **flags), requests)
@@ -59,7 +57,7 @@ def test_texts_and_ends_are_those_of_steps_one_by_one(model, temperature, flags)
         assert max(len(commit.tokens) for commits in found.commits.values() for commit in commits) > 3
 
 
-def test_bfloat16_too_and_a_session_that_ends_ends_the_burst(folder):
+def test_texts_and_finish_reasons_equal_single_steps_in_bfloat16(folder):
     model = load_model(folder, dtype="bfloat16")
     requests = list(sessions(6))
     expected = run(engine_of(model), requests)
@@ -69,27 +67,27 @@ def test_bfloat16_too_and_a_session_that_ends_ends_the_burst(folder):
 
 
 @pytest.mark.parametrize("prompt", [[5], list(range(5, 5 + 33))], ids=["a token", "cached but for a token"])
-def test_a_first_token_waits_for_no_others(model, prompt):
+def test_a_first_token_is_committed_by_a_single_step(model, prompt):
     engine = engine_of(model, coalesce_seconds=LONG)
     run(engine, [opening(1, prompt, max_tokens=2)])
     engine.open(opening(2, prompt, max_tokens=60))
-    said = [[len(commit.tokens) for commit in engine.step().commits] for _ in range(2)]
-    assert said[0] == [1]
-    assert said[1][0] > 1
+    sizes = [[len(commit.tokens) for commit in engine.step().commits] for _ in range(2)]
+    assert sizes[0] == [1]
+    assert sizes[1][0] > 1
 
 
-def test_what_is_cached_serves_those_who_come_later(model):
+def test_cached_pages_serve_later_sessions(model):
     prompt = list(range(5, 40))
     expected = run(engine_of(model, page_size=4), [opening(1, prompt, max_tokens=40)]).new[1]
     engine = engine_of(model, page_size=4, coalesce_seconds=LONG)
     assert run(engine, [opening(1, prompt, max_tokens=40)]).new[1] == expected
     engine.open(opening(2, prompt, max_tokens=40, committed=expected[:38]))
     assert engine.step().commits[0].tokens.tolist() == expected[38:39]
-    assert engine.load().step_tokens <= 4, "all pages but the last were found"
+    assert engine.load().step_tokens <= 4, "all pages but the last are cached"
     assert engine.step().commits[0].tokens.tolist() == expected[39:]
 
 
-def test_no_page_is_taken_from_others_and_all_come_home(model):
+def test_preemption_leaves_texts_unchanged(model):
     requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in range(6)]
     expected = run(engine_of(model), requests).new
     engine = engine_of(model, page_size=4, max_total_tokens=72, coalesce_seconds=LONG)
@@ -101,7 +99,7 @@ def test_no_page_is_taken_from_others_and_all_come_home(model):
     ("name", "options"),
     [("penalties", {}), ("logprobs", {"logprobs": 2}), ("min_tokens", {"min_tokens": 9})],
 )
-def test_who_asks_for_more_than_tokens_gets_it_step_by_step(model, name, options):
+def test_requests_beyond_tokens_are_served_step_by_step(model, name, options):
     params = SamplingParams(1.0, seed=4, presence_penalty=1.0 if name == "penalties" else 0.0)
     requests = [opening(1, [5, 6, 7], params, **options), *list(sessions(2))[1:]]
     expected = run(engine_of(model), requests)
@@ -110,7 +108,7 @@ def test_who_asks_for_more_than_tokens_gets_it_step_by_step(model, name, options
     assert all(len(commit.tokens) == 1 for commit in found.commits[1])
 
 
-def test_module_by_module_a_step_is_a_step(folder):
+def test_runners_without_programs_compute_single_steps(folder):
     model = load_modules(folder)
     requests = list(sessions(3))
     expected = run(engine_of(model), requests)
@@ -118,7 +116,7 @@ def test_module_by_module_a_step_is_a_step(folder):
     assert (found.new, found.steps) == (expected.new, expected.steps)
 
 
-def test_steps_that_may_have_hints_are_taken_one_by_one(model):
+def test_single_steps_once_a_drafter_answers(model):
     engine = engine_of(model, coalesce_seconds=LONG)
     engine.open(opening(1, [5, 6, 7], max_tokens=60))
     tokens = [5, 6, 7]
@@ -126,26 +124,22 @@ def test_steps_that_may_have_hints_are_taken_one_by_one(model):
         tokens += engine.step().commits[0].tokens.tolist()
     engine.receive([chain(1, tokens, [3, 4])], ())
     sizes = [len(engine.step().commits[0].tokens) for _ in range(8)]
-    assert max(sizes) <= 3, "a drafter has answered, and is waited for"
+    assert max(sizes) <= 3, "a drafter has answered, and steps wait for its proposals"
 
 
-def test_hidden_states_are_those_of_steps_one_by_one(model):
-    def states(gather):
-        engine = engine_of(model, coalesce_seconds=gather)
+def test_hidden_states_equal_single_steps(model):
+    def states(window):
+        engine = engine_of(model, coalesce_seconds=window)
         spec = FeatureSpec((0, 1), final=True)
         engine.features.configure(7, spec, b"")
         engine.open(replace(opening(1, list(range(4, 30)), max_tokens=50), feature_spec=7))
         rows, longest, count = {}, 0, 0
-        engine.speculation.policy = policy = Resting()
+        engine.speculation.policy = policy = PausedPolicy()
         while not engine.idle:
             output = engine.step()
             count += sum(len(commit.tokens) for commit in output.commits)
             if count > 40:
-                policy.mode, policy.drafting_paused, policy.without_drafts = (
-                    SpeculationMode.DRAFT_IF_READY,
-                    False,
-                    False,
-                )
+                policy.want_drafts()
             longest = max(longest, *(len(commit.tokens) for commit in output.commits))
             for block in output.features:
                 for i, row in enumerate(block.rows):
@@ -160,21 +154,7 @@ def test_hidden_states_are_those_of_steps_one_by_one(model):
     assert len(found) > 70
 
 
-class Resting:
-    """Drafting is paused until a test says otherwise."""
-
-    mode, drafting_paused, without_drafts = SpeculationMode.NONE, True, True
-
-    class wait:
-        remaining = 0.0
-        drafts_for = staticmethod(lambda _: False)
-        closed = staticmethod(lambda _: None)
-
-    def __getattr__(self, _):
-        return lambda *args, **options: None
-
-
-def test_a_burst_is_left_when_somebody_calls(model):
+def test_multi_step_decoding_ends_on_a_message(model):
     engine = engine_of(model, coalesce_seconds=LONG)
     inbox = Inbox()
     inbox.open()
@@ -183,23 +163,23 @@ def test_a_burst_is_left_when_somebody_calls(model):
         pass
     engine.listen = inbox.listening
     assert len(engine.step().commits[0].tokens) == 16
-    inbox.put("somebody")  # before it begins
+    inbox.put("message")  # before the call begins
     assert len(engine.step().commits[0].tokens) == 1
-    assert inbox.get() == "somebody"
+    assert inbox.get() == "message"
     assert len(engine.step().commits[0].tokens) == 16
 
     @contextmanager
-    def called_within():
+    def message_during_the_call():
         with inbox.listening() as files:
-            inbox.put("somebody")  # while it runs
+            inbox.put("message")  # during the call
             yield files
 
-    engine.listen = called_within
+    engine.listen = message_during_the_call
     assert len(engine.step().commits[0].tokens) == 1
     inbox.close()
 
 
-def test_a_loop_takes_messages_while_sessions_run_in_bursts(model):
+def test_the_engine_loop_takes_messages_during_multi_step_decoding(model):
     requests = list(sessions(12))
     expected = run(engine_of(model), requests).new
     found, ended, done = {request.session_id: [] for request in requests}, set(), threading.Event()
@@ -223,7 +203,7 @@ def test_a_loop_takes_messages_while_sessions_run_in_bursts(model):
     assert found == expected
 
 
-def test_the_warm_up_times_single_steps(model):
+def test_the_warm_up_measures_single_steps(model):
     engine = engine_of(model, coalesce_seconds=LONG)
     step, steps = engine.step, []
 

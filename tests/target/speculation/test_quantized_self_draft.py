@@ -1,7 +1,5 @@
-"""Drafts of the target's own change no text, whatever they are worth, and are as long as they pay."""
+"""The quantized self-draft: texts equal plain decoding, and chains are as long as they pay."""
 
-import os
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -23,9 +21,10 @@ from services.target.speculation.estimates.step_cost import StepCost
 from services.target.speculation.mode_selector import SpeculationMode
 from services.target.speculation.sources.quantized_self_draft import QuantizedSelfDraft
 from tests.support.target.driving import CACHES, GREEDY, chain, engine_of, load_model, opening, run, run_as_plain
+from tests.support.target.self_speculation import drafting, pending_message
 from tests.support.tiny import VOCAB, write_model, write_tokenizer
 
-pytestmark = pytest.mark.skipif(not library.available(), reason="drafts of its own are of compiled programs")
+pytestmark = pytest.mark.skipif(not library.available(), reason="self-speculation needs compiled programs")
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +37,8 @@ def model(folder):
     return load_model(folder, self_draft="int4")
 
 
-def drafting(model, **flags):
-    """An engine that drafts by itself in every step."""
-    small = {"page_size": 16, "max_total_tokens": 4096, "chunked_prefill_size": 512, "coalesce_seconds": 0.0}
-    engine = TargetEngine(model, TargetConfig(**(small | flags)), (SpeculationMode.SELF_SPECULATE,))
-    engine.speculation.chooser.always = True
-    engine.speculation.chooser.looks_up = False  # tests/target/speculation/test_prompt_lookup.py has what texts repeat
-    return engine
-
-
 def sessions(count, temperature=1.0, seed=0):
-    """Sessions of unlike lengths, some of which end by a stop token, some by their limit."""
+    """Sessions of different lengths; some end by a stop token, some by max_tokens."""
     rng = np.random.default_rng(seed)
     for i in range(1, count + 1):
         prompt = rng.integers(3, VOCAB, rng.integers(1, 70)).tolist()
@@ -59,7 +49,7 @@ def sessions(count, temperature=1.0, seed=0):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("flags", CACHES)
-def test_texts_and_ends_are_those_of_plain_steps(model, temperature, flags):
+def test_texts_and_finish_reasons_equal_plain_decoding(model, temperature, flags):
     one = opening(1, [5, 6, 7], SamplingParams(temperature, seed=9), max_tokens=50)
     for requests in (list(sessions(9, temperature)), [one]):
         run_as_plain(drafting, model, requests, **flags)
@@ -74,7 +64,7 @@ def test_texts_and_ends_are_those_of_plain_steps(model, temperature, flags):
         {"dtype": "bfloat16", "self_draft": "int8"},
     ],
 )
-def test_in_other_formats_too(folder, flags):
+def test_texts_equal_plain_decoding_in_other_number_formats(folder, flags):
     model = load_model(folder, **({"self_draft": "int4"} | flags))
     requests = list(sessions(6))
     expected = run(engine_of(model), requests)
@@ -85,7 +75,7 @@ def test_in_other_formats_too(folder, flags):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
-def test_other_families_too(tmp_path, family):
+def test_texts_equal_plain_decoding_in_other_families(tmp_path, family):
     """Biases, norms of queries and keys, norms of branches, windows and soft caps."""
     options = {"sliding_window": 16} if family.startswith("gemma") else {}
     model = load_model(write_model(tmp_path, family, **options), self_draft="int4")
@@ -96,8 +86,8 @@ def test_other_families_too(tmp_path, family):
     assert found.accepted > 0
 
 
-def test_behind_a_screened_head(tmp_path):
-    """The screen's copy of the head is what drafts read."""
+def test_texts_equal_plain_decoding_with_a_pruned_head(tmp_path):
+    """The copy drafts with the pruned language model head."""
     folder = write_model(tmp_path, vocab=9000, initializer_range=0.2)
     model = load_model(folder, dtype="bfloat16", self_draft="int4")
     requests = [opening(i, [5 + i], SamplingParams(i % 2, seed=i), max_tokens=40) for i in (1, 2, 3)]
@@ -106,23 +96,23 @@ def test_behind_a_screened_head(tmp_path):
     assert found.accepted > 0
 
 
-def test_a_chain_is_what_weights_of_four_bits_say(folder, model, monkeypatch):
+def test_draft_tokens_are_those_of_an_int4_model(folder, model, monkeypatch):
     monkeypatch.setattr(weights, "_STEPS", weights._STEPS[:1])  # the copy's
     narrow = load_model(folder, quantization="int4")
     engine = drafting(model)
-    for token in range(5, 25):  # of a single token, so that the cache holds nothing of the wide weights
-        said = run(engine_of(narrow), [opening(1, [token], max_tokens=9)]).new[1]
+    for token in range(5, 25):  # prompts of one token, so that the cache holds no keys of the wide weights
+        expected = run(engine_of(narrow), [opening(1, [token], max_tokens=9)]).new[1]
         engine.open(opening(1, [token], max_tokens=9))
-        plan = engine._plan()
+        plan = engine.plan()
         drafts = plan.works[0].draft.tokens.tolist()
         assert not plan.from_service
-        assert drafts == said[: len(drafts)]
+        assert drafts == expected[: len(drafts)]
         assert drafts
         engine.abort()
         engine.flush()
 
 
-def test_a_useless_copy_changes_nothing_and_is_given_up(folder):
+def test_a_useless_copy_leaves_texts_unchanged_and_its_acceptance_falls(folder):
     model = load_model(folder, self_draft="int4")
     program = model.runner._program
     rng = torch.Generator().manual_seed(0)
@@ -138,8 +128,8 @@ def test_a_useless_copy_changes_nothing_and_is_given_up(folder):
     assert found.accepted < 0.2 * found.verified
 
 
-def test_what_sessions_ask_for_besides_stays_exact(model):
-    """Penalties, log-probabilities, least lengths and grammars are the verification's business."""
+def test_penalties_log_probabilities_and_grammars_stay_exact(model):
+    """Verification applies penalties, grammars and min_tokens, and returns log-probabilities."""
     penalised = SamplingParams(1.0, seed=4, presence_penalty=1.0, repetition_penalty=1.2)
     requests = [
         opening(1, [5, 6, 7], penalised, max_tokens=40),
@@ -151,7 +141,7 @@ def test_what_sessions_ask_for_besides_stays_exact(model):
     ]
 
     def texts(engine):
-        tokens, told, verified = {}, {}, dict.fromkeys(range(1, 8), 0)
+        tokens, logprobs, verified = {}, {}, dict.fromkeys(range(1, 8), 0)
         for request in requests:
             engine.open(request)
         while not engine.idle:
@@ -161,27 +151,27 @@ def test_what_sessions_ask_for_besides_stays_exact(model):
                 tokens[commit.session_id] = [*tokens.get(commit.session_id, ()), *commit.tokens.tolist()]
                 verified[commit.session_id] += commit.verified
                 if commit.logprobs is not None:
-                    told.setdefault(commit.session_id, []).extend(commit.logprobs.values.tolist())
+                    logprobs.setdefault(commit.session_id, []).extend(commit.logprobs.values.tolist())
             engine.check()
-        return tokens, told, verified
+        return tokens, logprobs, verified
 
-    tokens, told, _ = texts(engine_of(model))
-    found, found_told, verified = texts(drafting(model))
+    tokens, logprobs, _ = texts(engine_of(model))
+    found, found_logprobs, verified = texts(drafting(model))
     assert found == tokens
-    assert told.keys() == found_told.keys() == {2}
-    np.testing.assert_allclose(found_told[2], told[2], rtol=1e-5)
+    assert logprobs.keys() == found_logprobs.keys() == {2}
+    np.testing.assert_allclose(found_logprobs[2], logprobs[2], rtol=1e-5)
     assert verified[4] == verified[5] == 0
     assert min(verified[i] for i in (1, 2, 3)) > 0
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_no_more_is_drafted_in_a_row_than_the_flag_says(model, depth):
+def test_chains_respect_speculative_num_steps(model, depth):
     found = run(drafting(model, speculative_num_steps=depth), [opening(1, [5, 6, 7], max_tokens=40)])
     assert max(commit.verified for commit in found.commits[1]) == depth
     assert found.new == run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=40)]).new
 
 
-def test_no_page_is_taken_from_others_and_all_come_home(model):
+def test_preemption_leaves_texts_unchanged(model):
     requests = [opening(i, [4 + i] * 9, SamplingParams(1.0, seed=i), max_tokens=30) for i in range(6)]
     expected = run(engine_of(model), requests).new
     engine = drafting(model, page_size=4, max_total_tokens=72)
@@ -189,8 +179,8 @@ def test_no_page_is_taken_from_others_and_all_come_home(model):
     assert engine.scheduler.preemptions > 0
 
 
-def test_what_is_cached_is_the_model_s_own(model):
-    """Rows of the copy lie where verification wrote next: who comes later finds nothing of them."""
+def test_cached_keys_are_those_of_the_model(model):
+    """Verification overwrites the copy's keys, so that later sessions find those of the model."""
     prompt = list(range(5, 40))
     expected = run(engine_of(model, page_size=4), [opening(1, prompt, max_tokens=60)]).new[1]
     engine, plain = drafting(model, page_size=4), engine_of(model, page_size=4)
@@ -201,65 +191,56 @@ def test_what_is_cached_is_the_model_s_own(model):
         rows.append({tuple(row.flatten().tolist()) for row in keys[1:].flatten(0, 1) if row.any()})
     assert len(rows[1]) > 70
     assert rows[1] <= rows[0], "to the last bit"
-    assert len(rows[0]) < len(rows[1]) + 16, "what else there is was refused in the last steps"
+    assert len(rows[0]) < len(rows[1]) + 16, "others belong to draft tokens rejected in the last steps"
     reader = opening(2, prompt, max_tokens=60, committed=expected[:38])
     engine.open(reader)
-    said = []
+    new = []
     while not engine.idle:
-        said += [token for commit in engine.step().commits for token in commit.tokens.tolist()]
-    assert said == expected[38:]
+        new += [token for commit in engine.step().commits for token in commit.tokens.tolist()]
+    assert new == expected[38:]
 
 
-def test_a_draft_is_left_when_somebody_calls(model):
+def test_drafting_ends_on_a_message(model):
     engine = drafting(model)
     engine.speculation.planner.budget.cost = StepCost({1: 1.0, 64: 1.0})
     engine.open(opening(1, [5, 6, 7], max_tokens=200))
     while not engine.step().commits:
         pass
-    engine.speculation.chooser.source._cost = engine.speculation.planner.budget.cost.scaled(0.01)
-    assert len(engine._plan().works[0].draft) > 4
+    engine.speculation.chooser.source.cost = engine.speculation.planner.budget.cost.scaled(0.01)
+    assert len(engine.plan().works[0].draft) > 4
 
-    @contextmanager
-    def called():
-        reader, writer = os.pipe()
-        os.write(writer, b"x")
-        yield [reader]
-        os.close(reader)
-        os.close(writer)
-
-    engine.listen = called
-    assert len(engine._plan().works[0].draft) == 1
+    with pending_message(engine):
+        assert len(engine.plan().works[0].draft) == 1
 
 
-@pytest.mark.parametrize(("share", "rows", "right", "least", "most"), [
-    (0.3, 1.0, 0.97, 6, 15),  # cheap and right
+@pytest.mark.parametrize(("share", "token_cost", "acceptance", "least", "most"), [
+    (0.3, 1.0, 0.97, 6, 15),  # cheap and accurate
     (0.3, 1.0, 0.5, 1, 3),
-    (1.5, 8.0, 0.9, 1, 1),  # dearer than plain steps, and so are rows
+    (1.5, 8.0, 0.9, 1, 1),  # more expensive than plain steps, as are further tokens
 ])  # fmt: skip
-def test_chains_are_as_long_as_they_pay(model, share, rows, right, least, most):
+def test_chain_length_follows_acceptance_and_costs(model, share, token_cost, acceptance, least, most):
     engine = drafting(model)
-    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: rows * 64e-3 if rows > 1 else 1.1e-3})
-    draft = engine.speculation.chooser.source
-    draft._cost = engine.speculation.planner.budget.cost.scaled(share)
+    engine.speculation.planner.budget.cost = StepCost({1: 1e-3, 64: token_cost * 64e-3 if token_cost > 1 else 1.1e-3})
+    source = engine.speculation.chooser.source
+    source.cost = engine.speculation.planner.budget.cost.scaled(share)
     for _ in range(200):
-        draft._estimate.observe(10, 10 * right)
-    assert least <= draft._length(1, 0, 16) <= most
-    assert draft._length(1, 0, 2) <= 2, "no longer than there is room for"
-    beside = draft._length(1, 0, 16, others=500)
-    assert least <= beside <= most if rows == 1.0 else beside == 0, "what a prompt takes is no part of a chain's price"
+        source.estimate.observe(10, 10 * acceptance)
+    assert least <= source.chain_length(1, 0, 16) <= most
+    assert source.chain_length(1, 0, 2) <= 2, "no longer than the room"
+    beside = source.chain_length(1, 0, 16, others=500)
+    assert least <= beside <= most if token_cost == 1.0 else beside == 0, "prompts do not count"
 
 
-def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
-    """A head is told that no hints are wanted; what it may need later is kept all the same, of committed rows alone."""
-
-    monkeypatch.setattr(features, "_MAX_DEFERRED_ROWS", 9)  # what waits at a session's end nobody needs
+def test_deferred_hidden_states_equal_plain_decoding(model, monkeypatch):
+    """While drafting is paused, hidden states of committed tokens are kept for a head of the draft service."""
+    monkeypatch.setattr(features, "_MAX_DEFERRED_ROWS", 9)  # at the end of a session, deferred states are dropped
 
     def states(engine):
         spec = FeatureSpec((0, 1), final=True)
         engine.features.configure(7, spec, b"")
         for i in (1, 2, 3):
             engine.open(replace(opening(i, list(range(4, 20 + i)), max_tokens=50), feature_spec=7))
-        engine.speculation.policy.received(1, fresh=True)  # a drafter is there
+        engine.speculation.policy.received(1, fresh=True)  # a drafter has answered
         rows, verified = {}, 0
         while not engine.idle:
             output = engine.step()
@@ -271,36 +252,36 @@ def test_states_that_wait_are_those_of_plain_steps(model, monkeypatch):
         return rows, verified
 
     plain = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0), (SpeculationMode.NONE,))
-    (expected, none), (found, some) = states(plain), states(drafting(model))
-    assert none == 0 < some
+    (expected, none), (found, verified) = states(plain), states(drafting(model))
+    assert none == 0 < verified
     both = expected.keys() & found.keys()
     assert len(both) > 150
     assert all(found[key] == expected[key] for key in both)
 
 
-def test_new_weights_are_drafted_with(tmp_path, monkeypatch):
+def test_the_copy_follows_weight_updates(tmp_path, monkeypatch):
     first, second = (write_model(tmp_path / str(seed), seed=seed) for seed in (1, 2))
     model = load_model(first, self_draft="int4")
     engine = drafting(model)
     model.runner.update(load_file(second / "model.safetensors"))
     requests = [opening(i, [5 + i, 6], max_tokens=50) for i in range(8)]
     other = drafting(load_model(second, self_draft="int4"))
-    monkeypatch.setattr(QuantizedSelfDraft, "_length", lambda *_: 4)  # whatever steps take
+    monkeypatch.setattr(QuantizedSelfDraft, "chain_length", lambda *_: 4)  # independent of measured costs
     found, fresh = run(engine, requests), run(other, requests)
     assert found.new == fresh.new
     assert (found.verified, found.accepted) == (fresh.verified, fresh.accepted)
 
 
-def test_hints_are_tried_beside_it(model):
-    """A drafter that comes is asked, and one that is much better is what serves."""
+def test_a_good_drafter_replaces_self_speculation(model):
+    """A drafter is tried beside self-speculation, and chosen if it is much better."""
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096, coalesce_seconds=0.0))
     warm_up(engine)
     truth = run(engine_of(model), [opening(1, [5, 6, 7], max_tokens=400)]).new[1]
-    ways = set()
+    modes = set()
     whole = [5, 6, 7, *truth]
 
-    def hints(session_id, tokens):
-        ways.add(engine.speculation.policy.mode)
+    def proposals(session_id, tokens):
+        modes.add(engine.speculation.policy.mode)
         return (
             [chain(session_id, tokens, whole[len(tokens) : len(tokens) + 8], -0.01)]
             if not engine.speculation.drafting_paused
@@ -308,16 +289,16 @@ def test_hints_are_tried_beside_it(model):
         )
 
     for _ in range(4):
-        assert run(engine, [opening(1, [5, 6, 7], max_tokens=400)], hints).new[1] == truth
-    assert SpeculationMode.SELF_SPECULATE in ways
-    assert ways & {SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY}
+        assert run(engine, [opening(1, [5, 6, 7], max_tokens=400)], proposals).new[1] == truth
+    assert SpeculationMode.SELF_SPECULATE in modes
+    assert modes & {SpeculationMode.WAIT_FOR_DRAFT, SpeculationMode.DRAFT_IF_READY}
 
 
-def test_the_warm_up_times_the_model_s_own_steps(model):
+def test_the_warm_up_measures_the_copy(model):
     engine = TargetEngine(model, TargetConfig(max_total_tokens=4096))
     warm_up(engine)
-    assert engine.speculation.chooser.source.cost._observed, "what the copy takes is known"
-    assert engine.speculation.chooser.source.acceptance == pytest.approx(0.8), "what its own text was like is forgotten"
+    assert engine.speculation.chooser.source.cost.observed, "the cost of the copy is measured"
+    assert engine.speculation.chooser.source.acceptance == pytest.approx(0.8), "acceptance in warm-up texts is dropped"
     assert engine.speculation.policy.mode is SpeculationMode.SELF_SPECULATE
 
 
@@ -334,21 +315,21 @@ def test_the_warm_up_times_the_model_s_own_steps(model):
         ({"tp_size": 1, "enable_torch_compile": True}, "--enable-torch-compile"),
     ],
 )
-def test_what_does_not_go_together_is_refused(folder, flags, why):
+def test_conflicting_flags_are_refused(folder, flags, why):
     with pytest.raises(ConfigError, match=why) as error:
         load_model(folder, self_draft="int4", **flags)
     assert "--self-draft" in str(error.value)
     assert not load_model(folder, self_draft="off").drafts
 
 
-def test_a_copy_is_narrower_than_the_weights(folder):
+def test_a_copy_must_be_narrower_than_the_weights(folder):
     with pytest.raises(ConfigError, match="--self-draft int8: with --quantization int8 the weights are as narrow"):
         load_model(folder, self_draft="int8", quantization="int8")
     eight, four = (load_model(folder, self_draft=name).runner.draft_bytes for name in ("int8", "int4"))
     assert four < eight < load_model(folder).runner.weight_bytes
 
 
-def test_small_models_are_left_alone(folder, tmp_path):
+def test_small_models_have_no_copy_by_default(folder, tmp_path):
     assert not load_model(folder).drafts
     large = write_model(tmp_path, hidden_size=512, intermediate_size=4096)
     assert load_model(large).drafts

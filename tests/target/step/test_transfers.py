@@ -1,7 +1,7 @@
-"""What crosses between host and device in a step, on a machine without a GPU: PyTorch's meta device stands for one.
+"""Transfers between host and device in a step. PyTorch's meta device stands for a GPU.
 
-Its tensors have no content. An operation that must know what is in them, for which a real device would have to be
-waited for, raises; and copies from one device to another are seen as what they are.
+Meta tensors have no content: an operation that needs it, for which the host would wait for a real device, raises.
+Copies between devices are counted.
 """
 
 from types import SimpleNamespace
@@ -23,13 +23,13 @@ from services.target.kernels.pools import LayerShape
 from services.target.model.base import Model, Outputs
 from services.target.sampling.session import TargetSession
 from services.target.sampling.step_sampler import StepSampler
-from services.target.step.batch import Roots, SessionWork, build
+from services.target.step.batch import DeferredRoots, SessionWork, build
 from services.target.step.download import Download
-from services.target.step.upload import Slab
+from services.target.step.upload import DeviceArrays
 from tests.support.target.driving import engine_of, opening, random_tree
 
 DEVICE = torch.device("meta")
-VOCAB = 5000  # more than are put in order at first
+VOCAB = 5000  # more tokens than the sampler sorts at first
 SHAPES = (LayerShape(1, 4, 4),)
 
 
@@ -54,7 +54,7 @@ class Crossings(TorchDispatchMode):
 
 
 class Runner:
-    """A model whose logits nobody knows."""
+    """A model whose logits have no content."""
 
     def forward(self, batch, cache):
         return Outputs(torch.empty(len(batch.rows.sampled), VOCAB, device=batch.ids.device, dtype=torch.bfloat16))
@@ -71,12 +71,12 @@ def model_of():
 
 
 def step(params, nodes, **options):
-    """A drawing engine on a device, works of some sessions, and their entries."""
+    """A sampler on the meta device, works of some sessions, and the sessions by id."""
     rng = np.random.default_rng(0)
     model = model_of()
     cache = KVCache(SHAPES, 64, 4, torch.bfloat16, DEVICE)
     features = SimpleNamespace(take=lambda *_: None)
-    drawing = StepSampler(model, cache, features, Thresholds())
+    step_sampler = StepSampler(model, cache, features, Thresholds())
     prefix = PrefixCache(PageAllocator(64, 4))
     works, entries = [], {}
     for i in range(3):
@@ -88,7 +88,7 @@ def step(params, nodes, **options):
         draft = tree.select(nodes) if nodes else EMPTY_SLICE
         session.table.reserve(session.length + len(draft))
         works.append(SessionWork(Chunk(session, session.length - 1, session.length), draft))
-    return drawing, works, entries
+    return step_sampler, works, entries
 
 
 SAMPLING = {
@@ -101,26 +101,26 @@ SAMPLING = {
 
 @pytest.mark.parametrize("nodes", [0, 8])
 @pytest.mark.parametrize("name", SAMPLING)
-def test_a_step_takes_two_transfers_there_and_one_back(crossings, name, nodes):
-    """Rows go before the pass, and all that the draws need during it; what was drawn comes back."""
-    drawing, works, entries = step(SAMPLING[name], nodes, min_tokens=3)
+def test_a_step_has_two_uploads_and_one_download(crossings, name, nodes):
+    """Uploads: the batch before the forward pass, sampling arrays during it. Download: the samples."""
+    step_sampler, works, entries = step(SAMPLING[name], nodes, min_tokens=3)
     crossings.up = crossings.down = 0
-    launched = drawing.launch(build(works, DEVICE), works, entries)
+    launched = step_sampler.launch(build(works, DEVICE), works, entries)
     assert (crossings.up, crossings.down) == (2, 1)
     assert launched.moved == (nodes > 0 and name != "filtered")
     assert not launched.read().tokens.any()
     assert (crossings.up, crossings.down) == (2, 1)
 
 
-def test_greedy_steps_take_one_transfer_there(crossings):
-    drawing, works, entries = step(SAMPLING["greedy"], 0)
+def test_a_greedy_step_has_one_upload(crossings):
+    step_sampler, works, entries = step(SAMPLING["greedy"], 0)
     crossings.up = crossings.down = 0
-    drawing.launch(build(works, DEVICE), works, entries)
+    step_sampler.launch(build(works, DEVICE), works, entries)
     assert (crossings.up, crossings.down) == (1, 1)
 
 
-def test_a_step_behind_is_launched_before_anything_is_read(crossings, monkeypatch):
-    """An engine at work: rows go there and draws come back, always those of the step before."""
+def test_overlap_launches_a_step_before_the_last_is_read(crossings, monkeypatch):
+    """With overlap, each step uploads its batch and downloads the samples of the step before."""
     events = []
     forward, read = Runner.forward, Download.read
     monkeypatch.setattr(Runner, "forward", lambda *arguments: events.append("launch") or forward(*arguments))
@@ -139,32 +139,32 @@ def test_a_step_behind_is_launched_before_anything_is_read(crossings, monkeypatc
     assert counts == [(2, 1)] * 20 + [(0, 0)]
 
 
-def test_log_probabilities_come_with_the_tokens(crossings):
-    drawing, works, entries = step(SAMPLING["sampled"], 8, logprobs=3)
+def test_log_probabilities_need_no_further_download(crossings):
+    step_sampler, works, entries = step(SAMPLING["sampled"], 8, logprobs=3)
     crossings.up = crossings.down = 0
-    drawing.launch(build(works, DEVICE), works, entries)
+    step_sampler.launch(build(works, DEVICE), works, entries)
     assert (crossings.up, crossings.down) == (3, 1)
 
 
-def test_roots_of_a_step_behind_are_no_transfer(crossings):
-    drawing, works, entries = step(SAMPLING["sampled"], 0)
-    launched = drawing.launch(build(works, DEVICE), works, entries)
+def test_deferred_roots_need_no_upload_if_consecutive(crossings):
+    step_sampler, works, entries = step(SAMPLING["sampled"], 0)
+    launched = step_sampler.launch(build(works, DEVICE), works, entries)
     crossings.up = crossings.down = 0
     ids = torch.empty(8, dtype=torch.int64, device=DEVICE)
-    Roots(np.arange(1, 4), np.arange(3), launched.tokens).put(ids)
+    DeferredRoots(np.arange(1, 4), np.arange(3), launched.tokens).put(ids)
     assert (crossings.up, crossings.down) == (0, 0)
-    Roots(np.array([1, 5]), np.array([2, 0]), launched.tokens).put(ids)
+    DeferredRoots(np.array([1, 5]), np.array([2, 0]), launched.tokens).put(ids)
     assert (crossings.up, crossings.down) == (1, 0)
 
 
-def test_a_captured_steps_arrays_are_one_transfer(crossings):
+def test_arrays_of_a_captured_step_are_one_upload(crossings):
     arrays = [np.zeros(9, np.int64), np.zeros((4, 3), np.int32), np.zeros(100, np.int32)]
-    slab = Slab(arrays, DEVICE)
+    slab = DeviceArrays(arrays, DEVICE)
     crossings.up = 0
     slab.fill([arrays[0][:3], arrays[1][:1], arrays[2][:70]])
     assert crossings.up == 1
 
 
-def test_what_must_be_waited_for_would_be_seen(crossings):
+def test_a_wait_for_the_device_raises(crossings):
     with pytest.raises(RuntimeError, match="on meta tensors"):
         bool(torch.empty(3, device=DEVICE).any())

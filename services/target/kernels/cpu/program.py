@@ -264,8 +264,8 @@ class Program:
         view = BatchPointers(batch)
         keys, values, *states = self._addresses.of(cache)
         capture, rows = batch.capture, len(batch.rows.sampled)
-        logits, address = self._memory.of(rows, self._vocab, transient=batch.draws is not None)
-        samples = None if batch.draws is None else SampledRows(address, self._vocab, batch.draws, steps=steps)
+        logits, address = self._memory.of(rows, self._vocab, transient=batch.sampling is not None)
+        samples = None if batch.sampling is None else SampledRows(address, self._vocab, batch.sampling, steps=steps)
         pointer, tokens = (None, None) if samples is None else (samples.pointer, samples.tokens)
         if capture is None:
             done = self._functions.outrider_program_run(
@@ -299,12 +299,12 @@ class Program:
         """
         drafting = batch.program
         assert isinstance(drafting, HeadDrafting), "the batch has the head's program"
-        assert batch.draws is not None, "draft tokens are sampled"
+        assert batch.sampling is not None, "draft tokens are sampled"
         sessions = len(batch.rows.sampled)
         view, (keys, values, *states) = BatchPointers(batch), self._addresses.of(cache)
         _, address = self._memory.of(sessions, self._vocab, transient=True)
         samples = SampledRows(
-            address, self._vocab, batch.draws, steps=drafting.steps, second_tokens=True, ids=self._ids
+            address, self._vocab, batch.sampling, steps=drafting.steps, second_tokens=True, ids=self._ids
         )
         done = self._functions.outrider_program_run(
             self._handle, view.pointer, keys, values, *states, address, samples.pointer, *_NO_CAPTURE,
@@ -320,9 +320,9 @@ class Program:
         The batch is the root of one session. Returns logits, which must not be read, the committed tokens, [n] int64,
         and the result of each iteration.
         """
-        loop, draws = batch.program, batch.draws
+        loop, sampling = batch.program, batch.sampling
         assert isinstance(loop, FusedLoop), "the batch has the loop's program"
-        assert draws is not None, "tokens are sampled"
+        assert sampling is not None, "tokens are sampled"
         mover, interrupts = cache.mover, loop.interrupts
         assert isinstance(mover, Mover), "the loop moves rows by compiled code"
         chain, longest = (0, 0) if loop.copy is None else (loop.copy.chain, loop.copy.longest)
@@ -334,7 +334,7 @@ class Program:
         inner = (library.LoopIteration * (loop.steps * chain))()
         call = library.FusedLoop(
             loop.steps, loop.seconds, loop.texts.addresses[0], loop.texts.lengths[0], loop.room, known,
-            depth, alternatives, chain, longest, draws.sessions, interrupts.stops,
+            depth, alternatives, chain, longest, sampling.sessions, interrupts.stops,
             interrupts.stop_counts[0], *interrupts.files.buffer_info(), loop.texts.match,
             batch.layout.pages.ctypes.data, batch.layout.page_size, ctypes.addressof(mover.pools),
             ctypes.addressof(mover.row_bytes), mover.count, self._vocab, tokens.ctypes.data,

@@ -195,7 +195,7 @@ class StaticAttention:
         shapes = [shape for _ in kinds for shape in tables] + [
             [rows, self._node_words],
             [rows * _STATIC_PATH if ordered else 1],
-            [pages],  # the largest is last, because only its used part is transferred; see Slab
+            [pages],  # the largest is last, because only its used part is transferred; see DeviceArrays
         ]
         self.limits = [np.zeros(shape, np.int32) for shape in shapes]
         self._tables: dict[Kind, DeviceTables] = {}

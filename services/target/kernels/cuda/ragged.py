@@ -195,7 +195,7 @@ class Ragged:
 
 def _pieces(span: Span, page: int, word: int, paths: list[int]) -> Iterator[tuple[int, ...]]:
     """Columns of a span's pieces; adds to `paths`. page, word: the first of the span in `pages` and `words`."""
-    if span.inert:
+    if span.is_padding:
         yield span.first, span.rows, -span.rows, -span.rows, page, word, _NO_PATH, 0
         return
     own = span.start + span.committed

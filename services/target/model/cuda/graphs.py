@@ -25,9 +25,9 @@ from services.target.kernels.grouped import GroupedAttention
 from services.target.kernels.kv_cache import KVCache
 from services.target.model.base import Outputs, Runner
 from services.target.model.modules import ModuleRunner
-from services.target.step.batch import Batch, Capture, Rows, pad
+from services.target.step.batch import Batch, Capture, TokenArrays, pad
 from services.target.step.layout import SHORT, Extent, Layout
-from services.target.step.upload import Slab, upload
+from services.target.step.upload import DeviceArrays, upload
 
 if TYPE_CHECKING:  # Triton may be missing
     from services.target.kernels.cuda.attention import StaticAttention
@@ -88,7 +88,7 @@ class _Step:
         self.size = len(batch)
         self._attention = self._static_attention(batch)
         limits = batch.inputs
-        self._slab = Slab([*limits, *(self._attention.limits if self._attention else ())], batch.device)
+        self._slab = DeviceArrays([*limits, *(self._attention.limits if self._attention else ())], batch.device)
         self._placed = self._slab.tensors[:4]
         if self._attention:
             self._attention.attach(self._slab.tensors[4:], self._placed[1])
@@ -226,8 +226,8 @@ class GraphRunner:
             every = replace(capture, rows=None) if capture else None
             nothing = np.zeros(0, np.int64)
             layout = Layout.of([], [], [], nothing.astype(np.int32), nothing.astype(np.int32), cache.page_size)
-            rows = Rows(nothing, nothing, nothing)
-            batch = pad(Batch(layout, rows, device, drawn=0, capture=every), size)
+            rows = TokenArrays(nothing, nothing, nothing)
+            batch = pad(Batch(layout, rows, device, sample_count=0, capture=every), size)
             try:
                 self._steps[key] = _Step(self._runner, batch, cache, self._capturer, extent=extent)
             except RuntimeError as error:  # some operation of the model cannot be captured

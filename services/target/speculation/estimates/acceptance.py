@@ -22,6 +22,11 @@ class AcceptanceEstimate:
         self._accepted = [0.0] * len(priors)
         self.table = array("f", priors)
 
+    @property
+    def tried(self) -> float:
+        """Draft tokens of all bins that count as evidence."""
+        return sum(self._tried)
+
     def rate(self, place: int = 0) -> float:
         """Accepted over tried draft tokens of a bin."""
         return (self._accepted[place] + self._weight * self._priors[place]) / (self._tried[place] + self._weight)

@@ -26,6 +26,11 @@ class CalibrationBins:
         """See the class."""
         return self._estimate.table
 
+    @property
+    def tried(self) -> float:
+        """As of AcceptanceEstimate."""
+        return self._estimate.tried
+
     def rate(self, probability: float, *, greedy: bool) -> float:
         """Acceptance rate of draft tokens that the head gives this probability."""
         return self.table[_bin(probability, greedy)]

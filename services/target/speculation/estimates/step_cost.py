@@ -21,7 +21,10 @@ _INTERVAL = 8  # steps between two corrections
 
 
 class StepCost:
-    """Seconds of a step."""
+    """Seconds of a step.
+
+    observed: steps that corrected the model
+    """
 
     def __init__(self, seconds: Mapping[int, float], seconds_per_kv_token: float = 0.0) -> None:
         """seconds: measured, by tokens of the step. seconds_per_kv_token: of each cached token that a session has."""
@@ -30,7 +33,7 @@ class StepCost:
         self._measured = _rising(np.array([seconds[count] for count in counts]))
         self._ratios = [0.0] * len(counts)  # weighted sums of observed over measured seconds
         self._weights = [0.0] * len(counts)
-        self._observed = 0
+        self.observed = 0
         self.seconds_per_kv_token = seconds_per_kv_token
         self._points = counts
         self._heights: list[float] = self._measured.tolist()
@@ -49,7 +52,8 @@ class StepCost:
         """Seconds of n steps. tokens: [n], of each step. kv_tokens: of all sessions. Returns [n] float64."""
         inside = np.interp(tokens, self._tokens, self._seconds)
         beyond = np.maximum(tokens - self._tokens[-1], 0.0) * self._beyond
-        return inside + beyond + kv_tokens * self.seconds_per_kv_token
+        seconds: NDArray[np.float64] = inside + beyond + kv_tokens * self.seconds_per_kv_token
+        return seconds
 
     def step(self, tokens: float, kv_tokens: int, most: int = 1) -> tuple[float, float]:
         """Seconds of one step, and of the cheapest of the next `most` tokens that may be added to it.
@@ -84,8 +88,8 @@ class StepCost:
         for point, weight in ((below, 1.0 - share), (above, share)):
             self._ratios[point] += weight * ratio
             self._weights[point] += weight
-        self._observed += 1
-        if self._observed % _INTERVAL == 0:
+        self.observed += 1
+        if self.observed % _INTERVAL == 0:
             overall = sum(self._ratios) / sum(self._weights)
             ratios = (np.array(self._ratios) + _PRIOR * overall) / (np.array(self._weights) + _PRIOR)
             self._correct(_rising(self._measured * ratios))

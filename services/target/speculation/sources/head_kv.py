@@ -1,12 +1,12 @@
-"""Which rows of which sessions a head has written: what it must compute before it can draft.
+"""KV rows of a local EAGLE head: which rows of each session it has written, and which it must write before it drafts.
 
-    rows  0 ......... known | ......... length - 2 |      row j: the token at j + 1 beside the state of the one at j
-          written by it     | to be written        |
+    rows  0 ...... known_rows | ......... length - 2 |   row j: the token at j + 1 and the state of the token at j
+          written by the head | missing              |
 
-The states are the model's, which keeps them in the cache for every row that it computes, whether a head drafts or not.
+The model keeps the hidden states of all tokens that it computes in the cache, whether a head drafts or not.
 
-A page's last row depends on the token behind the page. Where texts part exactly there, that row is of the text that
-came first: one of many that a guess looks at, and of no weight for what is verified.
+The last row of a page depends on the token behind the page. Where two texts differ exactly there, the row belongs to
+the text that came first. One wrong row of many hardly changes a draft token, and does not change verification.
 """
 
 from __future__ import annotations
@@ -20,60 +20,65 @@ from services.target.step.batch import SessionWork
 
 
 class HeadKV:
-    """The book of one engine's head; a `PageObserver`."""
+    """The written rows of one engine's head; a `PageObserver` of the prefix cache.
+
+    known_rows:    by session id, the rows that the head has written
+    written_pages: by page of the prefix cache, True if the head has written all of its rows
+    """
 
     def __init__(self, prefix: PrefixCache) -> None:
+        self.known_rows: dict[int, int] = {}
+        self.written_pages: dict[int, bool] = {}
         self._page_size = prefix.allocator.page_size
-        self._known: dict[int, int] = {}
-        self._written: dict[int, bool] = {}  # of the cache's pages: all of its rows are
         if prefix.enabled:
             prefix.observers.append(self)
 
-    def lacking(self, session: Session) -> SessionWork:
-        """A session's rows that are to be written: at least the last one, after which the head draws."""
-        return SessionWork(Chunk(session, min(self._known.get(session.id, 0), session.length - 2), session.length - 1))
+    def missing_rows(self, session: Session) -> SessionWork:
+        """A session's rows that the head must write: at least the last one, after which it samples a draft token."""
+        start = min(self.known_rows.get(session.id, 0), session.length - 2)
+        return SessionWork(Chunk(session, start, session.length - 1))
 
-    def wrote(self, chunk: Chunk) -> None:
-        """The head has written what `lacking` said."""
+    def mark_written(self, chunk: Chunk) -> None:
+        """The head has written these rows, the first of which was the first missing one."""
         session, size = chunk.session, self._page_size
         for index in range(chunk.start // size, min(chunk.stop // size, session.table.shared)):
-            self._written[int(session.table.pages[index])] = True
-        self._known[session.id] = chunk.stop
+            self.written_pages[int(session.table.pages[index])] = True
+        self.known_rows[session.id] = chunk.stop
 
-    def computed(self, works: Sequence[SessionWork]) -> None:
-        """The model writes rows: what the head knew of them is no longer true."""
-        known = self._known
+    def invalidate(self, works: Sequence[SessionWork]) -> None:
+        """The model computes these tokens anew: the head's rows of them are no longer valid."""
+        known_rows = self.known_rows
         for work in works:
             session_id, start = work.chunk.session.id, work.chunk.start
-            if known.get(session_id, 0) > start:
-                known[session_id] = start
+            if known_rows.get(session_id, 0) > start:
+                known_rows[session_id] = start
 
     def close(self, session_id: int) -> None:
-        """The session has given its pages back."""
-        self._known.pop(session_id, None)
+        """The session has returned its pages."""
+        self.known_rows.pop(session_id, None)
 
-    # --- what the prefix cache tells ---
+    # --- PageObserver ---
 
     def page_cached(self, owner: int, index: int, page: int) -> None:
-        """The owner's own page, or one of the same tokens that another session has computed."""
+        """A session's page is cached. page: its own, or one of the same tokens that another session computed first."""
         start = index * self._page_size
-        known = self._known.get(owner, 0)
-        if page not in self._written:
-            self._written[page] = known >= start + self._page_size
-        elif not self._written[page] and known > start:
-            self._known[owner] = start
+        known = self.known_rows.get(owner, 0)
+        if page not in self.written_pages:
+            self.written_pages[page] = known >= start + self._page_size
+        elif not self.written_pages[page] and known > start:
+            self.known_rows[owner] = start
 
     def page_offered(self, owner: int, index: int, page: int) -> bool:
-        """Its rows lie with the page."""
+        """True: a cached page can be used whether the head has written its rows or not."""
         del owner, index, page
         return True
 
     def page_taken(self, owner: int, index: int, page: int) -> None:
-        """A page that the session need not compute, and the head neither if it has written it."""
+        """A session uses a cached page; the head need not write its rows if it has done so before."""
         start = index * self._page_size
-        known = min(self._known.get(owner, 0), start)
-        self._known[owner] = start + self._page_size if known == start and self._written.get(page) else known
+        known = min(self.known_rows.get(owner, 0), start)
+        self.known_rows[owner] = start + self._page_size if known == start and self.written_pages.get(page) else known
 
     def page_dropped(self, page: int) -> None:
-        """It will hold other tokens."""
-        self._written.pop(page, None)
+        """A page leaves the cache and will hold other tokens."""
+        self.written_pages.pop(page, None)

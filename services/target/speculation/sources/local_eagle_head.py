@@ -69,7 +69,7 @@ class _Chain(NamedTuple):
 
 
 @dataclass
-class _ChainAverage:
+class ChainAverage:
     """Recent chains of greedy or of sampled sessions: accepted, drafted and verified tokens."""
 
     accepted: float
@@ -89,7 +89,11 @@ class _ChainAverage:
 class LocalEagleHead(ModelSource):
     """Drafts for one engine's sessions.
 
-    rows: which rows of which sessions the head has written
+    head:           computes the draft tokens
+    kv:             which rows of each session the head has written
+    averages:       recent chains, of sampled sessions and of greedy ones
+    drafting_costs: by batch size, seconds by tokens of a chain
+    token_values:   what draft tokens cost and gain, by batch size
     """
 
     lead = 1.1
@@ -106,24 +110,24 @@ class LocalEagleHead(ModelSource):
     ) -> None:
         """sessions: those that are open, by id. verifying: as of ModelSource."""
         super().__init__(planner, sessions, verifying)
-        self._device, self._head, self._cache = model.device, head, cache
-        self.rows = HeadKV(prefix)
-        self._costs: dict[int, StepCost] = {}  # of drafting, by batch size: seconds by tokens of a chain
+        self._device, self.head, self._cache = model.device, head, cache
+        self.kv = HeadKV(prefix)
+        self.drafting_costs: dict[int, StepCost] = {}
         self._chains: dict[int, _Chain] = {}
-        self._values = CachedEstimate[DraftTokenValue](_INTERVAL)  # by batch size
+        self.token_values = CachedEstimate[DraftTokenValue](_INTERVAL)  # by batch size
 
     def forget(self) -> None:
         """As of DraftSource."""
         self.acceptance, self.second_acceptance = CalibrationBins(), CalibrationBins()
-        self._averages = [_ChainAverage(*prior) for prior in _PRIOR_CHAINS]
+        self.averages = [ChainAverage(*prior) for prior in _PRIOR_CHAINS]
 
     def launched(self, works: Sequence[SessionWork]) -> None:
         """As of DraftSource."""
-        self.rows.computed(works)
+        self.kv.invalidate(works)
 
     def closed(self, session_id: int) -> None:
         """As of DraftSource."""
-        self.rows.close(session_id)
+        self.kv.close(session_id)
 
     # --- acceptance ---
 
@@ -136,7 +140,7 @@ class LocalEagleHead(ModelSource):
 
     def _observe(self, chain: _Chain, accepted_chain: int, accepted: int, *, goes_on: bool) -> None:
         """accepted_chain: accepted tokens of the chain itself; accepted: second candidates included."""
-        self._averages[chain.greedy].add_outcome(accepted)
+        self.averages[chain.greedy].add_outcome(accepted)
         for probability in chain.probabilities[:accepted_chain]:
             self.acceptance.observe(probability, accepted=True, greedy=chain.greedy)
         if goes_on and accepted_chain < len(chain.probabilities):
@@ -156,20 +160,20 @@ class LocalEagleHead(ModelSource):
 
     def wrote_in_loop(self, session: Session, known: int) -> None:
         """A fused loop has written the head's rows of a session up to a row."""
-        start = self.rows.lacking(session).chunk.start
+        start = self.kv.missing_rows(session).chunk.start
         if known > start:
-            self.rows.wrote(Chunk(session, start, known))
+            self.kv.mark_written(Chunk(session, start, known))
 
     def observe_iterations(self, iterations: Sequence[LoopIteration], *, greedy: bool, goes_on: bool) -> None:
         """Learn from iterations in which the head drafted. goes_on: as of `observe_loop`."""
-        average = self._averages[greedy]
+        average = self.averages[greedy]
         for number, one in enumerate(iterations, 1):
             average.add_draft(one.drafted, one.verified)
             seconds = {place: one.probabilities[place][1] for place in one.alternatives}
             chain = _Chain([first for first, _ in one.probabilities], seconds, greedy)
             self._observe(chain, one.accepted_chain, one.accepted, goes_on=goes_on or number < len(iterations))
             if one.written <= _USUAL_ROWS:
-                self._cost(1).observe(one.drafted, 0, one.draft_seconds)
+                self.drafting_cost(1).observe(one.drafted, 0, one.draft_seconds)
 
     # --- costs ---
 
@@ -178,30 +182,30 @@ class LocalEagleHead(ModelSource):
         entries = self._sessions.values()
         greedy = sum(entry.session.sampling.greedy for entry in entries) / max(len(entries), 1)
         accepted = drafted = verified = 0.0
-        for average, share in zip(self._averages, (1.0 - greedy, greedy), strict=True):
+        for average, share in zip(self.averages, (1.0 - greedy, greedy), strict=True):
             accepted += share * average.accepted
             drafted += share * average.drafted
             verified += share * average.verified
-        drafting, _ = self._cost(sessions).step(drafted, 0)
+        drafting, _ = self.drafting_cost(sessions).step(drafted, 0)
         gains, added = np.array([sessions * accepted]), np.array([round(sessions * verified)])
         return float(throughput(self._verifying(), gains, added, sessions, sessions, kv_tokens, drafting)[0])
 
-    def _cost(self, sessions: int) -> StepCost:
+    def drafting_cost(self, sessions: int) -> StepCost:
         """Cost model of drafting for so many sessions, by tokens of a chain."""
-        if sessions not in self._costs:
+        if sessions not in self.drafting_costs:
             step, _ = self._verifying().step(sessions, 0)
-            self._costs[sessions] = StepCost({count: share * step for count, share in _PRIOR_COSTS.items()})
-        return self._costs[sessions]
+            self.drafting_costs[sessions] = StepCost({count: share * step for count, share in _PRIOR_COSTS.items()})
+        return self.drafting_costs[sessions]
 
-    def _value(self, works: Sequence[SessionWork], others: int = 0) -> DraftTokenValue:
+    def token_value(self, works: Sequence[SessionWork], others: int = 0) -> DraftTokenValue:
         """Costs and gains of draft tokens, as of one of the last steps. others: tokens of the step beside these."""
         sessions, kv_tokens = len(works), sum(work.chunk.stop for work in works)
-        return self._values.get((sessions, others > 0), lambda: self._estimate_value(sessions, kv_tokens, others))
+        return self.token_values.get((sessions, others > 0), lambda: self._estimate_value(sessions, kv_tokens, others))
 
     def _estimate_value(self, sessions: int, kv_tokens: int, others: int) -> DraftTokenValue:
         few, more = self._verifying().seconds(others + sessions * np.array([2, 4]), kv_tokens).tolist()
         token = 1.0 / self.throughput(sessions, kv_tokens)
-        _, step = self._cost(sessions).step(1, 0)
+        _, step = self.drafting_cost(sessions).step(1, 0)
         return DraftTokenValue(_NEXT_RATE * token, token, max(more - few, 0.0) / (2 * sessions), step)
 
     # --- drafting ---
@@ -209,7 +213,7 @@ class LocalEagleHead(ModelSource):
     def loop(self, work: SessionWork, seconds: float) -> FusedLoop | None:
         """As of ModelSource."""
         depth = self._depth(work)
-        if depth < 1 or len(self.rows.lacking(work.chunk.session).chunk) > self._max_rows:
+        if depth < 1 or len(self.kv.missing_rows(work.chunk.session).chunk) > self._max_rows:
             return None
         room = min(self._planner.room(work.chunk.session), _MAX_ITERATIONS * (depth + 1))
         if not self._reserve([work], room + MAX_ALTERNATIVES):
@@ -232,7 +236,7 @@ class LocalEagleHead(ModelSource):
         session = work.chunk.session
         entries = [self._sessions[session.id]]
         head = HeadInLoop(
-            self.rows.lacking(session).chunk.start, depth, self._alternatives(session), self._value([work]),
+            self.kv.missing_rows(session).chunk.start, depth, self._alternatives(session), self.token_value([work]),
             self.acceptance.table, self.second_acceptance.table,
         )  # fmt: skip
         return FusedLoop(_MAX_ITERATIONS, interrupts(entries), texts(entries, room), seconds, room, copy, head)
@@ -258,13 +262,13 @@ class LocalEagleHead(ModelSource):
         most = min(self._most(works), max(self._depth(work) for work in works))
         if most < 1 or not self._reserve(works, most + MAX_ALTERNATIVES):
             return {}
-        value = self._value(works, others)
-        tokens = self._draft(works, most, value, listen)
+        value = self.token_value(works, others)
+        tokens = self.draft_tokens(works, most, value, listen)
         drafts = {}
         for place, work in enumerate(works):
             session_id = work.chunk.session.id
             draft = self._chosen(session_id, place, tokens, value)
-            average = self._averages[self._sessions[session_id].session.sampling.greedy]
+            average = self.averages[self._sessions[session_id].session.sampling.greedy]
             average.add_draft(len(tokens.tokens), len(draft))
             if len(draft):
                 drafts[session_id] = draft
@@ -283,7 +287,7 @@ class LocalEagleHead(ModelSource):
         behind: Chunk | None = None
         room, least = self._max_rows, MAX_CHAIN + 1
         for work in works:
-            chunk = self.rows.lacking(work.chunk.session).chunk
+            chunk = self.kv.missing_rows(work.chunk.session).chunk
             if len(chunk) <= max(room, least):
                 ready.append(work)
                 room -= len(chunk)
@@ -297,29 +301,31 @@ class LocalEagleHead(ModelSource):
     def _write(self, chunk: Chunk) -> None:
         """Write some rows; the token sampled behind them is not used."""
         entry = self._sessions[chunk.session.id]
-        draws = SamplingPlan(entry.sampling, array("q", [1]), array("q", [chunk.session.length]))
+        sampling = SamplingPlan(entry.sampling, array("q", [1]), array("q", [chunk.session.length]))
         program = HeadDrafting(1, interrupts([entry]))
-        self._head.draft(build([SessionWork(chunk)], self._device, draws=draws, program=program, ahead=1), self._cache)
-        self.rows.wrote(chunk)
+        self.head.draft(
+            build([SessionWork(chunk)], self._device, sampling=sampling, program=program, ahead=1), self._cache
+        )
+        self.kv.mark_written(chunk)
 
     @torch.inference_mode()
-    def _draft(
+    def draft_tokens(
         self, works: Sequence[SessionWork], most: int, value: DraftTokenValue, listen: Listen
     ) -> HeadDraftTokens:
         """Draft tokens of each session, as long as another one is worth its cost."""
         started = time.perf_counter()
         entries = [self._sessions[work.chunk.session.id] for work in works]
-        lacking = [self.rows.lacking(work.chunk.session) for work in works]
+        missing = [self.kv.missing_rows(work.chunk.session) for work in works]
         positions = array("q", [work.chunk.session.length for work in works])
-        draws = SamplingPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), positions)
+        sampling = SamplingPlan(b"".join(entry.sampling for entry in entries), array("q", [1] * len(works)), positions)
         with listen() as files:
             program = HeadDrafting(most, interrupts(entries, files), value, self.acceptance.table)
-            batch = build(lacking, self._device, draws=draws, program=program, ahead=1)
-            tokens = self._head.draft(batch, self._cache)
-        for work in lacking:
-            self.rows.wrote(work.chunk)
+            batch = build(missing, self._device, sampling=sampling, program=program, ahead=1)
+            tokens = self.head.draft(batch, self._cache)
+        for work in missing:
+            self.kv.mark_written(work.chunk)
         if len(batch) <= _USUAL_ROWS * len(works):
-            self._cost(len(works)).observe(len(tokens.tokens), 0, time.perf_counter() - started)
+            self.drafting_cost(len(works)).observe(len(tokens.tokens), 0, time.perf_counter() - started)
         return tokens
 
     def _chosen(self, session_id: int, place: int, drafted: HeadDraftTokens, value: DraftTokenValue) -> TreeSlice:

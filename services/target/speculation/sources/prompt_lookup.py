@@ -59,6 +59,7 @@ class PromptLookup(DraftSource):
     """Lookups in the sessions' own texts.
 
     min_match: the shortest match that pays at present; 0 if none does
+    estimate:  acceptance by match length
     """
 
     def __init__(self, planner: Planner, sessions: Mapping[int, TargetSession]) -> None:
@@ -70,12 +71,12 @@ class PromptLookup(DraftSource):
 
     def forget(self) -> None:
         """As of DraftSource."""
-        self._estimate = AcceptanceEstimate(_PRIORS, _WEIGHT, _DECAY)
+        self.estimate = AcceptanceEstimate(_PRIORS, _WEIGHT, _DECAY)
         self._judged.forget()
 
     def rate(self, match: int) -> float:
         """Acceptance rate of a token whose predecessors are accepted, by match length."""
-        return self._estimate.rate(match - MIN_MATCH)
+        return self.estimate.rate(match - MIN_MATCH)
 
     def offer(self, demand: Demand) -> Offer:
         """The chains that are worth their cost, of all matches that may be."""
@@ -107,7 +108,7 @@ class PromptLookup(DraftSource):
 
     def observe_match(self, match: int, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Learn from a chain that followed a match of some length. goes_on: as of `observe`."""
-        self._estimate.observe(accepted + (goes_on and accepted < drafted), accepted, match - MIN_MATCH)
+        self.estimate.observe(accepted + (goes_on and accepted < drafted), accepted, match - MIN_MATCH)
 
     def judge(self, key: Hashable, sessions: int, kv_tokens: int, floor: Callable[[], float]) -> None:
         """Decide which matches pay in steps of so many sessions, if that was not decided lately under the same key.
@@ -117,7 +118,7 @@ class PromptLookup(DraftSource):
         self.min_match = self._judged.get(key, lambda: self._judge(sessions, kv_tokens, floor()))
 
     def _judge(self, sessions: int, kv_tokens: int, floor: float) -> int:
-        self._estimate.fade(_FADE)
+        self.estimate.fade(_FADE)
         lengths = np.arange(1, MAX_CHAIN + 1)
         for match in range(MIN_MATCH, _MAX_MATCH + 1):
             gains = np.cumsum(self.rate(match) ** lengths)

@@ -38,7 +38,10 @@ _MAX_ITERATIONS = 4  # of a fused loop
 
 
 class QuantizedSelfDraft(ModelSource):
-    """Drafts for one engine's sessions."""
+    """Drafts for one engine's sessions.
+
+    head: the head that drafts for the copy, if the model has one; estimate: acceptance of the copy's draft tokens
+    """
 
     lead = 1.05
 
@@ -60,14 +63,14 @@ class QuantizedSelfDraft(ModelSource):
 
     def forget(self) -> None:
         """As of DraftSource."""
-        self._estimate = AcceptanceEstimate([_PRIOR_RATE], _WEIGHT, _DECAY)
+        self.estimate = AcceptanceEstimate([_PRIOR_RATE], _WEIGHT, _DECAY)
         if self.head is not None:
             self.head.forget()
 
     @property
     def acceptance(self) -> float:
         """Acceptance rate of a token of the copy whose predecessors are accepted."""
-        return self._estimate.rate()
+        return self.estimate.rate()
 
     @property
     def cost(self) -> StepCost:
@@ -76,6 +79,10 @@ class QuantizedSelfDraft(ModelSource):
             self._cost = self._planner.budget.cost.scaled(_PRIOR_COST)
         return self._cost
 
+    @cost.setter
+    def cost(self, cost: StepCost) -> None:
+        self._cost = cost
+
     def observe(self, session_id: int, draft: TreeSlice, path: Sequence[int], *, goes_on: bool) -> None:
         """As of DraftSource."""
         del session_id
@@ -83,7 +90,7 @@ class QuantizedSelfDraft(ModelSource):
 
     def _observe(self, drafted: int, accepted: int, *, goes_on: bool) -> None:
         """Count a chain's tokens."""
-        self._estimate.observe(accepted + (goes_on and accepted < drafted), accepted)
+        self.estimate.observe(accepted + (goes_on and accepted < drafted), accepted)
 
     def launched(self, works: Sequence[SessionWork]) -> None:
         """As of DraftSource."""
@@ -99,7 +106,7 @@ class QuantizedSelfDraft(ModelSource):
         """As of ModelSource."""
         session = work.chunk.session
         most = min(self._most([work]), self._planner.max_tokens - 1)
-        copy = CopyInLoop(self._length(1, work.chunk.stop, most), most)
+        copy = CopyInLoop(self.chain_length(1, work.chunk.stop, most), most)
         room = min(self._planner.room(session), _MAX_ITERATIONS * (most + 1))
         if not self._reserve([work], room + MAX_ALTERNATIVES):
             return None
@@ -127,7 +134,7 @@ class QuantizedSelfDraft(ModelSource):
         """As of ModelSource."""
         works = demand.works
         kv_tokens = sum(work.chunk.stop for work in works)
-        steps = self._length(len(works), kv_tokens, self._most(works), demand.tokens - len(works))
+        steps = self.chain_length(len(works), kv_tokens, self._most(works), demand.tokens - len(works))
         if not steps or not self._reserve(works, steps):
             return {}
         tokens = self._draft(works, steps, listen)
@@ -140,7 +147,7 @@ class QuantizedSelfDraft(ModelSource):
         """As of ModelSource."""
         return float(self._throughputs(sessions, kv_tokens, MAX_CHAIN).max())
 
-    def _length(self, sessions: int, kv_tokens: int, most: int, others: int = 0) -> int:
+    def chain_length(self, sessions: int, kv_tokens: int, most: int, others: int = 0) -> int:
         """Length of the chains that maximize throughput; 0 if beside prompts none exceeds plain decoding.
 
         others: tokens of the step that are not these sessions' roots
@@ -150,7 +157,7 @@ class QuantizedSelfDraft(ModelSource):
         return 0 if others and rates.max() < plain else int(np.argmax(rates)) + 1
 
     def _throughputs(self, sessions: int, kv_tokens: int, most: int, others: int = 0) -> NDArray[np.float64]:
-        """Tokens per second of some sessions by the length of their chains: 1 to `most`. others: as of `_length`."""
+        """Tokens per second of some sessions by chain length, 1 to `most`. others: as of `chain_length`."""
         most = max(1, min(most, self._planner.max_tokens - 1))
         lengths = np.arange(1, most + 1)
         gains = sessions * np.cumsum(self.acceptance**lengths)
@@ -172,7 +179,7 @@ class QuantizedSelfDraft(ModelSource):
         started = time.perf_counter()
         with listen() as files:
             program = CopyDrafting(steps, interrupts(entries, files))
-            batch = build(works, self._model.device, draws=sampling_plan(works, entries), program=program)
+            batch = build(works, self._model.device, sampling=sampling_plan(works, entries), program=program)
             sampled = self._model.runner.forward(batch, self._cache).tokens
         assert sampled is not None, "a model that drafts samples its tokens"
         tokens = sampled.reshape(-1, len(works))
