@@ -1,0 +1,1 @@
+"""Benchmarks on a GPU: steps of a model and of an engine, and attention by tile."""
