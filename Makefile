@@ -51,7 +51,7 @@ check: lint fresh-protos  ## lint, and the generated stubs are up to date
 test: install  ## the whole suite, on the CPU
 	CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not gpu" $(ARGS)
 
-conformance: install  ## clients that nobody here wrote against a running system; writes docs/conformance.md
+conformance: install  ## clients of other projects against a running system; writes docs/conformance.md
 	$(BIN)/python -m tests.conformance $(ARGS)
 
 bench: install  ## measure the whole system (ARGS="--help" lists what can be chosen)
