@@ -1,6 +1,7 @@
 """Writes docs/flags.md from the configuration dataclasses of `outrider.config`: `make flags`.
 
-A table for each class of options: the flag, its values, its default, and the docstring of its field.
+A heading for each topic, and a table for each class of options: the flag, its values, its default, and the docstring of
+its field.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ def page() -> str:
                 known.append(field)
             if command not in taken_by.setdefault(owner, []):
                 taken_by[owner].append(command)
-    return HEAD + "".join(section(owner, found, taken_by[owner]) for owner, found in sections.items())
+    by_topic: dict[str, list[type]] = {}
+    for owner in sections:
+        by_topic.setdefault(topic(owner), []).append(owner)
+    parts = [HEAD]
+    for title, owners in by_topic.items():
+        parts.append(f"\n## {title[0].upper()}{title[1:]}\n")
+        parts += (table(owner, sections[owner], taken_by[owner]) for owner in owners)
+    return "".join(parts)
 
 
 def options(config: type) -> Iterator[tuple[type, Field[Any]]]:
@@ -69,12 +77,22 @@ def owner_of(config: type, name: str) -> type:
     return next(owner for owner in config.__mro__ if name in inspect.get_annotations(owner))
 
 
-def section(owner: type, found: list[Field[Any]], commands: list[str]) -> str:
+def topic(owner: type) -> str:
+    """The topic that a class declares, else its docstring."""
+    return str(vars(owner).get("topic") or first_sentence(owner))
+
+
+def first_sentence(owner: type) -> str:
+    """The first paragraph of a class's docstring, without the full stop."""
+    return " ".join((inspect.getdoc(owner) or owner.__name__).split("\n\n")[0].split()).rstrip(".")
+
+
+def table(owner: type, found: list[Field[Any]], commands: list[str]) -> str:
     """A table of one class's flags."""
     docs = docstrings(owner)
     hints = typing.get_type_hints(owner, include_extras=True)
-    title = " ".join((inspect.getdoc(owner) or owner.__name__).split("\n\n")[0].split()).rstrip(".")
-    lines = ["", f"## {title}", "", f"Of {', '.join(f'`outrider {command}`' for command in commands)}.", ""]
+    taken_by = ", ".join(f"`outrider {command}`" for command in commands)
+    lines = ["", f"{first_sentence(owner)}. Of {taken_by}.", ""]
     lines += ["| flag | values | default | meaning |", "| --- | --- | --- | --- |"]
     for field in found:
         cells = (flag(field.name, hints[field.name]), values(hints[field.name]), default(field), docs[field.name])
