@@ -1,4 +1,4 @@
-"""`python -m gateway.workers INDEX COUNT FOLDER [flags of the gateway]`: one worker, as its parent starts it."""
+"""`python -m gateway.process.worker INDEX COUNT FOLDER [flags of the gateway]`: one worker, started by its parent."""
 
 import sys
 from pathlib import Path

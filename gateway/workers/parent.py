@@ -70,7 +70,7 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
 def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     children = []
     for index in range(config.gateway_workers):
-        command = python("-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder))
+        command = python("-um", "gateway.process.worker", str(index), str(config.gateway_workers), str(folder))
         command += to_argv(worker_config(config, index, folder))
         child = Child(f"worker {index}", command, health_address(folder, index), say)
         child.extra_grace = config.drain_timeout

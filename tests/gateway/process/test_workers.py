@@ -59,7 +59,7 @@ def pids(gateway):
     found = {}
     for path in Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text().split():
         words = Path(f"/proc/{path}/cmdline").read_text().split("\0")
-        found[int(words[words.index("gateway.workers") + 1])] = int(path)
+        found[int(words[words.index("gateway.process.worker") + 1])] = int(path)
     return found
 
 
