@@ -1,6 +1,6 @@
-"""Texts that are no Unicode are refused: JSON can name half of a character, `"\\ud83d"`, which nothing can encode.
+"""Refuses bodies with lone surrogates, such as `"\\ud83d"`: JSON allows them, but they cannot be encoded as UTF-8.
 
-A client sends that where it has cut a text within a character of two such halves, as JavaScript counts them.
+Clients send them after cutting a text between the two UTF-16 code units of a character, as JavaScript counts them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from fastapi import Depends, Request
 
 from outrider.errors import InvalidRequest
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # one, maybe of a whole character; behind a backslash, maybe none
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # may be half of a valid pair, or an escaped backslash
 
 
 async def _check(request: Request) -> None:
     body = await request.body()
-    # Other encodings of JSON than UTF-8 are read, too, and write escapes in other bytes.
-    if json.detect_encoding(body).startswith("utf-8") and _HALF.search(body) is None:
+    # Bodies in UTF-16 and UTF-32 are accepted as well; the pattern does not match their escapes.
+    if json.detect_encoding(body).startswith("utf-8") and _SURROGATE.search(body) is None:
         return
     try:
         content = await request.json()
-        whole = _is_whole(json.dumps(content, ensure_ascii=False))
+        valid = _is_valid(json.dumps(content, ensure_ascii=False))
     except ValueError:
-        return  # it is said elsewhere what is wrong with it
-    if not whole:
-        place = _place_of_half(content)
+        return  # invalid JSON is reported elsewhere
+    if not valid:
+        path = surrogate_path(content)
         raise InvalidRequest(
-            f"{place or 'a key'} has half of a character, which is no Unicode; send all of it", param=place
+            f"{path or 'a key'} has half of a character, which is no Unicode; send all of it", param=path
         )
 
 
-WHOLE = Depends(_check)
-"""For routes whose bodies are JSON. Raises InvalidRequest."""
+VALID_UNICODE = Depends(_check)
+"""A dependency of routes with JSON bodies. Raises InvalidRequest."""
 
 
-def _is_whole(text: str) -> bool:
+def _is_valid(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,30 +46,31 @@ def _is_whole(text: str) -> bool:
     return True
 
 
-def _place_of_half(content: Any) -> str | None:
-    """The first field whose text is not whole, such as messages.0.content, or in which such a key stands; None if none.
+def surrogate_path(content: Any) -> str | None:
+    """Path of the first text with a lone surrogate, such as messages.0.content, or of the object with such a key.
 
-    In one pass, whatever stands within what: bodies are large, and this is the event loop's thread.
+    None if there is no path. Iterative and in one pass, because bodies are large and deep, and this blocks the event
+    loop.
     """
     if isinstance(content, str):
         return None
-    open_ones = [("", _entries(content))]  # containers that stand within one another, by their keys
+    containers = [("", _entries(content))]  # the present container and those around it, with their keys
 
-    def place(*key: str) -> str | None:
-        return ".".join([*(outer for outer, _ in open_ones[1:]), *key]) or None
+    def path(*key: str) -> str | None:
+        return ".".join([*(outer for outer, _ in containers[1:]), *key]) or None
 
-    while open_ones:
-        for key, value in open_ones[-1][1]:
-            if not _is_whole(key):
-                return place()
+    while containers:
+        for key, value in containers[-1][1]:
+            if not _is_valid(key):
+                return path()
             if isinstance(value, str):
-                if not _is_whole(value):
-                    return place(key)
+                if not _is_valid(value):
+                    return path(key)
             elif isinstance(value, dict | list):
-                open_ones.append((key, _entries(value)))
+                containers.append((key, _entries(value)))
                 break
         else:
-            open_ones.pop()
+            containers.pop()
     return None
 
 

@@ -14,9 +14,9 @@ from gateway.api.answers import errors
 from gateway.api.answers.streaming import EventStream
 from gateway.api.middleware import Edge
 from gateway.api.requests import unicode
+from gateway.api.requests.native import NativeBody
+from gateway.api.requests.responses import ResponsesBody
 from gateway.api.requests.schemas import ChatBody, CompletionBody
-from gateway.api.routes.native import NativeBody
-from gateway.api.routes.responses import ResponsesBody
 from gateway.api.routes.tokens import DetokenizeBody, TokenizeBody
 from gateway.text.encoding import MAX_PIECES
 from tests.support.gateway.engines import BUSY, REFUSED, VOCAB
@@ -445,7 +445,7 @@ def test_half_of_a_character_is_found_in_one_pass(monkeypatch):
     content = ["a", "\ud83d"]
     for _ in range(500):
         content = ["a", content]
-    assert unicode._place_of_half(content) == ".".join(["1"] * 501)
+    assert unicode.surrogate_path(content) == ".".join(["1"] * 501)
     assert len([text for text in seen if not text.isdigit()]) == 502
 
 
@@ -594,7 +594,7 @@ async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
     class Failing:
         closed = False
 
-        async def events(self):
+        async def events(self, generations):
             yield b"data: {}\n\n"
             raise ValueError("a path of this machine")
 
@@ -602,7 +602,7 @@ async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
             self.closed = True
 
     reply = Failing()
-    await EventStream(reply)({"type": "http"}, receive, send)
+    await EventStream(reply, [reply])({"type": "http"}, receive, send)
     first, told, done, end = b"".join(message.get("body", b"") for message in sent).split(b"\n\n")
     assert (first, done, end) == (b"data: {}", b"data: [DONE]", b"")
     assert json.loads(told.removeprefix(b"data: "))["error"]["code"] == "internal_error"

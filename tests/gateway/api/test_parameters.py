@@ -163,17 +163,18 @@ def test_drafted_tokens_are_marked_on_request(client, stream):
         **options, stream=stream, extra_body={"speculation": {"report": True}, "return_token_ids": True}
     )
     choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
-    steps = {"tokens": [], "verified": [], "accepted": [], "texts": [], "guesses": []}
+    steps = {"tokens": [], "verified": [], "accepted": [], "texts": [], "draft_texts": [], "guesses": []}
     for choice in choices:
         assert sum(choice.speculation["tokens"]) == len(choice.token_ids)
         for name, values in choice.speculation.items():
             steps[name] += values
     assert sum(steps["accepted"]) > 0
-    for count, verified, accepted, texts, guess in zip(*steps.values(), strict=True):
+    for count, verified, accepted, texts, draft, former in zip(*steps.values(), strict=True):
         assert accepted <= min(count, verified)
         assert len(texts) == count
-        assert guess[:accepted] == texts[:accepted], "what was accepted is what the draft believed in"
-        assert bool(guess) == bool(verified)
+        assert draft[:accepted] == texts[:accepted], "accepted tokens are those with the highest scores"
+        assert bool(draft) == bool(verified)
+        assert former == draft
 
 
 # --- usage as it grows ---

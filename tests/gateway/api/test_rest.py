@@ -352,14 +352,14 @@ def test_cached_prompt_tokens_show_in_the_usage(gateway):
 
 @pytest.mark.usefixtures("hints_in_time")
 def test_metrics_count(gateway):
-    names = ("generated_tokens_total", "accepted_draft_tokens_total", "hint_hits_total", "prompt_tokens_total")
+    names = ("generated_tokens_total", "accepted_draft_tokens_total", "steps_with_draft_total", "prompt_tokens_total")
     before = {name: gateway.metric(f"outrider_{name}") for name in names}
     gateway.complete("A", max_tokens=40)
     after = {name: gateway.metric(f"outrider_{name}") - before[name] for name in names}
     assert after["generated_tokens_total"] == 40
     assert after["prompt_tokens_total"] == 1
     assert after["accepted_draft_tokens_total"] > 0
-    assert after["hint_hits_total"] > 0
+    assert after["steps_with_draft_total"] > 0
     assert gateway.metric("outrider_time_to_first_token_seconds_count") > 0
     assert gateway.metric("outrider_inter_token_latency_seconds_count") > 0
     assert gateway.metric("outrider_service_up", service="draft") == 1

@@ -16,13 +16,13 @@ LONG = 60.0  # seconds of silence that no test lasts
 
 
 class Reply:
-    """Events, before each of which `pause` is awaited; then an error, if there is one."""
+    """Events, before each of which `pause` is awaited, then an error, if there is one; and the only generation."""
 
     def __init__(self, events, pause, error=None):
         self._events, self._pause, self._error = events, pause, error
         self.closed = False
 
-    async def events(self):
+    async def events(self, generations):
         for event in self._events:
             await self._pause()
             yield event
@@ -62,7 +62,7 @@ async def silent(events, error=None):
     """Bodies that are sent where there is silence before each of these events, and before the error."""
     line = Line()
     reply = Reply(events, line.silence, error)
-    await EventStream(reply, silence=0.001)({"type": "http"}, line.receive, line.send)
+    await EventStream(reply, [reply], silence=0.001)({"type": "http"}, line.receive, line.send)
     assert reply.closed
     assert [message["type"] for message in line.sent[:2]] == ["http.response.start", "http.response.body"]
     assert not line.sent[-1].get("more_body")
@@ -107,7 +107,7 @@ async def test_an_error_behind_a_silence_ends_the_stream_and_one_before_it_has_a
     line = Line()
     reply = Reply([], at_once, Overloaded("no room"))
     with pytest.raises(Overloaded):
-        await EventStream(reply, silence=LONG)({"type": "http"}, line.receive, line.send)
+        await EventStream(reply, [reply], silence=LONG)({"type": "http"}, line.receive, line.send)
     assert reply.closed
     assert not line.sent
 
@@ -119,7 +119,7 @@ async def test_whoever_leaves_while_nothing_is_said_is_no_longer_answered():
         return {"type": "http.disconnect"}
 
     reply = Reply([b"data: {}\n\n"], line.silence)
-    await EventStream(reply, silence=LONG)({"type": "http"}, gone, line.send)
+    await EventStream(reply, [reply], silence=LONG)({"type": "http"}, gone, line.send)
     assert reply.closed
     assert line.sent[0]["status"] == 499
 
@@ -143,7 +143,8 @@ async def test_no_comment_comes_between_the_parts_of_a_message_that_waits_for_it
                 reads.set()
             return await super()._keep_alive(send) and 0.001  # looks often
 
-    stream = Watched(Reply([b"data: {}\n\n"], at_once), silence=0.0005)
+    reply = Reply([b"data: {}\n\n"], at_once)
+    stream = Watched(reply, [reply], silence=0.0005)
     await stream({"type": "http"}, line.receive, send)
     assert line.body.replace(COMMENT, b"") == b"data: {}\n\n"
     assert line.body.endswith(b"data: {}\n\n")

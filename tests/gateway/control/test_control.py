@@ -153,14 +153,14 @@ def test_a_target_that_has_missed_a_part_of_the_weights_is_not_used_until_it_has
         for target in targets:
             target.believed = target.fingerprint
         updates = control_of(*targets)
-        assert (await tensors(updates, "1:a")).resting == 0
+        assert (await tensors(updates, "1:a")).unused == 0
         targets[-1].start()  # anew, with the weights of its flags
-        assert (await tensors(updates, "1:b")).resting == 1
+        assert (await tensors(updates, "1:b")).unused == 1
         assert all(target.here for target in targets[:-1])
         for target in targets[:-1]:
             assert target.fingerprint == target.believed
         assert targets[-1].fingerprint != targets[-1].believed
-        assert (await tensors(updates, "1:a")).resting == 0
+        assert (await tensors(updates, "1:a")).unused == 0
         for target in targets:
             assert target.here
             assert target.fingerprint == target.believed

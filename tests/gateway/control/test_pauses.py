@@ -14,8 +14,8 @@ from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import Unavailable
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
-from tests.gateway.orchestration.test_resume import Stream, started, system
 from tests.support.gateway.services import until
+from tests.support.gateway.streaming import Stream, started, system
 
 
 def control(gateway, what, status=200, **body):
@@ -86,10 +86,10 @@ def told(monkeypatch):
 
 async def test_what_is_said_while_a_target_is_told_is_told_too(told):
     link = TargetLink("unix:/nowhere")
-    await link._prepare(link)
+    await link.prepare(link)
     assert told == []
     link.paused = True
-    await link._prepare(link)
+    await link.prepare(link)
     assert told == ["pause", "continue"]
 
 
@@ -99,7 +99,7 @@ async def test_a_target_is_believed_whichever_gateway_paused_it(told):
     for paused, expected in ((True, ["pause"]), (False, [])):
         told.clear()
         await link.on_frame(target_pb2.VerifyResponse(load=common_pb2.EngineLoad(paused=paused)))
-        await link._prepare(None)
+        await link.prepare(None)
         assert told == expected
 
 
@@ -111,7 +111,7 @@ async def test_workers_hear_of_a_pause_that_another_one_was_asked_for(tmp_path):
         for link, place in zip(links, places, strict=True)
     ]
     await places[1].serve(answers_for(SimpleNamespace(abort=list), controls[1]))
-    for act, expected in ((lambda: controls[0].pause("retract"), True), (controls[0].proceed, False)):
+    for act, expected in ((lambda: controls[0].pause("retract"), True), (controls[0].resume, False)):
         with pytest.raises(Unavailable):
             await act()
         assert [link.paused for link in links] == [expected] * 2

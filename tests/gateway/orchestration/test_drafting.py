@@ -10,9 +10,9 @@ from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.speculation.proposal import Proposal
-from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2, draft_pb2
+from tests.support.gateway.requests import request_for
 
 
 def hints(session_id):
@@ -40,19 +40,19 @@ async def test_hints_that_cannot_be_read_harm_no_other_draft(bad, targets, caplo
     orchestrator = Orchestrator(links, drafts, metrics := Metrics())
     for target in links:
         target.up = True
-    session = orchestrator.open([1, 2, 3], SamplingParams(), StopConditions(max_tokens=9))
+    session = orchestrator.sessions.open(request_for([1, 2, 3], 9))
     good = hints(session.id)
 
     def unreadable(draft):
-        return metrics.registry.get_sample_value("outrider_unreadable_hints_total", {"address": draft.address})
+        return metrics.registry.get_sample_value("outrider_unreadable_proposals_total", {"address": draft.address})
 
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             await drafts[0].on_frame(draft_pb2.ProposeResponse(proposals=bad))
             await drafts[1].on_frame(draft_pb2.ProposeResponse(proposals=good))
-    told, _ = codec.verify_request_from_pb(session.target._take())
+    told, _ = codec.verify_request_from_pb(session.target.take_frame())
     assert [p.session_id for p in told.proposals] == [session.id] * 2
     assert [unreadable(draft) for draft in drafts] == [2, 0]
     assert len(caplog.messages) == 1
-    assert "draft at unix:/draft0 sends hints that cannot be read" in caplog.messages[0]
-    orchestrator.close(session)
+    assert "draft at unix:/draft0 sends proposals that cannot be read" in caplog.messages[0]
+    orchestrator.sessions.close(session)

@@ -9,7 +9,7 @@ import pytest
 from gateway.admission.admission import Admission
 from gateway.orchestration import generator as module
 from gateway.orchestration.generator import MAX_PROMPT_TOKENS, MAX_STOP_TOKENS, Generator
-from gateway.sessions.request import GenerationRequest
+from gateway.sessions.request import GenerationRequest, StopOptions
 from outrider.errors import InvalidRequest
 from outrider.speculation.sampling import SamplingParams
 from tests.support.gateway.engines import CONTEXT, VOCAB
@@ -19,9 +19,9 @@ SAMPLING = SamplingParams()
 
 @pytest.fixture
 def generator():
-    nothing = SimpleNamespace(longest=CONTEXT)
+    nothing = SimpleNamespace(sessions=SimpleNamespace(max_session_tokens=CONTEXT))
     return Generator(
-        nothing, None, None, name="m", vocab_size=VOCAB, max_session_tokens=CONTEXT, admission=Admission(most=2000)
+        nothing, None, None, name="m", vocab_size=VOCAB, max_session_tokens=CONTEXT, admission=Admission(limit=2000)
     )
 
 
@@ -34,7 +34,7 @@ def started(generator, monkeypatch):
 
 
 def test_choices_are_the_same_but_for_their_seeds():
-    request = GenerationRequest([5], SAMPLING, 3, seed=7)
+    request = GenerationRequest([5], SAMPLING, StopOptions(3), seed=7)
     assert [one.seed for one in request.choices(3)] == [7, 8, 9]
     assert len({id(one.sampling) for one in request.choices(3)}) == 1
     assert GenerationRequest([5], SAMPLING).choices(2) == [GenerationRequest([5], SAMPLING)] * 2
@@ -42,7 +42,7 @@ def test_choices_are_the_same_but_for_their_seeds():
 
 @pytest.mark.parametrize(("breath", "turns"), [(0.0, 8), (math.inf, 1)])
 async def test_others_have_turns_while_many_answers_are_started(generator, started, monkeypatch, breath, turns):
-    monkeypatch.setattr(module, "_BREATH", breath)
+    monkeypatch.setattr(module, "_TURN_SECONDS", breath)
     seen = set()
 
     async def other():
@@ -53,7 +53,7 @@ async def test_others_have_turns_while_many_answers_are_started(generator, start
     task = asyncio.create_task(other())
     await asyncio.sleep(0)
     requests = GenerationRequest([5], SAMPLING).choices(8)
-    assert [one async for one in generator.start_all([(one, "name") for one in requests])] == requests
+    assert await generator.start_all([(one, "name") for one in requests]) == requests
     task.cancel()
     assert len(seen) == turns
 
@@ -77,16 +77,17 @@ async def test_answers_that_are_ended_before_they_are_started_end_at_once(genera
         return found[-1]
 
     monkeypatch.setattr(generator, "start", start)
-    generator.orchestrator.abort_all = lambda: 0
+    generator.orchestrator.sessions.abort_all = lambda: 0
     request = GenerationRequest([5], SAMPLING)
-    starts = generator.start_all([(request, name) for name in ("q-0", "q", "q-1", "q-2", "q2")])
-    other = generator.start_all([(request, "other")])
-    await anext(starts)
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.0)
+    names = ("q-0", "q", "q-1", "q-2", "q2")
+    starting = asyncio.create_task(generator.start_all([(request, name) for name in names]))
+    while not found:
+        await asyncio.sleep(0)
     abort(generator)
-    async for _ in starts:
-        pass
+    await starting
     assert [one.aborted for one in found] == ended
-    await anext(other)
+    await generator.start_all([(request, "other")])
     assert not found[-1].aborted
 
 
@@ -103,15 +104,15 @@ async def test_answers_that_are_ended_before_they_are_started_end_at_once(genera
 async def test_the_answers_of_a_request_are_bounded_together(generator, started, prompt, count, message):
     requests = [(one, "") for one in GenerationRequest([5] * prompt, SAMPLING, prompt_field="text").choices(count)]
     if message is None:
-        assert len([one async for one in generator.start_all(requests)]) == count
+        assert len(await generator.start_all(requests)) == count
         return
     with pytest.raises(InvalidRequest, match=message):
-        await anext(generator.start_all(requests))
+        await generator.start_all(requests)
     assert not started
 
 
 def test_stop_tokens_are_bounded(generator):
-    request = GenerationRequest([5], SAMPLING, stop_token_ids=(5,) * (MAX_STOP_TOKENS + 1))
+    request = GenerationRequest([5], SAMPLING, StopOptions(token_ids=(5,) * (MAX_STOP_TOKENS + 1)))
     with pytest.raises(InvalidRequest, match="1024 stop tokens") as caught:
         generator.start(request)
     assert caught.value.param == "stop_token_ids"

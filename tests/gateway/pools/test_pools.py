@@ -6,20 +6,20 @@ import pytest
 
 from gateway.orchestration.generator import Generator
 from gateway.orchestration.orchestrator import Orchestrator
-from gateway.pools.placing import Placement
+from gateway.pools.placement import Placement
 from gateway.pools.pool import Routing
-from gateway.sessions.prefixes import Prefixes, Trail
+from gateway.sessions.prefixes import CachedPrefixes, PrefixHashes
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import FinishReason
-from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
-from tests.gateway.orchestration.test_resume import Stream, started, system
 from tests.support.gateway.engines import common
+from tests.support.gateway.requests import request_for
 from tests.support.gateway.services import Draft, Gateway, Service, Target, until
+from tests.support.gateway.streaming import Stream, started, system
 
 PAGE = 16
 IDS = itertools.count(1)
@@ -31,24 +31,22 @@ def prompt(family, pages=4):
 
 
 def session(tokens, max_tokens=5, **options):
-    return Session(next(IDS), tokens, SamplingParams(), StopConditions(max_tokens), **options)
+    return Session(next(IDS), request_for(tokens, max_tokens, **options))
 
 
-def target(places=8, longest=1000, pages=0):
+def target(slots=8, longest=1000, pages=0):
     link = TargetLink("unix:/nowhere")
     link.up = True
-    link.info = target_pb2.GetTargetInfoResponse(
-        page_size=PAGE, max_running_sessions=places, max_session_tokens=longest
-    )
+    link.info = target_pb2.GetTargetInfoResponse(page_size=PAGE, max_running_sessions=slots, max_session_tokens=longest)
     link.load = common_pb2.EngineLoad(total_pages=pages)
     return link
 
 
-def draft(*kinds, places=8, longest=0):
+def draft(*kinds, slots=8, longest=0):
     link = DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     link.up = True
     link.info = draft_pb2.GetDraftInfoResponse(
-        drafters=kinds or ["NGRAM"], max_running_sessions=places, max_session_tokens=longest
+        drafters=kinds or ["NGRAM"], max_running_sessions=slots, max_session_tokens=longest
     )
     return link
 
@@ -60,13 +58,13 @@ def test_many_sessions_are_opened_in_frames_that_fit(link):
         link.open(common_pb2.OpenSession(session_id=i, tokens=bytes(6 << 20)))
     link.close(3)
     frames = []
-    while link._pending.is_set():
-        link._pending.clear()
-        frames.append(link._take())
+    while link.outgoing.is_set:
+        link.outgoing.clear()
+        frames.append(link.take_frame())
     assert [[opened.session_id for opened in frame.opens] for frame in frames] == [[0, 1], [2, 3], [4]]
     assert [bool(frame.closes) for frame in frames] == [False, False, True]
     link.open(common_pb2.OpenSession(tokens=bytes(20 << 20)))
-    assert len(link._take().opens) == 1
+    assert len(link.take_frame().opens) == 1
 
 
 class Pools:
@@ -84,8 +82,8 @@ class Pools:
         self.placement.open_on_target(one)
         return one
 
-    def routed(self, why, service="target"):
-        name, labels = "outrider_routed_sessions_total", {"service": service, "by": why}
+    def routed(self, reason, service="target"):
+        name, labels = "outrider_routed_sessions_total", {"service": service, "by": reason}
         return self.metrics.registry.get_sample_value(name, labels) or 0
 
 
@@ -97,7 +95,7 @@ def test_a_prompt_goes_where_its_beginning_went():
     for family in (2, 0, 1, 1, 0, 2):
         assert pools.open([*prompt(family, 6), 7]).target is firsts[family]
     assert (pools.routed("load"), pools.routed("prefix")) == (3, 6)
-    assert pools.open(prompt(1), cache_salt="a tenant").target_failures == 0
+    assert pools.open(prompt(1), cache_salt="a tenant").failures.target == 0
     assert pools.routed("load") == 4  # of another salt, nothing is known
 
 
@@ -115,7 +113,7 @@ def test_an_answer_is_known_as_well_once_it_has_ended():
 
 
 def test_who_has_far_more_to_do_is_passed_over():
-    links = [target(places=64), target(places=64)]
+    links = [target(slots=64), target(slots=64)]
     pools = Pools(*links, balance_abs_threshold=4, balance_rel_threshold=2.0)
     home = pools.open(prompt(1)).target
     other = links[1 - links.index(home)]
@@ -127,7 +125,7 @@ def test_who_has_far_more_to_do_is_passed_over():
 
 
 def test_who_has_no_place_is_passed_over():
-    links = [target(places=2), target(places=2)]
+    links = [target(slots=2), target(slots=2)]
     pools = Pools(*links)
     home = pools.open(prompt(1)).target
     assert pools.open(prompt(1)).target is home
@@ -141,7 +139,7 @@ def test_by_load_alone():
 
 
 def test_a_larger_target_gets_more():
-    small, large = target(places=4), target(places=12)
+    small, large = target(slots=4), target(slots=12)
     pools = Pools(small, large)
     for family in range(16):
         pools.open(prompt(family))
@@ -174,33 +172,33 @@ def test_a_lost_target_is_believed_to_have_nothing():
 
 
 def test_what_is_remembered_is_bounded_and_never_has_gaps():
-    prefixes, names = Prefixes(), Trail().names(list(range(160)), PAGE)
-    others = Trail().names(list(range(1000, 1064)), PAGE)
-    prefixes.remember(names, 12)
-    assert prefixes.reach(names) == 10
-    prefixes.remember(others, 12)
-    assert (len(prefixes), prefixes.reach(names), prefixes.reach(others)) == (12, 8, 4)
-    prefixes.remember(names[:4], 12)
-    prefixes.remember(Trail("salt").names(list(range(160)), PAGE), 12)
-    assert (len(prefixes), prefixes.reach(others)) == (12, 0)
-    assert 0 < prefixes.reach(names) <= 4
-    prefixes.remember(names, 3)
-    assert (len(prefixes), prefixes.reach(names)) == (3, 3)
+    prefixes, names = CachedPrefixes(), PrefixHashes().of(list(range(160)), PAGE)
+    others = PrefixHashes().of(list(range(1000, 1064)), PAGE)
+    prefixes.add(names, 12)
+    assert prefixes.match(names) == 10
+    prefixes.add(others, 12)
+    assert (len(prefixes), prefixes.match(names), prefixes.match(others)) == (12, 8, 4)
+    prefixes.add(names[:4], 12)
+    prefixes.add(PrefixHashes("salt").of(list(range(160)), PAGE), 12)
+    assert (len(prefixes), prefixes.match(others)) == (12, 0)
+    assert 0 < prefixes.match(names) <= 4
+    prefixes.add(names, 3)
+    assert (len(prefixes), prefixes.match(names)) == (3, 3)
 
 
 def test_names_of_a_growing_text_are_those_of_the_whole():
     tokens = [token % 97 for token in range(200)]
-    growing = Trail("x")
+    growing = PrefixHashes("x")
     for end in (3, 16, 17, 100, 200):
-        assert growing.names(tokens[:end], PAGE) == Trail("x").names(tokens[:end], PAGE)
-    assert len(growing.names(tokens, PAGE)) == 12
-    assert growing.names(tokens, PAGE) != Trail("y").names(tokens, PAGE)
+        assert growing.of(tokens[:end], PAGE) == PrefixHashes("x").of(tokens[:end], PAGE)
+    assert len(growing.of(tokens, PAGE)) == 12
+    assert growing.of(tokens, PAGE) != PrefixHashes("y").of(tokens, PAGE)
 
 
 def test_drafts_of_the_first_kind_come_first_then_those_with_a_place():
-    heads = [draft("EAGLE3", places=2, longest=50), draft("EAGLE3", places=2, longest=50)]
-    ngram = draft("NGRAM", places=2)
-    pools = Pools(target(places=64), heads[0], ngram, heads[1])
+    heads = [draft("EAGLE3", slots=2, longest=50), draft("EAGLE3", slots=2, longest=50)]
+    ngram = draft("NGRAM", slots=2)
+    pools = Pools(target(slots=64), heads[0], ngram, heads[1])
     assert pools.open([1] * 60).draft is ngram  # beyond the heads' context
     assert [pools.open([2]).draft for _ in range(4)] == [heads[0], heads[1], heads[0], heads[1]]
     assert pools.open([2]).draft is ngram
@@ -213,7 +211,7 @@ def test_a_session_beyond_a_draft_s_context_is_sent_to_it_only_where_n_grams_go_
     assert Pools(target(), head).open([1] * 50).draft is None
     assert Pools(target(), head).open([1] * 49).draft is head
     assert Pools(target(), head, both).open([1] * 50).draft is both
-    assert len(head._take().opens) == 1
+    assert len(head.take_frame().opens) == 1
 
 
 @pytest.mark.parametrize(
@@ -245,13 +243,13 @@ async def test_a_session_that_nobody_can_hold_waits_for_who_can_and_then_fails()
     orchestrator = Orchestrator([small, large], [], Metrics(), resume_timeout=0.05)
     for link in (small, large):
         link.on_up()
-    assert orchestrator.longest == 200
-    one = orchestrator.open([1] * 60, SamplingParams(), StopConditions(60))
+    assert orchestrator.sessions.max_session_tokens == 200
+    one = orchestrator.sessions.open(request_for([1] * 60, 60))
     assert one.target is large
     large.up = False
     large.on_down()
     assert one.target is None
-    other = orchestrator.open([1] * 60, SamplingParams(), StopConditions(10))
+    other = orchestrator.sessions.open(request_for([1] * 60, 10))
     assert other.target is small  # others go on
     large.up = True
     large.on_up()
@@ -259,10 +257,10 @@ async def test_a_session_that_nobody_can_hold_waits_for_who_can_and_then_fails()
     large.up = False
     large.on_down()
     with pytest.raises(Unavailable, match="no target that holds 120 tokens"):
-        await one.next()
-    assert list(orchestrator.sessions.values()) == [other]
-    orchestrator.close(other)
-    assert (small.session_count, large.session_count, orchestrator._waiting) == (0, 0, {})
+        await one.inbox.next()
+    assert list(orchestrator.sessions.by_id.values()) == [other]
+    orchestrator.sessions.close(other)
+    assert (small.session_count, large.session_count, orchestrator.sessions.waiting) == (0, 0, 0)
 
 
 def test_a_context_is_as_long_as_the_largest_target_said_last():

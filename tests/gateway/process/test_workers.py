@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.telemetry.exposition import merge
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.parent import _answer_health, _reserved, worker_config
+from gateway.workers.parent import answer_health, reserved_ports, worker_config
 from gateway.workers.peers import Peers
 from outrider.client import Client
 from outrider.config import GatewayConfig
@@ -27,9 +27,9 @@ from outrider.placement.cores import plan_cores
 from outrider.supervisor.health import is_healthy
 from outrider.transport.rpc import GrpcServer
 from tests.gateway.facade.test_facade import Sglang, Vllm
-from tests.gateway.orchestration.test_resume import PROMPT
 from tests.support.gateway.engines import expected
 from tests.support.gateway.services import Draft, Gateway, Service, Target, free_port, until
+from tests.support.gateway.streaming import PROMPT
 
 WORKERS = 2
 
@@ -251,7 +251,7 @@ async def test_the_parent_is_not_healthy_while_its_workers_drain(tmp_path):
     await worker.start(f"unix:{tmp_path}/worker", ())
     await worker.set_serving(True)
     child = SimpleNamespace(pid=1, address=f"unix:{tmp_path}/worker")
-    answering = asyncio.create_task(_answer_health([child], server))
+    answering = asyncio.create_task(answer_health([child], server))
     async with asyncio.timeout(30):
         while not await is_healthy(f"unix:{tmp_path}/parent"):
             await asyncio.sleep(0.01)
@@ -278,7 +278,7 @@ def test_ports_that_others_have_are_refused(shared):
         other.bind(("127.0.0.1", 0))
         other.listen()
         config = GatewayConfig(port=free_port(), grpc_port=other.getsockname()[1])
-        with pytest.raises(ConfigError, match="--grpc-port"), _reserved(config):
+        with pytest.raises(ConfigError, match="--grpc-port"), reserved_ports(config):
             pass
 
 

@@ -6,18 +6,19 @@ import json
 import openai
 import pytest
 
-from gateway.api.answers.completions import COMPLETION, Answer, Telling
+from gateway.api.answers.completions import COMPLETION, CompletionReply, ResponseOptions
 from gateway.api.answers.streaming import DONE
 from gateway.orchestration.generation import Part
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.session import Session
-from gateway.sessions.step_stats import Report, Round
+from gateway.sessions.step_stats import SpeculationReport, StepStats
 from gateway.telemetry.metrics import Metrics
 from outrider.speculation.proposal import FinishReason
-from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.sampling import SamplingParams
+from tests.support.gateway.requests import request_for
 from tests.support.gateway.services import Gateway
 
-ROUNDS = [Round(1, 0, 0), Round(3, 3, 2), Round(1, 3, 0), Round(4, 3, 3), Round(1, 0, 0)]
+STEPS = [StepStats(1, 0, 0), StepStats(3, 3, 2), StepStats(1, 3, 0), StepStats(4, 3, 3), StepStats(1, 0, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,8 @@ def client(gateway):
         yield client
 
 
-def report(rounds=ROUNDS, completion=10):
-    return Report(rounds, 8, 3, completion, 0.5, 2.0)
+def report(steps=STEPS, completion=10):
+    return SpeculationReport(steps, 8, 3, completion, 0.5, 2.0)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -39,14 +40,13 @@ async def test_usage_so_far_has_the_prompt_whichever_choice_speaks_first(order):
         async def next(self):
             while len(told) < self._turn:
                 await asyncio.sleep(0)
-            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 0, 2, 1, None, None, "", ())
+            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 2, 1, None, None, "", ())
 
     asked = GenerationRequest([5] * 7, SamplingParams()).choices(2)
-    telling = Telling(None, detail="off", usage=True, usages=True)
-    answer = Answer(COMPLETION, asked, telling, request_id="r", model="m", fingerprint="f", per_prompt=2)
-    answer.generations = [Choice(0), Choice(1)]
+    options = ResponseOptions(None, detail="off", usage=True, continuous_usage=True)
+    reply = CompletionReply(COMPLETION, asked, options, request_id="r", model="m", fingerprint="f", candidates=2)
     told = []
-    async for event in answer.events():
+    async for event in reply.events([Choice(0), Choice(1)]):
         if event != DONE:
             body = json.loads(event.removeprefix(b"data: "))
             told.append((body["usage"], [choice["index"] for choice in body["choices"]]))
@@ -73,7 +73,7 @@ def test_a_report_in_vllm_s_shape():
         "per_step_drafted": [3, 3, 3],
     }
     assert "per_step_accepted" not in report().metrics("summary")["speculative_decoding"]
-    plain = report(ROUNDS[:1], 1).metrics("detailed")
+    plain = report(STEPS[:1], 1).metrics("detailed")
     assert plain["mean_itl_ms"] is None
     assert plain["speculative_decoding"]["mean_acceptance_length"] is None
     assert plain["speculative_decoding"]["acceptance_histogram"] == []
@@ -84,7 +84,7 @@ def test_a_report_in_llama_cpp_s_shape():
     assert (told["cache_n"], told["prompt_n"], told["predicted_n"]) == (3, 5, 10)
     assert (told["draft_n"], told["draft_n_accepted"]) == (9, 5)
     assert told["predicted_per_second"] == pytest.approx(5)
-    assert "draft_n" not in report(ROUNDS[:1], 1).timings()
+    assert "draft_n" not in report(STEPS[:1], 1).timings()
 
 
 def test_a_report_in_sglang_s_shape():
@@ -179,13 +179,13 @@ def test_reports_can_be_left_out(folder, target, draft):
 
 
 def test_plain_steps_that_come_as_one_commit_are_steps_each():
-    session = Session(1, [5, 6], SamplingParams(), StopConditions(20))
+    session = Session(1, request_for([5, 6], 20))
     metrics = Metrics()
     for tokens, verified, accepted in (([1], 0, 0), ([2, 3, 4, 5], 0, 0), ([6, 7, 8], 4, 2), ([9, 10], 0, 0)):
         metrics.count(session, len(tokens), verified, accepted, 1.0, len(tokens))
         session.commit(tokens, verified, accepted, FinishReason.RUNNING)
-    assert [one.tokens for one in session.rounds] == [1, 1, 1, 1, 1, 3, 1, 1]
-    assert session.steps == 8
+    assert [one.tokens for one in session.stats.steps] == [1, 1, 1, 1, 1, 3, 1, 1]
+    assert len(session.stats.steps) == 8
     tally = metrics.tally
-    assert (tally.steps, tally.tokens, tally.hits, tally.misses) == (8, 10, 1, 6)
-    assert Report(session.rounds, 2, 0, 10, 0.5, 2.0).meta_info()["spec_verify_ct"] == 8
+    assert (tally.steps, tally.tokens, tally.steps_with_draft, tally.steps_without_draft) == (8, 10, 1, 6)
+    assert SpeculationReport(session.stats.steps, 2, 0, 10, 0.5, 2.0).meta_info()["spec_verify_ct"] == 8

@@ -30,9 +30,9 @@ def commit(link, *, draft_budget, finish=FinishReason.RUNNING):
 
 def urgent(link):
     """Whether what has gathered leaves at once; takes it."""
-    at_once = link._pending.is_set()
-    link._pending.clear()
-    link._take()
+    at_once = link.outgoing.is_set
+    link.outgoing.clear()
+    link.take_frame()
     return at_once
 
 
@@ -67,13 +67,13 @@ async def test_rows_of_a_session_s_last_run_are_left_out(link):
     feed((1, 30), (2, 5))
     feed((1, 32))
     feed((2, 7), (1, 34), (3, 0))
-    before = link._features._bytes
+    before = link.backlog.nbytes
     link.open(common_pb2.OpenSession(session_id=1))
-    assert before - link._features._bytes == 3 * 2 * 8
+    assert before - link.backlog.nbytes == 3 * 2 * 8
     feed((1, 0))
-    told = [(block.session_id, block.first) for block in features_from_pb(link._take().features)]
+    told = [(block.session_id, block.first) for block in features_from_pb(link.take_frame().features)]
     assert told == [(2, 5), (2, 7), (3, 0), (1, 0)]
-    assert (len(link._features), link._features._bytes) == (0, 0)
+    assert (len(link.backlog), link.backlog.nbytes) == (0, 0)
 
 
 async def test_what_is_flushed_while_a_draft_is_away_is_flushed_before_it_is_used_again(link, monkeypatch):
@@ -93,10 +93,10 @@ async def test_what_is_flushed_while_a_draft_is_away_is_flushed_before_it_is_use
     monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
     control = Control(Orchestrator([], [link], Metrics()), None)
     for only_fed in (True, False, True):
-        assert await control._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
+        assert await control.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
     assert asked == []
     for _ in range(2):
-        await link._handshake(None)
+        await link.handshake(None)
     assert asked == [False], "all of it, once"
 
 
@@ -121,13 +121,13 @@ async def test_a_draft_hears_where_the_target_s_new_weights_are_whenever_it_is_m
 
     monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
     control = Control(Orchestrator([], [link], Metrics()), None)
-    await link._handshake(None)
+    await link.handshake(None)
     assert asked == []
-    await control._forget_states("/weights/1")
-    await control._forget_states("/weights/2")
-    await link._handshake(None)
-    await link._handshake(None)
+    await control.flush_target_states("/weights/1")
+    await control.flush_target_states("/weights/2")
+    await link.handshake(None)
+    await link.handshake(None)
     assert asked == [(True, "/weights/2")] * (2 if fed else 1)
-    await control._forget_states("")  # tensors, which are in no folder
-    await link._handshake(None)
+    await control.flush_target_states("")  # tensors, which are in no folder
+    await link.handshake(None)
     assert asked[-1] == (True, "/weights/2" if fed else "")

@@ -41,10 +41,10 @@ class Near(TargetLink):
     async def open_channel(self):
         yield None
 
-    async def _handshake(self, channel):
+    async def handshake(self, channel):
         return None
 
-    def _open_stream(self, channel, metadata):
+    def open_stream(self, channel, metadata):
         self.calls.append(Call())
         return self.calls[-1]
 
@@ -76,7 +76,7 @@ async def test_two_reasons_to_look_anew_open_one_stream():
     link.start()
     await link.wait_up(5)
     for _ in range(2):
-        link.shake_hands_again()
+        link.reconnect()
     for _ in range(30):  # of the event loop, in which all comes to rest
         await asyncio.sleep(0)
     assert [call.end.is_set() for call in link.calls] == [True, False]
@@ -84,7 +84,7 @@ async def test_two_reasons_to_look_anew_open_one_stream():
 
 
 async def test_a_lost_stream_comes_back(monkeypatch):
-    monkeypatch.setattr(links, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(links, "_MIN_WAIT", 0.01)
     link = Near()
     link.start()
     await link.wait_up(5)
@@ -101,7 +101,7 @@ async def test_frames_go_past_grpc_to_a_service_on_this_machine(tmp_path, one_ma
     service = await asyncio.to_thread(Service(Target, address).start)
     link = TargetLink(address)
     async with link.open_channel() as channel:
-        call = await link._call(channel)
+        call = await link.start_call(channel)
         assert isinstance(call, SocketCall) is one_machine
         await call.write(target_pb2.VerifyRequest(closes=b"123"))
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):

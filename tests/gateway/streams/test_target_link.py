@@ -56,7 +56,7 @@ async def test_a_draft_may_come_while_a_target_hears_of_others(target):
     for spec_id in (1, 2):
         await link.configure(states(spec_id))
     link.channel = object()
-    handshake = asyncio.create_task(link._handshake(link.channel))
+    handshake = asyncio.create_task(link.handshake(link.channel))
     await settled()
     draft = asyncio.create_task(link.configure(states(3)))
     await settled()
@@ -81,5 +81,5 @@ async def test_what_no_draft_feeds_on_any_more_is_forgotten(target):
     assert target.told == list(range(1, 12))
     assert link.features == {1, 11}
     target.told.clear()
-    await link._handshake(link.channel)
+    await link.handshake(link.channel)
     assert target.told == [1, 11]

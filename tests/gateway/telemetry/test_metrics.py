@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.peer_metrics import Sglang, Vllm
 from outrider.wire.v1 import common_pb2, target_pb2
 
 
@@ -21,8 +21,8 @@ class Page:
         self.targets = self.one, self.other = TargetLink("one"), TargetLink("other")
         self.draft = DraftLink("draft", target_pb2.GetTargetInfoResponse().model)
         Orchestrator(self.targets, [self.draft], metrics)
-        metrics.registry.register(Vllm(metrics, "tiny"))
-        metrics.registry.register(Sglang(metrics, "tiny"))
+        metrics.registry.register(VllmMetrics(metrics, "tiny"))
+        metrics.registry.register(SglangMetrics(metrics, "tiny"))
         for link in (*self.targets, self.draft):
             link.up = True
             link.load = common_pb2.EngineLoad(
@@ -59,7 +59,7 @@ def test_a_service_that_is_away_is_not_in_what_others_tell():
     page.value("outrider_service_up")
     page.one.up = False
     assert page.value("outrider_service_up") == 2
-    assert page.addresses("outrider_target_plain") == {"other"}
+    assert page.addresses("outrider_drafting_paused") == {"other"}
     assert page.value("vllm:num_requests_running") == page.value("sglang:num_running_reqs") == 5
     assert page.value("vllm:num_requests_waiting") == page.value("sglang:num_queue_reqs") == 3
     assert page.value("vllm:kv_cache_usage_perc") == page.value("sglang:token_usage") == pytest.approx(0.8)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from gateway.api.app import _texts
+from gateway.api.requests.native import NativeBody
 from gateway.api.requests.schemas import CompletionBody
-from gateway.api.routes.chats import Chats
-from gateway.api.routes.native import NativeBody
+from gateway.api.routes.completions import prompt_texts
+from gateway.api.routes.conversations import Conversations
 from gateway.api.routes.tokens import install as install_tokens
 from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest
@@ -374,9 +374,8 @@ async def test_of_a_long_conversation_no_more_is_read_than_tells_that():
 
 
 def test_of_a_prompt_that_does_not_fit_no_token_is_read():
-    generator = Generator(
-        SimpleNamespace(longest=CONTEXT), MODELS["byte_level"], None, name="m", vocab_size=VOCAB, max_session_tokens=1
-    )
+    orchestrator = SimpleNamespace(sessions=SimpleNamespace(max_session_tokens=CONTEXT))
+    generator = Generator(orchestrator, MODELS["byte_level"], None, name="m", vocab_size=VOCAB, max_session_tokens=1)
     with pytest.raises(ContextTooLong, match=f"prompt of {CONTEXT} tokens"):
         generator.start(GenerationRequest(Unread([5] * CONTEXT), SamplingParams()))
 
@@ -407,7 +406,7 @@ def watched():
 async def test_tokens_that_take_long_to_decode_are_decoded_in_a_thread(watched, lists, long, several):
     generator, model = watched
     app = FastAPI()
-    install_tokens(app, generator, Chats(generator, GatewayOptions()))
+    install_tokens(app, generator, Conversations(model, GatewayOptions()))
     if not several and len(lists) > 1:
         lists = [[token for one in lists for token in one] * 10]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
@@ -420,17 +419,20 @@ async def test_tokens_that_take_long_to_decode_are_decoded_in_a_thread(watched, 
 async def test_an_echo_is_the_prompt_as_it_came_or_decoded(watched):
     generator, model = watched
     prompts = ["ab", "abc", [65, 66]]
-    whole = await generator.encode_all(prompts)
+    whole = await encoding.encode_all(model, prompts)
     cut = [whole[0], whole[1][1:], whole[2]]
     decode = TOKENIZERS["byte_level"].decode
-    assert await _texts(generator, prompts, whole, cut) == ["ab", decode(cut[1]), decode([65, 66])]
+    assert await prompt_texts(generator, prompts, whole, cut) == ["ab", decode(cut[1]), decode([65, 66])]
     assert model.threads == {threading.get_ident()}
     model.threads.clear()
     long = [[65] * 5000]
-    assert await _texts(generator, [prompts[0], *long], [whole[0], *long], [cut[0], *long]) == ["ab", decode(long[0])]
+    assert await prompt_texts(generator, [prompts[0], *long], [whole[0], *long], [cut[0], *long]) == [
+        "ab",
+        decode(long[0]),
+    ]
     assert threading.get_ident() not in model.threads
     with pytest.raises(InvalidRequest, match="not in the vocabulary"):
-        await _texts(generator, [[VOCAB]], [[VOCAB]], [[VOCAB]])
+        await prompt_texts(generator, [[VOCAB]], [[VOCAB]], [[VOCAB]])
 
 
 @pytest.mark.parametrize("verbatim", [False, True])
