@@ -11,9 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
 from gateway.orchestration.session_table import SessionTable
-from gateway.sessions.inbox import Committed
 from gateway.sessions.request import PROMPT
-from gateway.sessions.session import Session
+from gateway.sessions.session import Committed, Session
 from gateway.sessions.step_stats import SpeculationReport, StepStats, first_steps
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import Metrics

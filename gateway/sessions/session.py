@@ -1,23 +1,127 @@
-"""A session as the gateway owns it: specification, committed tokens, links, statistics, and the client's inbox."""
+"""A session as the gateway owns it: specification, tokens, links, statistics, recovery, and the client's inbox."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from gateway.sessions.draft_watch import DraftWatch
-from gateway.sessions.inbox import Inbox
 from gateway.sessions.prefixes import PrefixHashes
-from gateway.sessions.recovery import Failures, Reopening
 from gateway.sessions.request import GenerationRequest
-from gateway.sessions.step_stats import SessionStats
+from gateway.sessions.step_stats import PLAIN_STEP, SessionStats, StepStats
+from outrider.errors import OutriderError
 from outrider.serving.messages import OpenSession
-from outrider.speculation.proposal import FinishReason, Logprobs
+from outrider.speculation.proposal import FinishReason, Logprobs, path_hash
 
 if TYPE_CHECKING:
     from gateway.streams.draft import DraftLink
     from gateway.streams.target import TargetLink
+
+
+@dataclass
+class Failures:
+    """How often services failed a session, which bounds how often it is opened again.
+
+    target: failures that a target reported
+    losses: lost targets and lost frames since the last committed token
+    draft, draft_at: failures that a draft service reported, and the number of tokens at the last one
+    refused_by: targets whose admission queue was full
+    """
+
+    target: int = 0
+    losses: int = 0
+    draft: int = 0
+    draft_at: int = 0
+    refused_by: set[TargetLink] = field(default_factory=set)
+
+
+class Reopening:
+    """A session that was opened a second time on the target that has it: commits of both runs may arrive.
+
+    The runs may differ where batch composition changes rounding, so a commit is taken only if it continues the text
+    that the client has.
+
+    active: the session was opened twice. The target may continue it after its end.
+    diverged: the target generates another text, and has been sent this one
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.diverged = False
+        self._root = 0  # path hash of the session's tokens; kept up to date while active
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """The session is opened again with these tokens."""
+        if not self.active:
+            self._root = path_hash(np.array(tokens, np.uint32))
+        self.active = True
+
+    def accepts(self, text: Sequence[int], base: int, tokens: Sequence[int], root_hash: int) -> bool:
+        """True if a commit of `tokens` at position `base` continues the text or repeats a part of it."""
+        if not self.active:
+            return True
+        known = len(text) - base
+        new = tokens[known:]
+        if list(tokens[:known]) != text[base : base + min(known, len(tokens))]:
+            return False
+        return not new or path_hash(np.array(new, np.uint32), self._root) == root_hash
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Tokens were committed. Call only while active."""
+        self._root = path_hash(np.array(tokens, np.uint32), self._root)
+
+
+class Committed(NamedTuple):
+    """New tokens of a session, and the steps that they came from. finish: RUNNING unless they are the last."""
+
+    tokens: list[int]
+    finish: FinishReason
+    steps: list[StepStats]
+    logprobs: Logprobs | None = None
+
+
+class Inbox:
+    """Commits that the client has not received yet."""
+
+    def __init__(self, steps: list[StepStats]) -> None:
+        """steps: of the session, which grow with every commit."""
+        self.finish = FinishReason.RUNNING
+        self.prompt_logprobs: Logprobs | None = None  # once they are known, until the client receives them
+        self._steps = steps
+        self._steps_taken = 0
+        self._tokens: list[int] = []
+        self._logprobs: list[Logprobs] = []  # of `_tokens`
+        self._error: OutriderError | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, tokens: list[int], finish: FinishReason, logprobs: Logprobs | None) -> None:
+        """Add committed tokens and wake the waiting coroutine."""
+        self.finish = finish
+        self._tokens += tokens
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        self._filled.set()
+
+    def fail(self, error: OutriderError) -> None:
+        """End with an error, which `next` raises behind the tokens that are still here."""
+        self._error = error
+        self._filled.set()
+
+    async def next(self) -> Committed:
+        """Everything committed since the last call. Raises the OutriderError that ended the session."""
+        await self._filled.wait()
+        tokens, self._tokens = self._tokens, []
+        if self._error is None:
+            self._filled.clear()
+        elif not tokens:
+            raise self._error
+        logprobs, self._logprobs = self._logprobs, []
+        steps, self._steps_taken = self._steps[self._steps_taken :], len(self._steps)
+        return Committed(tokens, self.finish, steps, Logprobs.joined(logprobs) if logprobs else None)
 
 
 class Session:
@@ -81,7 +185,11 @@ class Session:
         stats = self.stats
         if tokens:
             self.failures.losses = 0
-            stats.add(len(tokens), verified, accepted, self.watch.commit(tokens, verified) if self.watch else ())
+            draft = self.watch.commit(tokens, verified) if self.watch is not None else ()
+            if verified:
+                stats.steps.append(StepStats(len(tokens), verified, accepted, draft))
+            else:
+                stats.steps += [PLAIN_STEP] * len(tokens)
         stats.verified += verified
         stats.accepted += accepted
         self.inbox.put(tokens, finish, logprobs)

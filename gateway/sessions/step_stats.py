@@ -25,7 +25,7 @@ class StepStats(NamedTuple):
     draft: tuple[int, ...] = ()
 
 
-_PLAIN_STEP = StepStats(1, 0, 0)
+PLAIN_STEP = StepStats(1, 0, 0)
 
 
 class SessionStats:
@@ -38,13 +38,6 @@ class SessionStats:
         self.cached_tokens = 0  # prompt tokens found in the first target's prefix cache
         self.weight_version = ""  # of the last commit
         self.opened_at = self.first_at = self.committed_at = time.perf_counter()
-
-    def add(self, tokens: int, verified: int, accepted: int, draft: tuple[int, ...]) -> None:
-        """Add what a commit covers: one step that verified draft tokens, or one plain step per token."""
-        if verified:
-            self.steps.append(StepStats(tokens, verified, accepted, draft))
-        else:
-            self.steps += [_PLAIN_STEP] * tokens
 
 
 @dataclass(frozen=True)

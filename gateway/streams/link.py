@@ -66,9 +66,9 @@ class FrameSignal:
             self._timer.cancel()
             self._timer = None
 
-    async def wait(self) -> None:
-        """Wait until a frame is due."""
-        await self._set.wait()
+    def wait(self) -> Awaitable[Any]:
+        """Completes when a frame is due."""
+        return self._set.wait()
 
 
 class Link(ABC, Generic[Info, Frame]):

@@ -5,6 +5,7 @@ An unsupported field that would change the text is refused by name, never ignore
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -320,13 +321,14 @@ class ChatBody(GenerationBody):
         named = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
         return {name: value for name, value in named.items() if value is not None} | options
 
+    @cached_property
     def offered(self) -> Tools | None:
         """The tools that the model may call. Raises InvalidRequest."""
         return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def grammar(self) -> Grammar | None:
         """As in GenerationBody; a forced call has a grammar of its own."""
-        tools, own = self.offered(), super().grammar()
+        tools, own = self.offered, super().grammar()
         forced = tools.grammar() if tools is not None else None
         if forced is not None and own is not None:
             raise InvalidRequest("a forced call and another grammar exclude one another", param="tool_choice")

@@ -24,7 +24,7 @@ async def _check(request: Request) -> None:
         return
     try:
         content = await request.json()
-        valid = _is_valid(json.dumps(content, ensure_ascii=False))
+        valid = is_valid(json.dumps(content, ensure_ascii=False))
     except ValueError:
         return  # invalid JSON is reported elsewhere
     if not valid:
@@ -38,7 +38,8 @@ VALID_UNICODE = Depends(_check)
 """A dependency of routes with JSON bodies. Raises InvalidRequest."""
 
 
-def _is_valid(text: str) -> bool:
+def is_valid(text: str) -> bool:
+    """True if a text can be encoded, because it has no lone surrogate."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -61,10 +62,10 @@ def surrogate_path(content: Any) -> str | None:
 
     while containers:
         for key, value in containers[-1][1]:
-            if not _is_valid(key):
+            if not is_valid(key):
                 return path()
             if isinstance(value, str):
-                if not _is_valid(value):
+                if not is_valid(value):
                     return path(key)
             elif isinstance(value, dict | list):
                 containers.append((key, _entries(value)))

@@ -37,7 +37,7 @@ def install(app: FastAPI, generator: Generator, facts: Facts, conversations: Con
         """The assistant's answer to a conversation."""
         generator.check_model(body.model)
         body.check_supported()
-        tools = body.offered()
+        tools = body.offered
         whole = await conversations.prompt(body.messages, tools, body.template_options())
         prompt = body.cut(whole, generator.max_session_tokens)
         new_format = conversations.choice_format(body, tools, prompt)

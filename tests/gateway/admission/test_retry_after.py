@@ -39,11 +39,11 @@ def full(clock, slots, seconds, ends):
 
 
 @pytest.mark.parametrize(("ends", "seconds"), [(40, 1), (4, 5), (2, 10), (1, 20)])
-def test_it_follows_how_fast_requests_finish(clock, ends, seconds):
+def test_retry_after_follows_the_rate_of_finished_requests(clock, ends, seconds):
     assert full(clock, 8, 20.0, ends).next() == seconds
 
 
-def test_who_is_refused_gets_the_next_place_that_nobody_was_promised(clock):
+def test_each_refused_client_gets_the_next_slot(clock):
     retry_after = full(clock, 8, 20.0, 4)
     assert [retry_after.next() for _ in range(4)] == [5, 10, 15, 20]
     clock.now += 20  # and no client came
@@ -52,13 +52,13 @@ def test_who_is_refused_gets_the_next_place_that_nobody_was_promised(clock):
     assert [retry_after.next() for _ in range(50)][-1] == MAX_SECONDS
 
 
-def test_while_nothing_has_finished_it_takes_as_long_again(clock):
+def test_before_the_first_end_retry_after_is_the_time_so_far(clock):
     assert full(clock, 3, 7.0, 0).next() == 7
     assert full(clock, 3, 300.0, 0).next() == MAX_SECONDS
     assert full(clock, 3, 0.01, 0).next() == 1
 
 
-def test_what_is_long_ago_counts_no_more(clock):
+def test_old_ends_do_not_count(clock):
     retry_after = full(clock, 2, 20.0, 400)
     clock.now += 50
     assert retry_after.next() == 1, "of the last minute, 10 s were fast"
@@ -66,7 +66,7 @@ def test_what_is_long_ago_counts_no_more(clock):
     assert retry_after.next() == MAX_SECONDS
 
 
-def test_idle_time_and_refusals_say_nothing(clock):
+def test_idle_time_and_refusals_do_not_count(clock):
     retry_after = full(clock, 1, 20.0, 2)
     retry_after.end()
     clock.now += 1000
@@ -77,12 +77,12 @@ def test_idle_time_and_refusals_say_nothing(clock):
     assert retry_after.next() == 3
 
 
-def test_many_ends_are_counted_by_the_latest(clock):
+def test_of_many_ends_the_latest_count(clock):
     retry_after = full(clock, 2, 50.0, 1000)
     assert retry_after.gap(clock.now) == pytest.approx(0.05, rel=0.02)
 
 
-def test_admission_and_keys_tell_it():
+def test_admission_and_keys_set_retry_after():
     admission = Admission(1)
     admission.enter()
     with pytest.raises(Overloaded) as caught:
@@ -94,7 +94,7 @@ def test_admission_and_keys_tell_it():
     assert caught.value.retry_after == 1
 
 
-def test_a_full_target_has_it_told_over_both_edges(gateway, target):
+def test_a_full_target_sets_retry_after_in_rest_and_grpc(gateway, target):
     stream = httpx.stream("POST", f"{gateway.url}/v1/completions", timeout=30,
                           json={"prompt": "A", "max_tokens": 250, "ignore_eos": True, "stream": True})  # fmt: skip
     target.engine.delay = 0.05

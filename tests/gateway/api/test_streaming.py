@@ -1,4 +1,4 @@
-"""Streams in which nothing happens for a while: what keeps their connections open is nothing to clients."""
+"""Keep-alive comments of silent streams, which clients ignore."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from outrider.errors import Overloaded
 
 HELLO = [{"role": "user", "content": "hello"}]
 COMMENT = b": keep-alive\n\n"
-LONG = 60.0  # seconds of silence that no test lasts
+LONG = 60.0  # seconds, longer than any test
 
 
 class Reply:
@@ -35,7 +35,7 @@ class Reply:
 
 
 class Line:
-    """What is sent, and a wait for the next comment."""
+    """Records sent messages, and waits for comments."""
 
     def __init__(self):
         self.sent = []
@@ -59,7 +59,7 @@ class Line:
 
 
 async def silent(events, error=None):
-    """Bodies that are sent where there is silence before each of these events, and before the error."""
+    """The bytes sent for these events and the error, each preceded by a silence."""
     line = Line()
     reply = Reply(events, line.silence, error)
     await EventStream(reply, [reply], silence=0.001)({"type": "http"}, line.receive, line.send)
@@ -70,15 +70,15 @@ async def silent(events, error=None):
 
 
 @pytest.mark.parametrize(
-    ("route", "asked", "create"),
+    ("route", "sent", "create"),
     [
         ("/v1/chat/completions", {"messages": HELLO}, lambda client: client.chat.completions.create),
         ("/v1/completions", {"prompt": "A"}, lambda client: client.completions.create),
         ("/v1/responses", {"input": "A"}, lambda client: client.responses.create),
     ],
 )
-def test_comments_are_nothing_to_clients(gateway, route, asked, create):
-    body = {"model": "default", "stream": True, **asked}
+def test_clients_ignore_keep_alive_comments(gateway, route, sent, create):
+    body = {"model": "default", "stream": True, **sent}
     content = gateway.client.post(route, json={**body, "max_tokens": 30, "temperature": 0}).content
     events = [event + b"\n\n" for event in content.split(b"\n\n") if event]
     kept = asyncio.run(silent(events))
@@ -94,11 +94,11 @@ def test_comments_are_nothing_to_clients(gateway, route, asked, create):
     assert answers(kept) == answers(content)
 
 
-async def test_an_error_behind_a_silence_ends_the_stream_and_one_before_it_has_a_status():
+async def test_an_error_after_a_comment_ends_the_stream_and_one_before_it_has_a_status():
     body = await silent([], Overloaded("no room"))
     assert body.startswith(COMMENT)
-    said, done = body.replace(COMMENT, b"").removesuffix(b"\n\n").split(b"\n\n")
-    assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "overloaded"
+    message, done = body.replace(COMMENT, b"").removesuffix(b"\n\n").split(b"\n\n")
+    assert json.loads(message.removeprefix(b"data: "))["error"]["code"] == "overloaded"
     assert done == b"data: [DONE]"
 
     async def at_once():
@@ -112,7 +112,7 @@ async def test_an_error_behind_a_silence_ends_the_stream_and_one_before_it_has_a
     assert not line.sent
 
 
-async def test_whoever_leaves_while_nothing_is_said_is_no_longer_answered():
+async def test_a_disconnect_during_silence_ends_the_response():
     line = Line()
 
     async def gone():
@@ -124,9 +124,9 @@ async def test_whoever_leaves_while_nothing_is_said_is_no_longer_answered():
     assert line.sent[0]["status"] == 499
 
 
-async def test_no_comment_comes_between_the_parts_of_a_message_that_waits_for_its_client():
-    """What is sent waits where the client does not read; behind the answer's end nothing may be sent."""
-    line, reads, asked = Line(), asyncio.Event(), []
+async def test_no_comment_is_sent_while_a_message_waits_for_its_client():
+    """A send blocks while the client does not read; nothing may be sent after the end of the answer."""
+    line, reads, sent = Line(), asyncio.Event(), []
 
     async def send(message):
         await line.send(message)
@@ -138,10 +138,10 @@ async def test_no_comment_comes_between_the_parts_of_a_message_that_waits_for_it
 
     class Watched(EventStream):
         async def _keep_alive(self, send):
-            asked.append(len(line.sent))
-            if len(asked) == 5:
+            sent.append(len(line.sent))
+            if len(sent) == 5:
                 reads.set()
-            return await super()._keep_alive(send) and 0.001  # looks often
+            return await super()._keep_alive(send) and 0.001  # called often
 
     reply = Reply([b"data: {}\n\n"], at_once)
     stream = Watched(reply, [reply], silence=0.0005)

@@ -1,4 +1,4 @@
-"""How the answers of one request are started, without services."""
+"""Starting the answers of one request, without services."""
 
 import asyncio
 import math
@@ -27,13 +27,13 @@ def generator():
 
 @pytest.fixture
 def started(generator, monkeypatch):
-    """Of which requests a generation has been started."""
+    """The requests of started generations."""
     found = []
     monkeypatch.setattr(generator, "start", lambda request, *_: found.append(request) or request)
     return found
 
 
-def test_choices_are_the_same_but_for_their_seeds():
+def test_choices_differ_only_in_their_seeds():
     request = GenerationRequest([5], SAMPLING, StopOptions(3), seed=7)
     assert [one.seed for one in request.choices(3)] == [7, 8, 9]
     assert len({id(one.sampling) for one in request.choices(3)}) == 1
@@ -41,7 +41,7 @@ def test_choices_are_the_same_but_for_their_seeds():
 
 
 @pytest.mark.parametrize(("breath", "turns"), [(0.0, 8), (math.inf, 1)])
-async def test_others_have_turns_while_many_answers_are_started(generator, started, monkeypatch, breath, turns):
+async def test_other_coroutines_run_while_many_answers_are_started(generator, started, monkeypatch, breath, turns):
     monkeypatch.setattr(module, "_TURN_SECONDS", breath)
     seen = set()
 
@@ -67,8 +67,8 @@ async def test_others_have_turns_while_many_answers_are_started(generator, start
         (lambda generator: generator.abort_all(), [False, True, True, True, True]),
     ],
 )
-async def test_answers_that_are_ended_before_they_are_started_end_at_once(generator, monkeypatch, abort, ended):
-    """The first has been started by then, and is not in the generator's books here."""
+async def test_answers_aborted_before_their_start_end_at_once(generator, monkeypatch, abort, ended):
+    """The first answer is started by then, and the generator does not track it here."""
     found = []
 
     def start(*_):
@@ -98,10 +98,10 @@ async def test_answers_that_are_ended_before_they_are_started_end_at_once(genera
         (1, 2001, "asks for 2001 answers; at most 2000"),
         (MAX_PROMPT_TOKENS // 1000, 1000, None),
         (MAX_PROMPT_TOKENS // 1000 + 1, 1000, f"{(MAX_PROMPT_TOKENS // 1000 + 1) * 1000} tokens in all"),
-        (MAX_PROMPT_TOKENS + 1, 1, None),  # by itself it fits or not, as the context says
+        (MAX_PROMPT_TOKENS + 1, 1, None),  # a single prompt is checked against the context only
     ],
 )
-async def test_the_answers_of_a_request_are_bounded_together(generator, started, prompt, count, message):
+async def test_answers_and_prompt_tokens_of_a_request_are_bounded(generator, started, prompt, count, message):
     requests = [(one, "") for one in GenerationRequest([5] * prompt, SAMPLING, prompt_field="text").choices(count)]
     if message is None:
         assert len(await generator.start_all(requests)) == count

@@ -1,4 +1,4 @@
-"""Services that die and come back: clients must not notice more than a pause."""
+"""Services that die and come back: clients notice a pause at most."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ def accepted(gateway):
 
 
 def until_accepted(gateway, count):
-    """Streams, until more drafted tokens than `count` have been accepted; on a busy machine hints often are late."""
+    """Stream until more than `count` draft tokens were accepted; on a loaded machine proposals are often late."""
 
     def enough():
         if accepted(gateway) > count:
@@ -38,7 +38,7 @@ def until_accepted(gateway, count):
     until(enough, 60)
 
 
-def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder):
+def test_clients_do_not_notice_a_draft_that_dies_and_comes_back(folder):
     with system(folder) as (gateway, _, [draft]):
         streams = [Stream(gateway) for _ in range(4)]
         for stream in streams:
@@ -63,7 +63,7 @@ def test_a_draft_session_that_is_lost_is_opened_again(folder):
         assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 1
 
 
-def test_a_draft_is_told_whether_hints_pay(folder):
+def test_a_draft_receives_whether_drafting_is_paused(folder):
     with system(folder) as (gateway, [target], [draft]):
         gateway.text("A", max_tokens=3)
         assert gateway.metric("outrider_drafting_paused") == 0
@@ -75,19 +75,19 @@ def test_a_draft_is_told_whether_hints_pay(folder):
         assert [request.drafting_paused for request in draft.engine.seen] == [False, False, True]
 
 
-def test_commits_without_wishes_gather(folder):
+def test_commits_are_gathered_while_drafting_is_paused(folder):
     with system(folder, delay=0.02) as (gateway, [target], [draft]):
         target.engine.drafting_paused = True
         stream = Stream(gateway)
         started(stream)
 
-        def said():
+        def committed():
             (sequence,) = target.engine.sessions.values()
             return len(sequence.tokens)
 
-        before, begun = draft.engine.frames, said()
+        before, begun = draft.engine.frames, committed()
         until(lambda: draft.engine.frames >= before + 3)
-        assert said() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
+        assert committed() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
         target.engine.drafting_paused = False
         assert stream.whole()
         until_accepted(gateway, 0)
@@ -146,7 +146,7 @@ def test_sessions_move_to_another_target(folder):
         assert draft.engine.opened == 6  # the draft needs no word of it
 
 
-def test_hints_reach_the_session_whichever_target_has_it(folder):
+def test_proposals_reach_sessions_on_every_target(folder):
     with system(folder, targets=2, drafts=2) as (gateway, targets, drafts):
         streams = [Stream(gateway) for _ in range(8)]
         assert all(stream.whole() for stream in streams)
@@ -203,7 +203,7 @@ async def test_sessions_fail_once_no_target_has_come_back_in_time():
     assert target.session_count == 1
 
 
-async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
+async def test_a_session_fails_after_repeated_losses():
     """It may be what ends them; others go on, and so does one that had a token in between."""
     target = TargetLink("unix:/nowhere")
     orchestrator = Orchestrator([target], [], Metrics())
@@ -223,13 +223,13 @@ async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
     assert not orchestrator.sessions.by_id
 
 
-async def tell(target, session, base, tokens, root_hash=0):
-    """What a target's frame with one commit does."""
+async def send_commit(target, session, base, tokens, root_hash=0):
+    """Receive a target's frame with one commit."""
     batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), root_hash)])
     await target.on_frame(target_pb2.VerifyResponse(commits=batch))
 
 
-async def test_runs_that_differ_are_never_mixed():
+async def test_diverging_runs_of_a_session_are_never_mixed():
     """Of a session that was opened twice on a target whose rounding depends on what stands beside a row."""
     target = TargetLink("unix:/nowhere")
     target.up = True
@@ -237,7 +237,7 @@ async def test_runs_that_differ_are_never_mixed():
     session = orchestrator.sessions.open(request_for([1, 2], 20))
 
     async def commit(text, tokens):
-        await tell(target, session, len(text), tokens, path_hash(np.array([*text, *tokens])))
+        await send_commit(target, session, len(text), tokens, path_hash(np.array([*text, *tokens])))
         return [open_from_pb(request).tokens.tolist() for request in target.take_frame().opens]
 
     target.take_frame()
@@ -245,9 +245,9 @@ async def test_runs_that_differ_are_never_mixed():
     session.reopening.start(session.tokens)  # opened anew with these tokens, while the old run goes on
     assert await commit([1, 2, 3, 4], [5, 6]) == []
     assert await commit([1, 2, 3, 4], [5]) == []
-    assert await commit([1, 2, 3, 4, 5], [9, 8]) == [[1, 2, 3, 4, 5, 6]], "the client has been told of 6"
+    assert await commit([1, 2, 3, 4, 5], [9, 8]) == [[1, 2, 3, 4, 5, 6]], "the client has 6"
     assert await commit([1, 2, 3, 4, 5, 9], [8]) == []
-    assert await commit([1, 2, 3, 4, 5, 9, 8], [7]) == [], "it is told once"
+    assert await commit([1, 2, 3, 4, 5, 9, 8], [7]) == [], "it is sent once"
     assert await commit([1, 2, 3, 4, 5, 6], [7, 8]) == []
     assert await commit([1, 2, 3, 4, 5, 6, 7, 8], [9]) == []
     assert session.tokens == list(range(1, 10))
@@ -255,7 +255,7 @@ async def test_runs_that_differ_are_never_mixed():
     assert session.tokens == list(range(1, 10))
 
 
-async def test_a_session_that_cannot_be_said_is_nobody_s_burden():
+async def test_a_session_that_cannot_be_encoded_leaves_nothing_behind():
     """One whose request does not fit on the wire would be in the way whenever a service came back."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up = draft.up = True
@@ -275,13 +275,13 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
     orchestrator = Orchestrator([target], [], Metrics())
     session = orchestrator.sessions.open(request_for([1, 2], 9))
 
-    await tell(target, session, 2, [3, 4])
-    await tell(target, session, 2, [3, 4])
-    await tell(target, session, 3, [4, 5])
+    await send_commit(target, session, 2, [3, 4])
+    await send_commit(target, session, 2, [3, 4])
+    await send_commit(target, session, 3, [4, 5])
     assert session.tokens == [1, 2, 3, 4, 5]
     assert (await session.inbox.next()).tokens == [3, 4, 5]
     target.take_frame()
-    await tell(target, session, 7, [8])
+    await send_commit(target, session, 7, [8])
     assert session.tokens == [1, 2, 3, 4, 5]
     (request,) = target.take_frame().opens
     assert open_from_pb(request).tokens.tolist() == [1, 2, 3, 4, 5]
@@ -289,7 +289,7 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
 
 
 @pytest.mark.parametrize(("code", "targets"), [(8, 2), (14, 2), (14, 1), (3, 1)])
-async def test_of_a_session_that_was_opened_twice_no_run_goes_on_alone(code, targets):
+async def test_a_session_opened_twice_leaves_no_run_behind(code, targets):
     """The first run fails while the second one is being asked for, which may succeed: that of a full target, say."""
     links = [TargetLink(f"unix:/target{i}") for i in range(targets)]
     for link in links:
@@ -313,7 +313,7 @@ async def test_of_a_session_that_was_opened_twice_no_run_goes_on_alone(code, tar
         assert [request.session_id for request in session.target.take_frame().opens] == [session.id]
 
 
-def test_a_session_that_comes_back_is_not_closed_with_the_frame_that_opens_it():
+def test_reopening_drops_an_earlier_close():
     target = TargetLink("unix:/nowhere")
     for name in (1, 2):
         target.close(name)
@@ -325,7 +325,7 @@ def test_a_session_that_comes_back_is_not_closed_with_the_frame_that_opens_it():
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["comes", "loses track"])
-async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
+async def test_a_draft_opened_during_delivery_receives_the_whole_frame(lost):
     """Sessions are told one after the other; one that is opened on a draft meanwhile lacks what it has yet to hear."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up, draft.up = True, lost
@@ -333,7 +333,7 @@ async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
     sessions = [orchestrator.sessions.open(request_for([1, 2], 9)) for _ in range(6)]
     batch = commits_to_pb([Commit(session.id, 2, np.array([3, 4], np.uint32), 0) for session in sessions])
     draft.take_frame()
-    telling = asyncio.create_task(target.on_frame(target_pb2.VerifyResponse(commits=batch)))
+    delivery = asyncio.create_task(target.on_frame(target_pb2.VerifyResponse(commits=batch)))
     while len(sessions[0].tokens) == 2:
         await asyncio.sleep(0)
     assert sessions[-1].tokens == [1, 2]
@@ -344,7 +344,7 @@ async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
     else:
         draft.up = True
         draft.on_up()
-    await telling
+    await delivery
     frame = draft.take_frame()
     known = {request.session_id: open_from_pb(request).tokens.tolist() for request in frame.opens}
     for commit in commits_from_pb(frame.commits):
@@ -354,7 +354,7 @@ async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
 
 
 @pytest.mark.parametrize(("tokens", "goes_on"), [(8, False), (300, True)])
-async def test_a_draft_that_lost_a_session_now_and_then_is_asked_again(tokens, goes_on):
+async def test_rare_failures_of_a_draft_are_forgiven(tokens, goes_on):
     """One that does so whenever it has been opened is not: each time it would read the whole text again."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up = draft.up = True
@@ -362,13 +362,13 @@ async def test_a_draft_that_lost_a_session_now_and_then_is_asked_again(tokens, g
     session = orchestrator.sessions.open(request_for([1, 2], 4000))
     error = common_pb2.SessionError(session_id=session.id, code=14, message="lost track")
     for _ in range(12):
-        await tell(target, session, len(session.tokens), [3] * tokens)
+        await send_commit(target, session, len(session.tokens), [3] * tokens)
         await draft.on_frame(draft_pb2.ProposeResponse(errors=[error]))
     assert (session.draft is draft) == goes_on
 
 
 @pytest.mark.parametrize(("limit", "known", "again"), [(0, True, True), (2, True, False), (0, False, False)])
-async def test_only_what_can_be_fed_is_computed_again_for_a_draft(limit, known, again):
+async def test_hidden_states_are_recomputed_only_if_the_draft_can_use_them(limit, known, again):
     """Not a session that is longer than the draft follows, nor one on a target that has no such states."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up = True

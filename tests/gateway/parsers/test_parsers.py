@@ -1,4 +1,4 @@
-"""Calls and reasoning in models' texts, however these are cut into pieces."""
+"""Tool calls and reasoning in texts that arrive in pieces."""
 
 import json
 
@@ -111,14 +111,14 @@ def test_deepseek(fenced, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_grammar_made(size):
+def test_forced_calls(size):
     text = f'[{{"name": "f", "parameters": {WEATHER}}}, {{"name": "g", "parameters": {{}}}}]'
     assert read(JsonCallsParser, text, size) == ("", [("f", WEATHER), ("g", "{}")])
     assert read(JsonCallsParser, text, size, max_calls=1) == ("", [("f", WEATHER)])
     assert read(lambda: NamedCallParser("h"), WEATHER, size) == ("", [("h", WEATHER)])
 
 
-def test_objects_that_are_no_calls_fail():
+def test_objects_other_than_calls_fail():
     for text in ("x", '{"name": 5}', "{name: 1}", '{"name" 1}', '{"name": nope, '):
         made = CallObject()
         made.push(text)
@@ -148,7 +148,7 @@ def test_reasoning(case, size):
     assert got == [reasoning, content]
 
 
-def test_reasoning_goes_before_calls():
+def test_reasoning_precedes_calls():
     parser = OutputParser(Reasoning(inside=True), HermesParser())
     output = parser.push("<tool_call> is for later</think>" + hermes("f", "{}"), last=True)
     assert output.reasoning == "<tool_call> is for later"
@@ -191,7 +191,7 @@ def test_tools_and_choices():
 
 @pytest.mark.parametrize("key", ["$defs", "definitions"])
 def test_each_tool_keeps_definitions_of_its_own(key):
-    """Two tools may name theirs alike. Judged by what compiles grammars at the targets."""
+    """Definitions of two tools may have the same name. Checked with the targets' grammar compiler."""
     kinds = {"a": {"type": "integer"}, "b": {"enum": ["yes", "no"]}}
     tools = [
         {"type": "function", "name": name, "parameters": {
@@ -211,15 +211,15 @@ def test_each_tool_keeps_definitions_of_its_own(key):
         assert (matcher.validate_tokens(ids) == len(ids)) is fits, text
 
 
-def test_arguments_that_a_schema_does_not_name_are_left_out_unless_it_says_so():
-    for own, told in (({}, False), ({"additionalProperties": True}, True)):
+def test_additional_arguments_are_forbidden_unless_the_schema_allows_them():
+    for own, allowed in (({}, False), ({"additionalProperties": True}, True)):
         tool = {"type": "function", "name": "h", "parameters": {"type": "object", "properties": {"a": {}}, **own}}
         named = tools_of([tool], {"type": "function", "name": "h"}, None)
-        assert json.loads(named.grammar().text)["additionalProperties"] is told
+        assert json.loads(named.grammar().text)["additionalProperties"] is allowed
 
 
 @pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {}, None])
-def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
+def test_arguments_are_an_object_without_a_type_in_the_schema(parameters):
     tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     for choice, form in (
@@ -247,7 +247,7 @@ def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
         ([*TOOLS, *TOOLS], None, "tools"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(tools, choice, param):
+def test_errors_in_tools_name_the_field(tools, choice, param):
     with pytest.raises(InvalidRequest) as error:
         tools_of(tools, choice, None)
     assert error.value.param == param
@@ -257,8 +257,8 @@ def test_what_is_wrong_with_tools_is_named(tools, choice, param):
     ("sent", "rendered"),
     [(None, {}), ("", {}), ({}, {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("a(", "a(")],
 )
-def test_earlier_calls_are_told_with_their_arguments_as_objects(sent, rendered):
-    """null is what some clients send for a function that has none."""
+def test_earlier_calls_are_rendered_with_arguments_as_objects(sent, rendered):
+    """Some clients send null for a function without arguments."""
     call = {"function": {"name": "f", "arguments": sent}}
     message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
     assert message.rendered()["tool_calls"][0]["function"] == {"name": "f", "arguments": rendered}
@@ -268,7 +268,7 @@ def test_a_function_may_be_named_without_its_type():
     assert tools_of(TOOLS, {"function": {"name": "g"}}, None).named == "g"
 
 
-def test_a_template_that_knows_no_tools_gets_them_as_text():
+def test_a_template_without_tools_gets_them_as_text():
     tools = tools_of(TOOLS, None, None)
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -281,7 +281,7 @@ def test_a_template_that_knows_no_tools_gets_them_as_text():
     assert describe_tools(messages, None)[0] == messages[0]
 
 
-async def test_a_template_for_tools_alone_is_what_knows_them():
+async def test_a_template_for_tools_is_used_for_tools():
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
     tokenizer = ModelTokenizer(tokenizer_files(named))
 
@@ -291,7 +291,7 @@ async def test_a_template_for_tools_alone_is_what_knows_them():
     assert [tokenizer.decode(tokens) for tokens in prompts] == ["d", "f"]
 
 
-def test_forms_are_found_in_templates():
+def test_call_formats_are_found_in_templates():
     assert call_format("auto", "{{ tools }} <tool_call>") == "hermes"
     assert call_format("auto", f"{{{{ tools }}}} {BEGIN}") == "deepseek"
     assert call_format("auto", '{{ tools }} {"name": function name, "parameters": ...}') == "llama"

@@ -1,4 +1,4 @@
-"""What a session's draft believed in, as the gateway sees it pass."""
+"""The path that a session's draft scored highest."""
 
 import numpy as np
 
@@ -26,21 +26,21 @@ def watch_of_a_tree():
     return watch
 
 
-def test_the_guess_goes_along_what_was_accepted_and_on():
+def test_the_best_path_follows_the_accepted_tokens():
     assert watch_of_a_tree().commit([99], 4) == (10, 11, 13)
     assert watch_of_a_tree().commit([10, 99], 4) == (10, 11, 13)
     assert watch_of_a_tree().commit([20, 99], 4) == (20, 21)
     assert watch_of_a_tree().commit([10, 11, 12, 99], 4) == (10, 11, 12)
 
 
-def test_a_plain_step_has_no_guess_and_what_was_drafted_ahead_stays():
+def test_a_plain_step_has_no_path_and_keeps_the_tree():
     watch = watch_of_a_tree()
     assert watch.commit([10], 0) == ()
     assert watch.commit([99], 2) == (11, 13)
     assert watch.commit([98], 2) == ()
 
 
-def test_only_sessions_that_are_watched_are_shown_frames():
+def test_only_watched_sessions_merge_proposals():
     batch = codec.proposals_to_pb([proposal([], [10], [-1], [-0.1]), proposal([], [30], [-1], [-0.1], session=2)])
     watches = DraftWatches()
     watches.merge(batch)

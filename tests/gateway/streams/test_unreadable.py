@@ -1,4 +1,4 @@
-"""Frames of a target that cannot be read: they harm no draft and no other target, and what they said is said again."""
+"""Unreadable frames of a target: other services are not affected, and the target is sent its sessions again."""
 
 import logging
 
@@ -23,9 +23,9 @@ PROMPT = [1, 2, 3]
 
 def commit(session_id, tokens, base=3, finish=FinishReason.RUNNING):
     text = np.array([*PROMPT, *range(7, 4 + base), *tokens], np.uint32)
-    told = Logprobs(base, *(np.zeros(shape, kind) for shape, kind in ((1, "f4"), ((1, 2), "u4"), ((1, 2), "f4"))))
+    logprobs = Logprobs(base, *(np.zeros(shape, kind) for shape, kind in ((1, "f4"), ((1, 2), "u4"), ((1, 2), "f4"))))
     new = np.array(tokens, np.uint32)
-    return Commit(session_id, base, new, path_hash(text), finish_reason=finish, logprobs=told)
+    return Commit(session_id, base, new, path_hash(text), finish_reason=finish, logprobs=logprobs)
 
 
 def frame(*commits):
@@ -36,7 +36,7 @@ def frame(*commits):
 
 
 def broken(session_id):
-    """Frames that cannot be read, by what is wrong with them."""
+    """Frames that cannot be decoded, by the broken part."""
     for part in ("commits", "logprobs"):
         for name in getattr(frame(commit(1, [7])), part).DESCRIPTOR.fields_by_name:
             bad = frame(commit(session_id, [7]))
@@ -48,7 +48,7 @@ def broken(session_id):
 
 
 class System:
-    """An orchestrator whose links speak with nobody."""
+    """An orchestrator with links without services."""
 
     def __init__(self):
         self.targets = [TargetLink(f"unix:/target{i}") for i in range(2)]
@@ -67,7 +67,7 @@ class System:
 
 
 @pytest.mark.parametrize("what", [name for name, _ in broken(1)])
-async def test_a_frame_of_a_target_that_cannot_be_read_costs_that_frame(what, caplog):
+async def test_an_unreadable_frame_of_a_target_is_dropped_and_its_sessions_reopened(what, caplog):
     system = System()
     session, other = system.open(), system.open()
     bad, good = session.target, other.target
@@ -78,7 +78,7 @@ async def test_a_frame_of_a_target_that_cannot_be_read_costs_that_frame(what, ca
         for _ in range(2):
             await bad.on_frame(dict(broken(session.id))[what])
     await good.on_frame(frame(commit(other.id, [7])))
-    await bad.on_frame(frame(commit(session.id, [8], base=4)))  # on its way before the target was told again
+    await bad.on_frame(frame(commit(session.id, [8], base=4)))  # sent before the target received its sessions again
     opened = bad.take_frame().opens
     assert [(request.session_id, len(request.tokens)) for request in opened] == [(session.id, 12)] * 2
     assert not good.take_frame().opens
@@ -94,7 +94,7 @@ async def test_a_frame_of_a_target_that_cannot_be_read_costs_that_frame(what, ca
     system.orchestrator.sessions.close(other)
 
 
-async def test_a_session_of_which_no_frame_can_be_read_fails():
+async def test_a_session_fails_after_repeated_unreadable_frames():
     system = System()
     session = system.open()
     bad = dict(broken(session.id))["commits.root_hashes"]
@@ -108,7 +108,7 @@ async def test_a_session_of_which_no_frame_can_be_read_fails():
 
 
 @pytest.mark.parametrize("field", common_pb2.FeatureBatch.DESCRIPTOR.fields_by_name)
-async def test_hidden_states_that_cannot_be_read_are_dropped_alone(field, caplog):
+async def test_unreadable_hidden_states_are_dropped_without_the_frame(field, caplog):
     system = System()
     session = system.open()
     target = session.target

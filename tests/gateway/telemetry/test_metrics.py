@@ -1,4 +1,4 @@
-"""What is told of services that went away, and of what they count."""
+"""Metrics of absent services, and sums of their counts."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from outrider.wire.v1 import common_pb2, target_pb2
 
 
 class Page:
-    """The metrics of a gateway with a draft and two targets, all of them up, that say what a test lets them."""
+    """The metrics of a gateway with a draft and two targets, all up, with loads that a test sets."""
 
     def __init__(self):
         self.metrics = metrics = Metrics()
@@ -54,7 +54,7 @@ def test_a_service_that_is_away_has_neither_sessions_nor_pages(name):
     assert page.addresses(name) == {"one", "other", "draft"}
 
 
-def test_a_service_that_is_away_is_not_in_what_others_tell():
+def test_an_absent_service_is_excluded_from_compatible_metrics():
     page = Page()
     page.value("outrider_service_up")
     page.one.up = False
@@ -67,7 +67,7 @@ def test_a_service_that_is_away_is_not_in_what_others_tell():
     assert page.value("vllm:num_requests_running") == page.value("vllm:kv_cache_usage_perc") == 0
 
 
-def test_what_a_service_has_counted_stays():
+def test_counts_of_an_absent_service_stay():
     page = Page()
     page.value("outrider_service_up")
     page.draft.up = False
@@ -75,13 +75,13 @@ def test_what_a_service_has_counted_stays():
     assert page.addresses("outrider_engine_preemptions") == {"one", "other", "draft"}
 
 
-def test_a_sum_of_counts_never_becomes_less():
+def test_sums_of_counts_never_decrease():
     page = Page()
     assert page.value("vllm:num_preemptions_total") == 8
     page.one.up = False
     assert page.value("vllm:num_preemptions_total") == 8
     page.one.up = True
-    page.one.load = common_pb2.EngineLoad(preemptions=1)  # it started again
+    page.one.load = common_pb2.EngineLoad(preemptions=1)  # it restarted
     page.other.load = common_pb2.EngineLoad(preemptions=6)
     assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2
     assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2

@@ -218,3 +218,13 @@ def answers(gateway, path):
     """The status of a path; None if the gateway does not listen yet."""
     with contextlib.suppress(httpx.TransportError):
         return gateway.client.get(path).status_code
+
+
+def refused(*flags, code=2):
+    """The error output of a gateway that ends at its start with this exit code."""
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
