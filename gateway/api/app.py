@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 from gateway.api.answers import errors
-from gateway.api.requests import bodies
+from gateway.api.requests import http
 from gateway.api.routes import completions, docs, generate, health, info, page, responses, tokens
 from gateway.api.routes import control as control_routes
 from gateway.api.routes.conversations import Conversations
@@ -24,7 +24,7 @@ def build(generator: Generator, facts: Facts, control: Control) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.router.route_class = bodies.Route
+    app.router.route_class = http.Route
     errors.describe(app)
     errors.install(app)
     conversations = Conversations(generator.tokenizer, facts.config)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.admission.admission import Keys
 from gateway.admission.retry_after import as_long_again
 from gateway.api.answers.errors import error_body, response_to
-from gateway.api.requests.headers import REQUEST_ID
+from gateway.api.requests.http import REQUEST_ID
 from gateway.api.routes.page import FILES, starting_page
 from outrider import telemetry
 from outrider.errors import TooManyRequests, Unauthenticated

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.requests.headers import REQUEST_ID
+from gateway.api.requests.http import REQUEST_ID
 from gateway.telemetry.spans import CURRENT, spanning
 from outrider.tracing import Tracing, Value
 

@@ -62,6 +62,7 @@ class Generation:
         self._metrics = metrics
         self._session = session
         self._text = text
+        self._prompt_only = session.request.prompt_only
         self._outcome = "abort"
         self._closed = False
         self.on_close: Callable[[], None] = lambda: None
@@ -82,7 +83,7 @@ class Generation:
     async def next(self) -> Part:
         """The next part; the one with a finish reason is the last. Raises the error that ended the session."""
         session, text = self._session, self._text
-        request, stats = session.request, session.stats
+        stats = session.stats
         try:
             tokens, finish, steps, logprobs = await (
                 session.inbox.next() if self._deadline is None else self._next_in_time()
@@ -90,11 +91,11 @@ class Generation:
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
             if error.param == PROMPT:
-                error.param = request.prompt_field
+                error.param = session.request.prompt_field
             if self.refused and error.retry_after is None:
                 error.retry_after = self.retry_after()
             raise
-        if request.prompt_only and finish is not FinishReason.ABORT:
+        if self._prompt_only and finish is not FinishReason.ABORT:
             tokens, steps, logprobs = [], [], None
             finish = FinishReason.LENGTH if finish is not FinishReason.RUNNING else finish
         piece, used = text.add(tokens, finish)

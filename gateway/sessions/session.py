@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from gateway.sessions.draft_watch import DraftWatch
 from gateway.sessions.prefixes import PrefixHashes
 from gateway.sessions.request import GenerationRequest
-from gateway.sessions.step_stats import PLAIN_STEP, SessionStats, StepStats
+from gateway.sessions.step_stats import PLAIN_STEP, StepStats
 from outrider.errors import OutriderError
 from outrider.serving.messages import OpenSession
 from outrider.speculation.proposal import FinishReason, Logprobs, path_hash
@@ -20,6 +21,18 @@ from outrider.speculation.proposal import FinishReason, Logprobs, path_hash
 if TYPE_CHECKING:
     from gateway.streams.draft import DraftLink
     from gateway.streams.target import TargetLink
+
+
+class SessionStats:
+    """Counts and times of a session. Times are those of time.perf_counter, in seconds."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+        self.verified = 0
+        self.accepted = 0
+        self.cached_tokens = 0  # prompt tokens found in the first target's prefix cache
+        self.weight_version = ""  # of the last commit
+        self.opened_at = self.first_at = self.committed_at = time.perf_counter()
 
 
 @dataclass

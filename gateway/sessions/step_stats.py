@@ -5,7 +5,6 @@ A step counts as a draft if it verified at least one draft token. Accept length 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -26,18 +25,6 @@ class StepStats(NamedTuple):
 
 
 PLAIN_STEP = StepStats(1, 0, 0)
-
-
-class SessionStats:
-    """Counts and times of a session. Times are those of time.perf_counter, in seconds."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepStats] = []
-        self.verified = 0
-        self.accepted = 0
-        self.cached_tokens = 0  # prompt tokens found in the first target's prefix cache
-        self.weight_version = ""  # of the last commit
-        self.opened_at = self.first_at = self.committed_at = time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from starlette.responses import Response
 from gateway.api.answers.choice_format import ChoiceFormat
 from gateway.api.answers.completions import CHAT, COMPLETION, CompletionReply, Kind, ResponseOptions
 from gateway.api.answers.streaming import respond
-from gateway.api.requests.headers import REQUEST_ID, timeout_of
+from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
 from gateway.api.requests.schemas import ChatBody, CompletionBody, GenerationBody
-from gateway.api.requests.unicode import VALID_UNICODE
 from gateway.api.routes.conversations import Conversations
 from gateway.control.server_info import Facts
 from gateway.orchestration.generator import Generator

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from gateway.admission.admission import check_admin
-from gateway.api.requests.unicode import VALID_UNICODE
+from gateway.api.requests.http import VALID_UNICODE
 from gateway.control.control import Control, PauseMode, UpdateResult
 from gateway.control.server_info import Facts
 from gateway.control.worker_answers import abort_everywhere

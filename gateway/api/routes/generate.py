@@ -7,9 +7,8 @@ from starlette.responses import Response
 
 from gateway.api.answers.native import NativeReply
 from gateway.api.answers.streaming import respond
-from gateway.api.requests.headers import REQUEST_ID, timeout_of
+from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
 from gateway.api.requests.native import NativeBody, native_requests
-from gateway.api.requests.unicode import VALID_UNICODE
 from gateway.api.routes.completions import STREAMS
 from gateway.orchestration.generator import Generator
 from gateway.text.encoding import encode_all

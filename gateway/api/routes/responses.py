@@ -7,9 +7,8 @@ from starlette.responses import Response
 
 from gateway.api.answers.responses import ResponsesReply
 from gateway.api.answers.streaming import respond
-from gateway.api.requests.headers import REQUEST_ID, timeout_of
+from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
 from gateway.api.requests.responses import ResponsesBody
-from gateway.api.requests.unicode import VALID_UNICODE
 from gateway.api.routes.completions import STREAMS
 from gateway.api.routes.conversations import Conversations
 from gateway.control.server_info import Facts

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.requests.fields import BOUNDED, Count, Flag, Items
+from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.requests.messages import Message, conversation_options
 from gateway.api.requests.tools import tools_of
-from gateway.api.requests.unicode import VALID_UNICODE
 from gateway.api.routes.conversations import Conversations
 from gateway.orchestration.generator import Generator
 from gateway.text.encoding import encode, encode_all, run_in_thread_if_long

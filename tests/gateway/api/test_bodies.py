@@ -1,4 +1,4 @@
-"""Parsing of request bodies."""
+"""Parsing of request http."""
 
 import asyncio
 import json
@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from gateway.api.requests import bodies
+from gateway.api.requests import http
 from tests.support.gateway.http import error_of
 
-LARGE = bodies.LARGE
+LARGE = http.LARGE
 JSON = {"Content-Type": "application/json"}
 
 
@@ -23,13 +23,13 @@ JSON = {"Content-Type": "application/json"}
 )
 def test_large_bodies_are_parsed_like_small_ones(text):
     """With the same types: 1.0 is not an integer."""
-    assert repr(bodies.parse_yielding(text.encode())) == repr(json.loads(text))
+    assert repr(http.parse_yielding(text.encode())) == repr(json.loads(text))
 
 
 @pytest.mark.parametrize("text", ["", "[1,", '{"a": 01}', "[" + "9" * 5000 + "]", '"\n"'])
 def test_large_bodies_are_refused_like_small_ones(text):
     with pytest.raises(ValueError, match=r"\w") as one:
-        bodies.parse_yielding(text.encode())
+        http.parse_yielding(text.encode())
     with pytest.raises(ValueError, match=r"\w") as other:
         json.loads(text)
     assert repr(one.value) == repr(other.value)
@@ -44,15 +44,15 @@ def test_only_large_bodies_are_parsed_in_a_yielding_thread(monkeypatch, large):
         calls.append(threading.current_thread())
         return value
 
-    monkeypatch.setattr(bodies, "_integer", note)
-    monkeypatch.setattr(bodies, "_object", note)
+    monkeypatch.setattr(http, "_integer", note)
+    monkeypatch.setattr(http, "_object", note)
     body = json.dumps({"prompt": [5] * 3, "x": " " * LARGE * large}).encode()
 
     async def receive():
         return {"type": "http.request", "body": body}
 
     async def read():
-        content = await bodies._Request({"type": "http", "headers": []}, receive).json()
+        content = await http._Request({"type": "http", "headers": []}, receive).json()
         return content, threading.current_thread()
 
     content, loop = asyncio.run(read())

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from gateway.api.answers import errors
 from gateway.api.answers.streaming import EventStream
 from gateway.api.middleware import Edge
-from gateway.api.requests import unicode
+from gateway.api.requests import http
 from gateway.api.requests.native import NativeBody
 from gateway.api.requests.responses import ResponsesBody
 from gateway.api.requests.schemas import ChatBody, CompletionBody
@@ -433,11 +433,11 @@ def test_an_error_may_quote_a_lone_surrogate(gateway):
 def test_lone_surrogates_are_found_in_one_pass(monkeypatch):
     """Deep nesting must not multiply the time."""
     seen = []
-    monkeypatch.setattr(unicode, "is_valid", lambda text: seen.append(text) or text.isascii())
+    monkeypatch.setattr(http, "is_valid", lambda text: seen.append(text) or text.isascii())
     content = ["a", "\ud83d"]
     for _ in range(500):
         content = ["a", content]
-    assert unicode.surrogate_path(content) == ".".join(["1"] * 501)
+    assert http.surrogate_path(content) == ".".join(["1"] * 501)
     assert len([text for text in seen if not text.isdigit()]) == 502
 
 
