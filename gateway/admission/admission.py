@@ -34,7 +34,7 @@ class Admission:
         """Raise InvalidRequest for more generations at once than may ever run together."""
         if self._limit is not None and count > self._limit:
             raise InvalidRequest(
-                f"this asks for {count} answers; at most {self._limit} may be under way; ask for fewer"
+                f"the request has {count} answers; at most {self._limit} may run together; request fewer"
             )
 
     def enter(self) -> None:
@@ -42,7 +42,7 @@ class Admission:
         if self.draining:
             raise Unavailable("the gateway is shutting down; retry elsewhere", retry_after=1)
         if self._limit is not None and self.running >= self._limit:
-            message = f"{self.running} requests are under way, which is the most that may; retry later"
+            message = f"{self.running} requests are running, which is the limit; retry later"
             raise Overloaded(message, retry_after=self.retry_after())
         self.running += 1
         self._retry_after.begin()
@@ -101,7 +101,7 @@ class Keys:
             return
         retry_after = self._retry_after.setdefault(key, RetryAfter())
         if self._running[key] >= self._limit:
-            message = f"{self._limit} requests of this key are under way, which is the most that may"
+            message = f"{self._limit} requests of this key are running, which is the limit"
             raise TooManyRequests(message, retry_after=retry_after.next())
         self._running[key] += 1
         retry_after.begin()

@@ -95,7 +95,7 @@ async def test_answers_aborted_before_their_start_end_at_once(generator, monkeyp
     ("prompt", "count", "message"),
     [
         (1, 2000, None),
-        (1, 2001, "asks for 2001 answers; at most 2000"),
+        (1, 2001, "has 2001 answers; at most 2000"),
         (MAX_PROMPT_TOKENS // 1000, 1000, None),
         (MAX_PROMPT_TOKENS // 1000 + 1, 1000, f"{(MAX_PROMPT_TOKENS // 1000 + 1) * 1000} tokens in all"),
         (MAX_PROMPT_TOKENS + 1, 1, None),  # a single prompt is checked against the context only

@@ -48,7 +48,7 @@ def test_clients_do_not_notice_a_draft_that_dies_and_comes_back(folder):
         assert "draft" in gateway.client.get("/health").text
         assert gateway.text("A", max_tokens=3) == "BCD"
         draft.start()
-        until(lambda: draft.engine.opened == 4)  # the sessions under way are drafted for again
+        until(lambda: draft.engine.opened == 4)  # the running sessions are opened there again
         assert all(stream.whole() for stream in streams)
         until_accepted(gateway, accepted(gateway) + COUNT / 8)
 
