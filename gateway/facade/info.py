@@ -1,4 +1,4 @@
-"""What the services' calls for facts tell: of the model, of the server, and of its load."""
+"""Facts about the model and the load, with the fields that all facades share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from gateway.facade.backend import Backend
 
-_SHORTEST = 0.5  # seconds over which a rate is worth telling
+_MIN_INTERVAL = 0.5  # seconds over which a rate is measured
 
 
 def model_facts(backend: Backend) -> dict[str, Any]:
-    """Fields that GetModelInfo has in all services."""
+    """Fields of GetModelInfo in all facades."""
     generator, target = backend.generator, backend.facts.target
     config, settings = _settings(backend, "config.json"), generator.tokenizer.settings
     return {
@@ -39,36 +39,37 @@ def _settings(backend: Backend, name: str) -> dict[str, Any]:
 
 
 def _id_of(backend: Backend, token: Any) -> int:
-    """Id of a special token, which stands as text or as an object; 0 if there is none, as in a message without it."""
+    """Id of a special token in the settings, a text or an object; 0 if there is none, as in an unset field."""
     name = token.get("content") if isinstance(token, dict) else token
     return (backend.generator.tokenizer.id_of(name) or 0) if isinstance(name, str) else 0
 
 
 def now() -> str:
-    """The time, as ISO 8601 has it."""
+    """The present time in ISO 8601."""
     return datetime.now(UTC).isoformat()
 
 
 @dataclass
 class Loads:
-    """Loads of all targets as one, for a router sends requests to the gateway and not to them."""
+    """The loads of all targets as one, because a router sends requests to the gateway."""
 
     _since: float = 0.0
     _tokens: int = 0
     _rate: float = 0.0
 
     def fields(self, backend: Backend) -> dict[str, Any]:
-        """Fields that SchedulerLoad has in all services."""
+        """Fields of SchedulerLoad in all facades."""
         generator, page_size = backend.generator, backend.facts.target.page_size
         orchestrator = generator.orchestrator
         up = [target for target in orchestrator.targets if target.up]
         loads = [target.load for target in up if target.load is not None]
         running = sum(load.running_sessions for load in loads)
-        waiting = max(0, len(orchestrator.sessions) - running)
+        sessions = orchestrator.sessions.by_id.values()
+        waiting = max(0, len(sessions) - running)
         pages = sum(load.total_pages for load in loads)
         used = pages - sum(load.free_pages for load in loads)
-        most = sum(target.info.max_running_sessions for target in up if target.info is not None)
-        unread = [session.prompt_length for session in orchestrator.sessions.values() if not session.steps]
+        limit = sum(target.info.max_running_sessions for target in up if target.info is not None)
+        uncached = [session.prompt_length for session in sessions if not session.stats.steps]
         return {
             "dp_rank": 0,
             "num_running_reqs": running,
@@ -78,15 +79,15 @@ class Loads:
             "max_total_num_tokens": pages * page_size,
             "token_usage": used / pages if pages else 0.0,
             "gen_throughput": self._throughput(generator.metrics.tally.tokens),
-            "utilization": running / most if most else 0.0,
-            "max_running_requests": most,
-            "num_waiting_uncached_tokens": sum(unread) if waiting else 0,
+            "utilization": running / limit if limit else 0.0,
+            "max_running_requests": limit,
+            "num_waiting_uncached_tokens": sum(uncached) if waiting else 0,
         }
 
     def _throughput(self, tokens: int) -> float:
-        """Tokens a second since it was last asked for."""
+        """Tokens per second since the last call."""
         passed = time.monotonic() - self._since
-        if passed > _SHORTEST:
+        if passed > _MIN_INTERVAL:
             self._rate = (tokens - self._tokens) / passed if self._since else 0.0
             self._since, self._tokens = time.monotonic(), tokens
         return self._rate
