@@ -16,7 +16,7 @@ from services.target.kernels.cpu.sampling import pack
 from services.target.kernels.cpu.weights import Format, packed
 from services.target.kernels.kv_cache import KVCache
 from services.target.kernels.pools import LayerShape
-from services.target.model import native
+from services.target.model import program_builder
 from services.target.model.native import ProgramRunner
 from services.target.sampling.step_sampler import sampling_plan as plan_of
 from services.target.step.batch import SamplingPlan, SessionWork, build
@@ -162,7 +162,7 @@ def test_text_is_unchanged_by_proposals_multi_step_decoding_and_weight_updates(
 
     models = []
     for least in (10**9, 1):
-        monkeypatch.setattr(native, "SCREENED", least)
+        monkeypatch.setattr(program_builder, "MIN_PRUNED_OUTPUTS", least)
         models.append(load_model(folder, dtype=dtype))
     assert all(isinstance(model.runner, ProgramRunner) for model in models)
     assert models[0].runner.weight_bytes > models[1].runner.weight_bytes

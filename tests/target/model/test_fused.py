@@ -92,14 +92,14 @@ def test_new_weights_reach_it(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_other_models_have_a_reason_against(tmp_path):
-    assert "type" in fused.reason_against(module_of(write_model(tmp_path / "a", "qwen3_moe")))
-    assert fused.reason_against(module_of(write_model(tmp_path / "b", "llama"))) is None
-    assert "biases" in fused.reason_against(module_of(write_model(tmp_path / "c", "llama", mlp_bias=True)))
+def test_unsupported_models_have_a_reason(tmp_path):
+    assert "type" in fused.unsupported_reason(module_of(write_model(tmp_path / "a", "qwen3_moe")))
+    assert fused.unsupported_reason(module_of(write_model(tmp_path / "b", "llama"))) is None
+    assert "biases" in fused.unsupported_reason(module_of(write_model(tmp_path / "c", "llama", mlp_bias=True)))
     odd = {"hidden_size": 40, "head_dim": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
     module = module_of(write_model(tmp_path / "d", "llama", **odd))
     module.model.layers[0].mlp.down_proj.weight.data = torch.ones(40, 128).to(torch.float8_e4m3fn)
-    assert "format" in fused.reason_against(module)
+    assert "format" in fused.unsupported_reason(module)
 
 
 def test_captured_fused_steps_give_the_same_text(tmp_path):
@@ -122,7 +122,7 @@ def test_torch_compile_finds_nothing_in_it(tmp_path, caplog):
     _, few, _ = runners(written(tmp_path, "llama"), "torch_native")
     with caplog.at_level("INFO"):
         assert graphs.wrap(few, TargetConfig(enable_torch_compile=True), torch.device("cpu")) is few
-    assert "--enable-torch-compile finds nothing to compile" in caplog.text
+    assert "--enable-torch-compile has nothing to compile" in caplog.text
 
 
 # --- kernels against their plain twins ---

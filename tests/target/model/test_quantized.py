@@ -188,7 +188,7 @@ def narrow(monkeypatch, choice, installed=(), capability=(9, 0), stored=None, de
     monkeypatch.setattr(narrow_module.importlib.util, "find_spec", lambda name: name if name in installed else None)
     settings = SimpleNamespace(quantization_config=stored)
     settings.get_text_config = lambda: settings
-    return narrow_module.narrowed(choice, settings, torch.device(device))
+    return narrow_module.quantization_arguments(choice, settings, torch.device(device))
 
 
 @pytest.mark.parametrize(("choice", "circumstances", "message"), [

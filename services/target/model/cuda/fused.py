@@ -39,7 +39,7 @@ def unsupported_reason(module: Any) -> str | None:
     linears = [part for part in module.model.layers.modules() if isinstance(part, nn.Linear)]
     linears.append(module.lm_head)
     if any(type(linear.weight.data) is not Tensor or linear.weight.dtype not in _DTYPES for linear in linears):
-        return "its weights are quantized or sharded"
+        return "its weights have a quantized or sharded format"
     if module.model.layers[0].self_attn.head_dim % 2:
         return "its head dimension is odd"
     return None

@@ -219,7 +219,7 @@ class IncomingTensors:
                 own_entries = {own: entries[name] for own, name in self._names.items()}
                 check(own_entries, self._shapes, frozenset(), whole=False)
         if self._header is not None and len(self._data) > self._size():
-            raise ConfigError("more bytes were sent than the header states")
+            raise ConfigError("more data was sent than the header states")
 
     def _size(self) -> int:
         assert self._header is not None, "the header is here"
@@ -229,7 +229,7 @@ class IncomingTensors:
     def finish(self) -> None:
         """Finish after the last part. Raises ConfigError if something is missing."""
         if self._header is None or len(self._data) < self._size():
-            raise ConfigError("fewer bytes were sent than the header states")
+            raise ConfigError("less data was sent than the header states")
         entries, length = self._header
         came: dict[str, bytes] = {}
         with memoryview(self._data) as data:
