@@ -1,4 +1,4 @@
-"""The text never changes where steps overlap and trees are walked on the device: a CUDA device's ways, on the CPU."""
+"""Texts never change with overlap and verification on the device, as on CUDA; run on the CPU."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(folder):
-    """One that works as on a CPU, and one that works as on CUDA."""
+    """An engine that works as on a CPU, and one that works as on CUDA."""
     engine = target_engine(folder, page_size=4)
     engine.overlap = True
     engine.sampler._compiled, engine.sampler._walks, engine.sampler._async = False, True, True
@@ -45,8 +45,8 @@ def test_the_text_never_changes(self_draft, engines, drafter, options, temperatu
         "garbage": lambda: GarbageDraft(VOCAB),
     }
     plain, engine = engines
-    todo = [request(i, prompt, temperature, 32, **OPTIONS[options]) for i, prompt in enumerate(PROMPTS)]
-    expected = Pair(plain).run(todo).tokens
-    found = Pair(engine, makers.get(drafter), Faults(lost=0.1, doubled=0.2, delay=2)).run(todo)
+    requests = [request(i, prompt, temperature, 32, **OPTIONS[options]) for i, prompt in enumerate(PROMPTS)]
+    expected = Pair(plain).run(requests).tokens
+    found = Pair(engine, makers.get(drafter), Faults(lost=0.1, doubled=0.2, delay=2)).run(requests)
     assert found.tokens == expected
     assert (found.verified > 0) == (drafter is not None)

@@ -1,4 +1,4 @@
-"""Sampled text follows the model's distribution: chi-square of the engine's output against the softmax."""
+"""Sampled text follows the model's distribution: a chi-square test of the engine's samples against the softmax."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def probabilities(folder, path, temperature, top_p):
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (1.0, 0.8)])
 @pytest.mark.parametrize("drafter", [None, "self"])
-def test_two_tokens_over_many_seeds(model, engines, drafter, temperature, top_p):
+def test_the_distribution_of_two_tokens(model, engines, drafter, temperature, top_p):
     target, draft = engines[0], engines[1] if drafter else None
     counts = np.zeros((24, 24))
     accepted = 0
@@ -50,7 +50,7 @@ def test_two_tokens_over_many_seeds(model, engines, drafter, temperature, top_p)
         params = [SamplingParams(temperature, top_p=top_p, seed=seed) for seed in range(first, first + BATCH)]
         stop = StopConditions(3, ignore_eos=True)
         prompt = np.array(PROMPT, np.uint32)
-        run = Pair(target, (lambda: draft) if draft else None, growth=20).run(
+        run = Pair(target, (lambda: draft) if draft else None, draft_steps=20).run(
             [OpenSession(i, prompt, len(PROMPT), p, stop) for i, p in enumerate(params)]
         )
         accepted += run.accepted
@@ -65,9 +65,9 @@ def test_two_tokens_over_many_seeds(model, engines, drafter, temperature, top_p)
 
 
 def _fits(counts, expected):
-    """p-value of a chi-square test, with rare tokens gathered in one cell."""
+    """p-value of a chi-square test, with rare tokens merged into one cell."""
     assert counts[expected == 0].sum() == 0
     common = expected * counts.sum() >= 5
     observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum()) * counts.sum()
-    return stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue
+    expected_counts = np.append(expected[common], expected[~common].sum()) * counts.sum()
+    return stats.chisquare(observed[expected_counts > 0], expected_counts[expected_counts > 0]).pvalue

@@ -1,4 +1,4 @@
-"""Heads that the target feeds: one that foretells the text must be believed, so every pairing has to be right."""
+"""Feature-based drafters: a perfect head is accepted only if each token is paired with the right features."""
 
 import pytest
 
@@ -40,12 +40,12 @@ def drafts(models):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("chunk", [16, 512])
 @pytest.mark.parametrize("head", ["token", "feature", "eagle 3"])
-def test_a_head_that_knows_is_believed(models, drafts, head, chunk, temperature):
+def test_a_perfect_head_is_accepted(models, drafts, head, chunk, temperature):
     target = target_engine(models[0], max_step_tokens=chunk)
-    todo = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
-    plain = Pair(target).run(todo)
+    requests = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate(PROMPTS)]
+    plain = Pair(target).run(requests)
     assert plain.tokens[0] == cycle_text(45, LENGTH)
-    run = Pair(target, lambda: drafts[head], growth=8).run(todo)
+    run = Pair(target, lambda: drafts[head], draft_steps=8).run(requests)
     assert run.tokens == plain.tokens
     assert run.reopened == 0
     assert run.accepted > 0.97 * run.verified
@@ -53,41 +53,41 @@ def test_a_head_that_knows_is_believed(models, drafts, head, chunk, temperature)
 
 
 TREE = (3, 4, 12)
-REPEATED = [cycle_text(first, 55) for first in (79, 50, 66)]  # behind them the cycle is known
+REPEATED = [cycle_text(first, 55) for first in (79, 50, 66)]  # they contain the whole cycle
 
 
 def accepted(target, draft, prompts, temperature, length=LENGTH):
-    """Tokens that hints brought; the text is as without any."""
-    todo = [request(i, prompt, temperature, length) for i, prompt in enumerate(prompts)]
-    run = Pair(target, lambda: draft, growth=8).run(todo)
-    assert run.tokens == Pair(target).run(todo).tokens
+    """Accepted draft tokens; the text must equal plain decoding."""
+    requests = [request(i, prompt, temperature, length) for i, prompt in enumerate(prompts)]
+    run = Pair(target, lambda: draft, draft_steps=8).run(requests)
+    assert run.tokens == Pair(target).run(requests).tokens
     return run.accepted
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_ngrams_beside_a_head_bring_what_it_does_not_know(models, tmp_path, temperature):
+def test_ngrams_beside_a_random_head_find_repetitions(models, tmp_path, temperature):
     folder = models[0]
-    ignorant = write_head(tmp_path / "ignorant", *eagle3(folder))
+    random_head = write_head(tmp_path / "random_head", *eagle3(folder))
     target = target_engine(folder)
 
-    def brought(algorithm, head=None, **options):
+    def accepted_by(algorithm, head=None, **options):
         return accepted(target, draft_engine(algorithm, head, folder, **options), REPEATED, temperature)
 
-    alone, ngrams = brought("EAGLE3", ignorant, tree=TREE), brought("NGRAM")
+    alone, ngrams = accepted_by("EAGLE3", random_head, tree=TREE), accepted_by("NGRAM")
     assert ngrams > 0.5 * LENGTH * len(REPEATED) > 5 * alone
-    assert brought("EAGLE3", ignorant, beside=True, tree=TREE) > 0.85 * ngrams
+    assert accepted_by("EAGLE3", random_head, beside=True, tree=TREE) > 0.85 * ngrams
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_head_beside_ngrams_brings_what_they_do_not_know(models, temperature):
+def test_a_head_beside_ngrams_predicts_new_text(models, temperature):
     folder, heads = models
     target = target_engine(folder)
 
-    length = len(CYCLE) - 4  # nothing is said twice
+    length = len(CYCLE) - 4  # no token repeats
 
-    def brought(algorithm, head=None, **options):
+    def accepted_by(algorithm, head=None, **options):
         return accepted(target, draft_engine(algorithm, head, folder, **options), [[45]], temperature, length)
 
-    alone, ngrams = brought(*heads["eagle 3"], tree=TREE), brought("NGRAM")
+    alone, ngrams = accepted_by(*heads["eagle 3"], tree=TREE), accepted_by("NGRAM")
     assert alone > 0.6 * length > 5 * ngrams
-    assert brought(*heads["eagle 3"], beside=True, tree=TREE) >= alone
+    assert accepted_by(*heads["eagle 3"], beside=True, tree=TREE) >= alone

@@ -1,7 +1,8 @@
-"""The heart of the suite: the text never changes.
+"""The central tests: speculation never changes the text.
 
-The same prompts and seeds, at temperature 0, 0.7 and 1.0, give identical tokens in float32 under no drafter, good, bad
-and malicious ones, messages lost, doubled, delayed and reordered, a draft killed midway, alone and in a batch.
+The same prompts and seeds, at temperature 0, 0.7 and 1.0, give identical tokens in float32 without a drafter; with
+good, bad and malicious ones; with messages lost, doubled, delayed and reordered; with a draft engine that is killed;
+alone and in a batch.
 """
 
 import zlib
@@ -37,7 +38,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def target(models):
-    """One target engine for all runs: what one session leaves behind must not reach the next."""
+    """One target engine for all runs: no session may affect a later one."""
     return target_engine(models[0])
 
 
@@ -58,7 +59,7 @@ def plain(target):
     return texts
 
 
-def test_greedy_text_is_that_of_transformers(models, plain):
+def test_greedy_text_equals_transformers(models, plain):
     model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     model.generation_config.eos_token_id = None
     for i, prompt in enumerate(PROMPTS):
@@ -71,12 +72,12 @@ EIGHT_BITS = {"speculative_draft_model_quantization": "int8"}
 
 
 def mapped(target):
-    """Flags of a draft that proposes some of the tokens alone."""
+    """Flags of a draft with a token map, which proposes some tokens of the vocabulary only."""
     torch.save(list(range(4, 200)), file := target.parent / "map.pt")
     return {"speculative_token_map": str(file)}
 
 
-# Trees of 4 children a node share their programs with those that adapt; some drafters hold a part of the batch.
+# Explicit trees of 4 children a node share their programs with adaptive ones; some drafters take a part of the batch.
 DRAFTERS = {
     "ngram": lambda models: draft_engine("NGRAM"),
     "ngram by frequency": lambda models: draft_engine("NGRAM", match_type="PROB"),
@@ -99,7 +100,7 @@ DRAFTERS = {
 
 
 class Drafters:
-    """Drafters by name. Each is built once; whoever makes one gets it as it was at first, without sessions or texts."""
+    """Drafters by name. Each is built once, and emptied of sessions and texts before each use."""
 
     def __init__(self, models):
         self.models, self.built = models, {}
@@ -132,9 +133,9 @@ def test_any_drafter(target, drafters, plain, drafter, temperature, batch):
     tokens = {i: text for run in runs for i, text in run.tokens.items()}
     assert tokens == {i: plain[temperature][i] for i in tokens}
     verified, accepted = sum(run.verified for run in runs), sum(run.accepted for run in runs)
-    assert verified > 0, "the drafter never said anything in time"
+    assert verified > 0, "no proposal was in time"
     if drafter == "self, chain":
-        # Sharing the noise makes the drafter propose the target's own samples, at any temperature.
+        # Coupled sampling: the drafter proposes the target's own samples at any temperature.
         assert accepted / verified > 0.97
         if batch == 1:
             assert max(run.steps for run in runs) <= LENGTH / 8 * 1.5 + 2
@@ -151,8 +152,8 @@ FAULTS = {
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafter", ["ngram", "self", "ngram beside self", "garbage", "eagle", "eagle 3"])
-def test_any_fault_of_the_transport(target, drafters, plain, drafter, fault, temperature):
-    seed = zlib.crc32(f"{drafter} {fault} {temperature}".encode())  # other accidents for each
+def test_transport_faults(target, drafters, plain, drafter, fault, temperature):
+    seed = zlib.crc32(f"{drafter} {fault} {temperature}".encode())  # other faults for each
     run = Pair(target, drafters[drafter], FAULTS[fault], seed=seed).run(requests(temperature))
     assert run.tokens == plain[temperature]
     if drafter.endswith("self"):
@@ -162,15 +163,15 @@ def test_any_fault_of_the_transport(target, drafters, plain, drafter, fault, tem
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("drafter", ["ngram", "self", "eagle", "eagle 3"])
-def test_a_draft_killed_midway(target, drafters, plain, drafter, temperature):
+def test_a_draft_engine_killed_midway(target, drafters, plain, drafter, temperature):
     for back in (8, -1):
         pair = Pair(target, drafters[drafter], killed_from=4, killed_until=back)
         assert pair.run(requests(temperature)).tokens == plain[temperature]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_sessions_bound_what_is_verified_of_them(target, drafters, plain, temperature):
-    """Some decode plainly, some verify two nodes a step, some all, in one batch."""
+def test_max_draft_tokens_of_sessions(target, drafters, plain, temperature):
+    """One batch of sessions that verify none, at most two, or all draft tokens."""
     bounds = [(0, 2, None)[i % 3] for i in range(len(PROMPTS))]
     bounded = [replace(r, max_draft_tokens=most) for r, most in zip(requests(temperature), bounds, strict=True)]
     run = Pair(target, drafters["self"]).run(bounded)
@@ -183,7 +184,7 @@ def test_sessions_bound_what_is_verified_of_them(target, drafters, plain, temper
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_two_drafters_in_one_session(target, drafters, plain, temperature):
-    """Two drafts that know nothing of one another feed the same trees."""
+    """Two independent drafters propose for the same draft trees."""
 
     class Both:
         def __init__(self):
@@ -207,7 +208,7 @@ def test_two_drafters_in_one_session(target, drafters, plain, temperature):
     assert Pair(target, Both).run(requests(temperature)).tokens == plain[temperature]
 
 
-def test_page_sizes_chunks_and_preemption_leave_the_text_as_it_is(models, drafters, plain):
+def test_page_sizes_chunks_and_preemption(models, drafters, plain):
     for options in (
         {"page_size": 1, "max_step_tokens": 7},
         {"page_size": 64, "max_step_tokens": 13},
@@ -219,8 +220,8 @@ def test_page_sizes_chunks_and_preemption_leave_the_text_as_it_is(models, drafte
         assert run.tokens == plain[1.0], options
 
 
-def test_a_target_that_restarts_goes_on_where_it_was(models, drafters, plain):
-    """A session reopened with prompt and committed tokens continues with exactly the tokens it would have had."""
+def test_a_restarted_target_continues_the_text(models, drafters, plain):
+    """A session that is reopened with prompt and committed tokens continues with the same tokens."""
     for cut in (1, 17, LENGTH - 1):
         engine = target_engine(models[0])
         for i, prompt in enumerate(PROMPTS[:3]):
@@ -233,7 +234,7 @@ def test_a_target_that_restarts_goes_on_where_it_was(models, drafters, plain):
 @pytest.mark.parametrize(
     "filters", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}]
 )
-def test_filters_are_coupled_too(target, drafters, filters):
+def test_filters_are_coupled(target, drafters, filters):
     todo = requests(1.0, **filters)
     alone = Pair(target).run(todo)
     run = Pair(target, drafters["self, chain"]).run(todo)
@@ -249,7 +250,7 @@ PENALTIES = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_count_along_every_path(target, drafters, plain, name, temperature):
+def test_penalties_apply_along_each_path(target, drafters, plain, name, temperature):
     todo = requests(temperature, **PENALTIES[name])
     alone = {i: Pair(target).run([one]).tokens[i] for i, one in enumerate(todo)}
     assert all(alone[i] != plain[temperature][i] for i in alone)
@@ -270,7 +271,7 @@ GRAMMARS = [
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_grammars_hold_on_every_path(target, drafters, temperature):
+def test_grammars_hold_on_each_path(target, drafters, temperature):
     """Sessions with grammars, some of them with penalties, beside others without."""
     todo = [
         replace(one, grammar=GRAMMARS[i % 4], sampling=replace(one.sampling, frequency_penalty=0.5 * (i // 4)))

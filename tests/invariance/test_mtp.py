@@ -1,4 +1,4 @@
-"""Targets that bring their drafter along: one checkpoint serves both, and the text is that of plain decoding."""
+"""Checkpoints with MTP layers serve both target and drafter; the text equals plain decoding."""
 
 import pytest
 
@@ -16,7 +16,7 @@ LENGTH = 24
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5", "mimo"])
-def test_one_checkpoint_for_both(tmp_path, family):
+def test_one_checkpoint_serves_target_and_drafter(tmp_path, family):
     folder = write_mtp(tmp_path / "model", family)
     target = target_engine(folder, trust_remote_code=FAMILIES[family].remote, max_step_tokens=16)
     draft = draft_engine("EAGLE" if family == "mimo" else "NEXTN", None, folder, max_running=1)
@@ -36,15 +36,15 @@ CASES = [("token", 1, ()), ("feature", 1, ()), ("feature", 3, ()), ("feature", 1
 
 
 @pytest.mark.parametrize(("by", "layers", "tree"), CASES)
-def test_a_layer_that_knows_is_believed(tmp_path, by, layers, tree):
-    """Several layers: each is right only with the very feature that belongs to it."""
+def test_a_perfect_mtp_layer_is_accepted(tmp_path, by, layers, tree):
+    """A perfect layer is accepted only if it reads the right features; so is each of several layers."""
     folder = write_perfect_mtp(tmp_path / "model", by, layers)
     draft = draft_engine("NEXTN", None, folder, max_running=1, tree=tree)
     for chunk in (16, 512):
         target = target_engine(folder, max_step_tokens=chunk)
         for i, prompt in enumerate(KNOWN):
             todo = [request(i, prompt, 1.0, LENGTH)]
-            run = Pair(target, lambda: draft, growth=12).run(todo)
+            run = Pair(target, lambda: draft, draft_steps=12).run(todo)
             assert run.tokens == Pair(target).run(todo).tokens
             assert run.reopened == 0
             assert run.accepted > (0.97 if tree[1:2] != (4,) else 0.5) * run.verified

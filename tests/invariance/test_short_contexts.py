@@ -1,4 +1,4 @@
-"""Drafters with a shorter context than the target's: they help as far as it goes, and beyond it the text goes on."""
+"""Drafters with a shorter context than the target: they draft up to its end, and the text continues without."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.support.tiny import write_model
 
 CONTEXT = 64
 LENGTH = 120
-SHORT, LONG = [45], [40 + i % 20 for i in range(CONTEXT + 6)]  # the second is longer than any drafter can follow
+SHORT, LONG = [45], [40 + i % 20 for i in range(CONTEXT + 6)]  # LONG exceeds the context of the drafters
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,14 @@ def draft(request, target, tmp_path_factory):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_goes_on_where_a_draft_ends(target, draft, temperature):
+def test_text_continues_beyond_the_context_of_the_drafter(target, draft, temperature):
     todo = [request(i, prompt, temperature, LENGTH) for i, prompt in enumerate((SHORT, LONG))]
     plain = Pair(target_engine(target)).run(todo)
     assert draft.drafter.max_session_tokens == CONTEXT
-    run = Pair(target_engine(target), lambda: draft, growth=8).run(todo)
+    run = Pair(target_engine(target), lambda: draft, draft_steps=8).run(todo)
     assert run.tokens == plain.tokens
     assert run.reopened == 0
-    if draft.drafter.features is not None:  # a head that knows the text is believed, but not beyond its context
+    if draft.drafter.features is not None:  # a perfect head is accepted within its context
         assert 0.5 * CONTEXT < run.accepted < CONTEXT
     assert draft.drafter.trunks == {}
     draft.check()

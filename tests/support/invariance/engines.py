@@ -10,7 +10,7 @@ from outrider.serving.loop import Engine
 
 
 def target_engine(folder: Path, **options: Any) -> Engine:
-    """A float32 target engine that takes hints whatever they cost, and comes back behind every step.
+    """A float32 target engine that verifies proposals at any cost, and returns after each step.
 
     options: device, page_size, max_step_tokens, max_total_tokens, max_running.
     """
@@ -28,7 +28,7 @@ def target_engine(folder: Path, **options: Any) -> Engine:
 def draft_engine(algorithm: str, folder: Path | None = None, target: Path | None = None, **options: Any) -> Engine:
     """A draft engine. target: the target's folder, for heads.
 
-    options: match_type, max_running, beside, and flags; tree: steps, topk and rows of explicit trees.
+    options: match_type, max_running, beside, and flags; tree: steps, topk and draft tokens of explicit trees.
     """
     from services.draft.process.app import build
 

@@ -1,8 +1,8 @@
-"""A target and a drafter joined by transports in memory, with faults on demand. Stands where the gateway stands.
+"""A target engine and a draft engine, connected in memory with faults on demand, in place of the gateway.
 
-Every message crosses as the bytes of its real frame. The engines are the real ones, stepped by hand, so that a run
-repeats exactly and messages can be lost, doubled, delayed and reordered at will. Hidden states for drafters that feed
-on them travel with the commits, or without faults' mercy behind them; whoever has lost some is fed from the beginning.
+Messages are encoded as the frames of the streams. A test steps the engines by hand, so that runs are repeatable, and
+messages can be lost, duplicated, delayed and reordered. Features travel with the commits, or in frames of their
+own where there are faults; a drafter that has lost some gets them from the beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from services.draft.drafters.base import Drafter
 
 @dataclass(frozen=True)
 class Faults:
-    """Chances that a message is lost or doubled, and most rounds of delay, which also reorders."""
+    """Probabilities that a message is lost or doubled, and most iterations of delay, which also reorders."""
 
     lost: float = 0.0
     doubled: float = 0.0
@@ -33,20 +33,20 @@ class Faults:
 
 @dataclass
 class Transport:
-    """Frames under way in one direction."""
+    """Frames in transit in one direction."""
 
     faults: Faults
     random: random.Random
-    under_way: list[tuple[int, Any]] = field(default_factory=list)
+    in_transit: list[tuple[int, Any]] = field(default_factory=list)
 
     def send(self, frame: Any, now: int) -> None:
         copies = 0 if self.random.random() < self.faults.lost else 1 + (self.random.random() < self.faults.doubled)
         for _ in range(copies):
-            self.under_way.append((now + self.random.randint(0, self.faults.delay), frame))
+            self.in_transit.append((now + self.random.randint(0, self.faults.delay), frame))
 
     def arrivals(self, now: int) -> list[Any]:
-        due = [frame for when, frame in self.under_way if when <= now]
-        self.under_way = [(when, frame) for when, frame in self.under_way if when > now]
+        due = [frame for when, frame in self.in_transit if when <= now]
+        self.in_transit = [(when, frame) for when, frame in self.in_transit if when > now]
         if self.faults.delay:
             self.random.shuffle(due)
         return [type(frame).FromString(frame.SerializeToString()) for frame in due]
@@ -54,7 +54,7 @@ class Transport:
 
 @dataclass
 class Result:
-    """New tokens by session, and how speculation went."""
+    """New tokens by session, and counts of steps and draft tokens."""
 
     tokens: dict[int, list[int]]
     reasons: dict[int, FinishReason]
@@ -78,24 +78,27 @@ class Pair:
         faults: Faults = Faults(),
         *,
         seed: int = 0,
-        growth: int = 6,
+        draft_steps: int = 6,
         killed_from: int = -1,
         killed_until: int = -1,
     ) -> None:
-        """growth: draft steps between two target steps, at most. killed_from, killed_until: rounds without a draft."""
+        """draft_steps: most draft steps between two target steps.
+
+        killed_from, killed_until: iterations between which there is no draft engine
+        """
         self.target, self.make_draft = target, make_draft
         self.draft = make_draft() if make_draft else None
         self.compiled = self.draft.load().compilations if self.draft else 0
         self.random = random.Random(seed)
         self.proposals = Transport(faults, self.random)
         self.commits = Transport(faults, self.random)
-        self.growth = growth
+        self.draft_steps = draft_steps
         self.features = self._configure()
-        self.fed: dict[int, int] = {}  # by session, the first position whose hidden states are still to come
+        self.features_sent: dict[int, int] = {}  # by session, the first position whose features are still to be sent
         self.killed = (killed_from, killed_until)
 
     def _configure(self) -> int:
-        """Id of the hidden states that the draft wants; 0 for none."""
+        """Id of the features that the drafter reads; 0 for none."""
         drafter = getattr(self.draft, "drafter", None)
         if not isinstance(drafter, Drafter) or drafter.features is None:
             return 0
@@ -104,7 +107,7 @@ class Pair:
         return spec
 
     def run(self, requests: Sequence[OpenSession], limit: int = 5000) -> Result:
-        self.truth = {r.session_id: r for r in requests}
+        self.requests = {r.session_id: r for r in requests}
         self.tokens: dict[int, list[int]] = {r.session_id: r.tokens.tolist() for r in requests}
         self.result = Result({}, {})
         for request in requests:
@@ -113,21 +116,21 @@ class Pair:
         for now in range(limit):
             if len(self.result.tokens) == len(requests):
                 break
-            self._round(now)
+            self._iterate(now)
         else:
             raise AssertionError("the sessions do not end")
         self._audit()
         return self.result
 
-    def _round(self, now: int) -> None:
+    def _iterate(self, now: int) -> None:
         if now == self.killed[0]:
             self.draft = None
-            self.proposals.under_way.clear()
-            self.commits.under_way.clear()
+            self.proposals.in_transit.clear()
+            self.commits.in_transit.clear()
         if now == self.killed[1]:
             self.draft = self.make_draft()
             self.compiled = self.draft.load().compilations
-            for session_id in sorted(self.truth.keys() - self.result.tokens.keys()):
+            for session_id in sorted(self.requests.keys() - self.result.tokens.keys()):
                 self._reopen_draft(session_id)
         for frame in self.proposals.arrivals(now):
             self.target.receive(codec.propose_response_from_pb(frame).proposals, [])
@@ -142,9 +145,9 @@ class Pair:
 
     def _relay(self, output: StepOutput, now: int) -> None:
         blocks = []
-        for block in output.features:  # those of before the session was opened again are of no use
-            if block.first <= self.fed[block.session_id]:
-                self.fed[block.session_id] = block.first + len(block.rows)
+        for block in output.features:  # skip blocks from before the session was opened again
+            if block.first <= self.features_sent[block.session_id]:
+                self.features_sent[block.session_id] = block.first + len(block.rows)
                 blocks.append(block)
         if self.commits.faults == Faults():
             self.commits.send(codec.propose_request_to_pb(Message(commits=output.commits, features=blocks)), now)
@@ -159,7 +162,7 @@ class Pair:
             self.draft.receive([], message.commits)
             if message.features:
                 self.draft.receive_features(message.features)
-        for _ in range(self.random.randint(0, self.growth) if self.proposals.faults.delay else self.growth):
+        for _ in range(self.random.randint(0, self.draft_steps) if self.proposals.faults.delay else self.draft_steps):
             if self.draft.idle:
                 break
             output = self.draft.step()
@@ -171,9 +174,9 @@ class Pair:
                 self.proposals.send(codec.propose_response_to_pb(output), now)
 
     def _open_target(self, session_id: int) -> None:
-        self.fed[session_id] = 0
+        self.features_sent[session_id] = 0
         tokens = np.array(self.tokens[session_id], np.uint32)
-        self.target.open(replace(self.truth[session_id], tokens=tokens, feature_spec=self.features))
+        self.target.open(replace(self.requests[session_id], tokens=tokens, feature_spec=self.features))
 
     def _reopen_draft(self, session_id: int) -> None:
         self._open_draft(session_id)
@@ -183,7 +186,7 @@ class Pair:
     def _open_draft(self, session_id: int) -> None:
         if self.draft is not None:
             tokens = np.array(self.tokens[session_id], np.uint32)
-            self.draft.open(replace(self.truth[session_id], tokens=tokens))
+            self.draft.open(replace(self.requests[session_id], tokens=tokens))
 
     def _commit(self, commit: Commit) -> None:
         tokens = self.tokens[commit.session_id]
@@ -193,13 +196,13 @@ class Pair:
         self.result.verified += commit.verified
         self.result.accepted += commit.accepted
         if commit.finish_reason != FinishReason.RUNNING:
-            prompt = self.truth[commit.session_id].prompt_length
+            prompt = self.requests[commit.session_id].prompt_length
             self.result.tokens[commit.session_id] = tokens[prompt:]
             self.result.reasons[commit.session_id] = commit.finish_reason
 
     def _audit(self) -> None:
-        """Nothing is left behind: every page is home on both sides once the sessions are over."""
-        for session_id in self.truth:
+        """After the sessions, all pages of both engines are free."""
+        for session_id in self.requests:
             if self.draft is not None:
                 self.draft.close(session_id)
         for engine in (self.target, self.draft):
@@ -222,7 +225,7 @@ def request(
 
 
 class GarbageDraft(Engine):
-    """Says anything: random tokens, impossible tokens, hung on real, stale and invented anchors."""
+    """Proposes random and impossible tokens below real, stale and invented anchors."""
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
@@ -241,7 +244,7 @@ class GarbageDraft(Engine):
 
     def receive(self, proposals: Sequence[Proposal], commits: Sequence[Commit]) -> None:
         for commit in commits:
-            if self.random.random() < 0.9:  # else it stays behind
+            if self.random.random() < 0.9:  # otherwise it lags behind
                 self.sessions[commit.session_id] = (commit.base_length + len(commit.tokens), commit.root_hash)
         self.fresh = True
 
