@@ -118,8 +118,8 @@ def test_a_swap_forgets_prefixes_and_spares_sessions(learnt, target):
     class Swapping(Pair):
         """Weights that say other things come in the midst of a session."""
 
-        def _round(self, now):
-            super()._round(now)
+        def _iterate(self, now):
+            super()._iterate(now)
             if now == 4:
                 assert drafter.trunks
                 served = drafter.learner._make(jax.tree.map(lambda array: -np.asarray(array), drafter.learner._serving))

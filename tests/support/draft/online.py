@@ -42,8 +42,8 @@ class LearningPair(Pair):
 
     turns = 2
 
-    def _round(self, now):
-        super()._round(now)
+    def _iterate(self, now):
+        super()._iterate(now)
         for _ in range(self.turns if self.draft is not None else 0):
             self.draft.drafter.learner.turn()
 
