@@ -13,12 +13,10 @@ from services.draft.drafters.feature import FeatureDrafter
 from services.draft.process.app import build
 from tests.support.checkpoints.perfect import write_cyclic_target, write_perfect_eagle, write_perfect_eagle3
 from tests.support.gateway.services import Gateway, until
+from tests.support.system.heads import HINTED, PROMPTS, accepted, ask_all
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_tokenizer
 from tests.system.test_serve import System
-
-HINTED = {"speculative_num_draft_tokens": 8}  # so that hints are taken whatever they cost
-PROMPTS = ["hello there", "so so so", "a b a b a b", "x"]
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +49,6 @@ def system(request, models, tmp_path):
     yield target, draft, gateway
     for service in (gateway, draft, target):
         service.stop()
-
-
-def ask_all(gateway, **options):
-    def ask(prompt):
-        answer = gateway.complete(prompt, ignore_eos=True, return_token_ids=True, **options)
-        return answer["choices"][0]["token_ids"]
-
-    with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
-        return list(pool.map(ask, PROMPTS))
-
-
-def accepted(gateway):
-    return gateway.metric("outrider_accepted_draft_tokens_total")
 
 
 def test_heads_are_believed_and_catch_up(system):

@@ -25,7 +25,7 @@ from outrider.supervisor.display import Display
 from outrider.tls import client_tls, read_authorities, server_tls, tls_trouble
 from outrider.transport.rpc import GrpcServer
 from services.draft.process import app as draft_app
-from services.draft.train.data.collect import Writer
+from services.draft.train.data.collect import TargetClient
 from services.target.process import app as target_app
 from tests.support.certificates import Authority
 from tests.support.gateway.engines import expected, tokenizer
@@ -210,7 +210,7 @@ async def test_a_proxy_with_nobody_behind_it_is_not_blamed_on_it(ours):
 
 
 async def test_training_says_why_too(closed_target, ours):
-    writer = Writer(closed_target.address, FeatureSpec((), True), client_tls(ours.ca_certs))
+    writer = TargetClient(closed_target.address, FeatureSpec((), True), client_tls(ours.ca_certs))
     with pytest.raises(ConfigError, match="asks for a certificate"):
         await writer.__aenter__()
 

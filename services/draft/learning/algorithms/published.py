@@ -1,8 +1,8 @@
-"""Published heads that learn on: what is learnt of them, and how they are published again.
+"""Training that continues from a published head: which of its weights are trained, and how it is published again.
 
-A head may have all that the service reads: biases, norms of queries and keys, norms before its fusion. It learns all of
-its own weights, the fusion included, but no embedding, and no head that is the target's. Published again, a folder has
-the tensors that it had, under the same names.
+A head may have every option that the service reads: biases, norms of queries and keys, norms before its fusion. All of
+its own weights are trained, the fusion included, but no embedding, and no head matrix of the target. The new folder has
+the same tensors under the same names.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from outrider.checkpoints.eagle3 import plain_name
 from outrider.errors import ConfigError
 from outrider.serving.features import FeatureFormat
 from services.draft.formats import eagle, eagle3
-from services.draft.formats.base import Draft
-from services.draft.formats.target import Target
+from services.draft.formats.base import DraftCheckpoint
+from services.draft.formats.target import TargetCheckpoint
 from services.draft.learning.algorithms.base import Algorithm
-from services.draft.learning.disk import write_whole
+from services.draft.learning.disk import write_atomically
 from services.draft.model.fusion import Fusion, read_fusion
 from services.draft.model.layers.config import Attention, Mlp
-from services.draft.model.layers.heads import Eagle3Head, EagleHead, Params
+from services.draft.model.layers.heads import Eagle3Head, EagleHead
+from services.draft.model.params import Params
 from services.draft.model.weights.tensors import Tensors
 
-# Of the parameters that the service runs these are the target's, or stand for the target's tokens.
+# Parameters of the service that are the target's, or that map to the target's tokens.
 _TARGETS = ("embed", "head", "ids")
 _WHOLE = ("d2t", "t2d")  # tensors of integers and truth values
 
 
-class ServedHead(Algorithm):
-    """A head that is served already. fusion: what makes a feature of the target's states, where the target does not.
+class PublishedHead(Algorithm):
+    """A published head. fusion: the layer that makes a feature from the target's states, where the target does not.
 
-    whole: False if it cannot be published
+    whole: False if the head cannot be published by itself
     """
 
     fusion: Fusion | None = None
     whole: ClassVar[bool] = True
 
-    def __init__(self, folder: Path, target: Target, draft: Draft) -> None:
-        """draft: what was read from the folder. Raises ConfigError for a head that cannot learn on."""
+    def __init__(self, folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> None:
+        """draft: read from the folder. Raises ConfigError for a head that cannot be trained further."""
         assert draft.features is not None
         self._folder, self._draft, self._width = folder, draft, target.hidden_size
         self.model, self.config = draft.config, load_json(folder / "config.json")
@@ -60,27 +61,29 @@ class ServedHead(Algorithm):
             plain = isinstance(a, Attention) and a.window is None and not (a.first or a.sinks or a.gated or a.softcap)
             if not plain or not isinstance(layer.mlp, Mlp) or self.model.stacked:
                 raise ConfigError(
-                    f"--online teaches heads of dense layers with plain attention; {folder} has others. Leave it out"
+                    f"--online trains heads of dense layers with plain attention; {folder} has others. Leave it out"
                 )
 
     # --- parameters ---
 
     def params(self) -> Params:
-        """What is learnt, float32, as it was published."""
+        """The trained parameters as they were published, float32."""
         served = self._draft.load(jnp.float32)
         return {name: value for name, value in served.items() if name not in _TARGETS}
 
-    def first_params(self, target: Target, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int) -> Params:
-        """Those that were published."""
+    def first_params(
+        self, target: TargetCheckpoint, ids: NDArray[np.int64], scales: NDArray[np.float32], seed: int
+    ) -> Params:
+        """The published parameters."""
         del target, ids, scales, seed
         return self.params()
 
     def embedding(self) -> Any:
-        """Its own, where its width is another one than the target's."""
+        """Its own embedding, if its hidden size is not the target's."""
         return self._draft.load(jnp.float32)["embed"] if self.model.hidden_size != self._width else None
 
     def feature(self, params: Params, states: jax.Array) -> jax.Array:
-        """The first state as it is."""
+        """The first state, unchanged."""
         del params
         return states[..., : self._width]
 
@@ -91,7 +94,7 @@ class ServedHead(Algorithm):
     # --- the published folder ---
 
     def publish(self, params: Mapping[str, Any], ids: NDArray[np.int64], folder: Path) -> None:
-        """Write config.json and model.safetensors, each in one piece or not at all."""
+        """Write config.json and model.safetensors, each whole or not at all."""
         del ids
         arrays: dict[str, NDArray[Any]] = {}
         with Tensors(self._folder) as tensors:
@@ -107,19 +110,19 @@ class ServedHead(Algorithm):
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.safetensors.part"
         safetensors.numpy.save_file(arrays, part, {"format": "pt"})
-        write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+        write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
         part.replace(folder / "model.safetensors")
 
     def known_as(self, name: str) -> str:
-        """A published tensor's name as `tensors` has it."""
+        """The key of `tensors` for the name of a published tensor."""
         return name
 
     @abstractmethod
     def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
-        """Learnt tensors by name, [out, in]. stored: names of those that the folder has."""
+        """Trained tensors by name, [out, in]. stored: names of those that the folder has."""
 
     def layer_tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
-        """Those of the layers. Arguments as of `tensors`."""
+        """The trained tensors of the layers. Arguments as of `tensors`."""
         tensors: dict[str, Any] = {}
         for i, (layer, own) in enumerate(zip(self.model.layers, params["layers"], strict=True)):
             a = layer.attention
@@ -131,7 +134,7 @@ class ServedHead(Algorithm):
                         pieces = np.split(np.asarray(own[name + ending]).T, ends if name == "qkv" else len(parts))
                         named = zip(parts, pieces, strict=True)
                         tensors |= {f"layers.{i}.{part}.{kind}": piece for part, piece in named}
-            # Further layers call the norm before attention by either name, and may have the other one without using it.
+            # Layers after the first name the norm before attention either way, and may store the other one unused.
             both = layer.beside or f"layers.{i}.hidden_norm.weight" in stored
             norms = {
                 "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "mlp_norm": "post_attention_layernorm",
@@ -147,48 +150,48 @@ _JOINED = {
 }  # fmt: skip
 
 
-class ServedEagle(ServedHead):
-    """EAGLE-1 and -2: the target's own head reads its states, which imitate the target's last ones."""
+class PublishedEagle(PublishedHead):
+    """EAGLE-1 and -2: the target's own head reads the draft's states, which imitate the target's last states."""
 
     imitation = 1.0
 
     def known_as(self, name: str) -> str:
-        """As the reader."""
+        """As the format reader."""
         return eagle.plain_name(name)
 
     def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
-        """As of ServedHead."""
+        """As of PublishedHead."""
         own = {"fc.weight": params["fuse"].T} | self.layer_tensors(params, stored)
         return own | ({"fc.bias": params["fuse_bias"]} if "fuse_bias" in params else {})
 
 
-class ServedEagle3(ServedHead):
-    """EAGLE-3: it fuses the target's states, and has a head of its own."""
+class PublishedEagle3(PublishedHead):
+    """EAGLE-3: fuses the target's states, and has its own head matrix."""
 
     fusion: Fusion
 
-    def __init__(self, folder: Path, target: Target, draft: Draft) -> None:
-        """As of ServedHead."""
+    def __init__(self, folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> None:
+        """As of PublishedHead."""
         super().__init__(folder, target, draft)
         assert draft.features is not None
         with Tensors(folder, self.known_as) as tensors:
             fused, own_head = "fc.weight" in tensors, "lm_head.weight" in tensors
         if draft.features.final or not fused:
-            raise ConfigError(f"--online teaches EAGLE-3 heads that fuse states; {folder} has no fc.weight")
+            raise ConfigError(f"--online trains EAGLE-3 heads that fuse states; {folder} has no fc.weight")
         if not own_head:
             raise ConfigError(
-                f"--online teaches EAGLE-3 heads with a head of their own; {folder} has no lm_head.weight"
+                f"--online trains EAGLE-3 heads with their own head matrix; {folder} has no lm_head.weight"
             )
         layers = draft.features.layers or (2, target.layers // 2, target.layers - 3)
         self.states = replace(self.states, layers=layers)
         self.fusion = Fusion(len(layers), len(layers) * target.hidden_size, draft.features.norm_epsilon)
 
     def vocabulary(self) -> NDArray[np.int64]:
-        """Its own."""
+        """The head's vocabulary."""
         return self.target_ids(self._draft.load(jnp.float32))
 
     def params(self) -> Params:
-        """With the head, and the fusion beside the rest."""
+        """The trained parameters with the head matrix, and the fusion's under `fusion`."""
         with Tensors(self._folder, self.known_as) as tensors:
             fusion = read_fusion(tensors, self.fusion.states)
         served = self._draft.load(jnp.float32)
@@ -200,15 +203,15 @@ class ServedEagle3(ServedHead):
         return self.fusion(params["fusion"], states[..., : self.fusion.width])
 
     def head(self, params: Params) -> Any:
-        """Its own."""
+        """The draft's own matrix."""
         return params["head"]
 
     def known_as(self, name: str) -> str:
-        """As the reader."""
+        """As the format reader."""
         return plain_name(name)
 
     def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
-        """As of ServedHead."""
+        """As of PublishedHead."""
         fusion = params["fusion"]
         names = {"fuse_bias": "fc.bias", "whole_norm": "norm_before_fc.weight"}
         names |= {f"state_norm_{i}": f"fc_norm.{i}.weight" for i in range(self.fusion.states)}
@@ -217,26 +220,26 @@ class ServedEagle3(ServedHead):
         return own | self.layer_tensors(params, stored)
 
 
-class ServedMtp(ServedHead):
-    """An MTP layer, in whichever of its layouts it was published; the target's own head reads its states."""
+class PublishedMtp(PublishedHead):
+    """An MTP layer in any published layout; the target's own head reads its states."""
 
     whole = False
 
     def tensors(self, params: Mapping[str, Any], stored: set[str]) -> dict[str, Any]:
-        """There are too many layouts."""
+        """MTP layers are not published, because their layouts differ too much."""
         del params, stored
-        raise AssertionError("it is not published")
+        raise AssertionError("MTP layers are not published")
 
 
-def served_head(folder: Path, target: Target, draft: Draft) -> ServedHead:
-    """The head of a folder, to learn on. draft: what was read from there. Raises ConfigError if it cannot."""
-    kinds: dict[type, type[ServedHead]] = {EagleHead: ServedEagle, Eagle3Head: ServedEagle3}
-    return kinds.get(type(draft.config.head), ServedMtp)(folder, target, draft)
+def published_head(folder: Path, target: TargetCheckpoint, draft: DraftCheckpoint) -> PublishedHead:
+    """The head of a folder, to be trained further. draft: read from there. Raises ConfigError if it cannot be."""
+    kinds: dict[type, type[PublishedHead]] = {EagleHead: PublishedEagle, Eagle3Head: PublishedEagle3}
+    return kinds.get(type(draft.config.head), PublishedMtp)(folder, target, draft)
 
 
-def initial_head(algorithm: str, folder: Path, target: Target) -> ServedHead:
-    """A published head from which a training goes on. Raises ConfigError if it cannot."""
+def initial_head(algorithm: str, folder: Path, target: TargetCheckpoint) -> PublishedHead:
+    """A published head from which a training run starts. Raises ConfigError if it cannot."""
     readers = {"EAGLE": eagle.read_eagle, "EAGLE3": eagle3.read_eagle3}
     if algorithm not in readers:
         raise ConfigError(f"--initial is for {' and '.join(readers)}; leave it out to train {algorithm} from nothing")
-    return served_head(folder, target, readers[algorithm](folder, target))
+    return published_head(folder, target, readers[algorithm](folder, target))

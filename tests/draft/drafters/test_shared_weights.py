@@ -1,4 +1,4 @@
-"""The target's embedding and head, taken from another folder while a head serves."""
+"""The target's embedding and head, loaded from another folder while a head serves."""
 
 import logging
 import shutil
@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 from outrider.errors import ConfigError
 from outrider.wire.v1 import draft_pb2
 from services.draft.process.service import DraftServicer
-from tests.draft.drafters.test_feature import PROMPT, feed, start
-from tests.draft.formats.test_token_map import IDS, write_map
 from tests.support.checkpoints.heads import eagle, eagle3, write_head
 from tests.support.checkpoints.mtp import write_mtp
-from tests.support.draft.helpers import fed, settle
+from tests.support.draft.features import PROMPT, feed, start
+from tests.support.draft.helpers import feature_engine, settle
+from tests.support.draft.token_maps import IDS, write_map
 from tests.support.tiny import write_model
 
 HEADS = {
@@ -40,7 +40,7 @@ def trained(folder, place):
 
 
 def pair(tmp_path, kind):
-    """An engine for the target's first weights, and what makes one for other folders."""
+    """An engine for the target's first weights, and a function that makes engines for other folders."""
     write, flags = HEADS[kind]
     if write is None:
         target = write_mtp(tmp_path / "target", "mimo")
@@ -49,11 +49,11 @@ def pair(tmp_path, kind):
         target = write_model(tmp_path / "target")
         head = write_head(tmp_path / "head", *write(target))
     algorithm = "NEXTN" if write is None else kind.split()[0]
-    return target, lambda folder, **more: fed(algorithm, head, folder, **(flags | more))
+    return target, lambda folder, **more: feature_engine(algorithm, head, folder, **(flags | more))
 
 
 def params_of(engine):
-    return engine.drafter.runner._params
+    return engine.drafter.runner.params
 
 
 def same(one, other):
@@ -67,19 +67,19 @@ def same(one, other):
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("kind", HEADS)
-def test_a_head_is_as_if_it_had_begun_with_them(tmp_path, kind, mapped):
+def test_reloaded_weights_equal_initial_ones(tmp_path, kind, mapped):
     target, make = pair(tmp_path, kind)
     more = {"speculative_token_map": write_map(tmp_path, IDS)} if mapped else {}
     engine, later = make(target, **more), trained(target, tmp_path / "later")
     assert not same(params_of(engine), params_of(make(later, **more)))
-    sharing = engine.drafter.sharing
-    sharing.take(sharing.read(str(later)))
+    shared_weights = engine.drafter.shared_weights
+    shared_weights.install(shared_weights.load(str(later)))
     assert same(params_of(engine), params_of(make(later, **more)))
-    assert sharing.read(str(later)) is None
-    assert sharing.read(str(target)) is not None
+    assert shared_weights.load(str(later)) is None
+    assert shared_weights.load(str(target)) is not None
 
 
-def test_programs_run_on_and_prefixes_of_before_go(tmp_path):
+def test_reload_keeps_programs_and_drops_prefixes(tmp_path):
     target, make = pair(tmp_path, "EAGLE")
     engine = make(target, draft_page_size=4)
     engine.drafter.warm_up()
@@ -89,8 +89,8 @@ def test_programs_run_on_and_prefixes_of_before_go(tmp_path):
     settle(engine)
     engine.close(1)
     assert len(engine.drafter.prefix) > 0
-    sharing = engine.drafter.sharing
-    sharing.take(sharing.read(str(trained(target, tmp_path / "later"))))
+    shared_weights = engine.drafter.shared_weights
+    shared_weights.install(shared_weights.load(str(trained(target, tmp_path / "later"))))
     assert len(engine.drafter.prefix) == 0
     start(engine, PROMPT)
     feed(engine, 0, 20)
@@ -102,31 +102,31 @@ def test_programs_run_on_and_prefixes_of_before_go(tmp_path):
 def test_a_head_with_its_own_shares_nothing(tmp_path):
     target = write_model(tmp_path / "target")
     head = write_head(tmp_path / "head", *eagle3(target, hidden=32))
-    assert fed("EAGLE3", head, target).drafter.sharing is None
+    assert feature_engine("EAGLE3", head, target).drafter.shared_weights is None
 
 
-async def test_the_service_takes_them_and_goes_on_where_it_cannot(tmp_path, caplog):
+async def test_service_reloads_weights_and_survives_failures(tmp_path, caplog):
     class Loop:
         def call(self, work):
             done = Future()
             done.set_result(work())
             return done
 
-    async def told(folder):
+    async def flush(folder):
         await servicer.FlushDraft(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=str(folder)), None)
 
     target, make = pair(tmp_path, "EAGLE")
     engine, later = make(target), trained(target, tmp_path / "later")
     servicer = DraftServicer(None, Loop())
     servicer.serve(draft_pb2.GetDraftInfoResponse(), engine)
-    await told(later)
+    await flush(later)
     taken = params_of(engine)
     assert same(taken, params_of(make(later)))
     other = write_model(tmp_path / "other", vocab=100)
     with caplog.at_level(logging.WARNING):
         for folder in ("/no/such/folder", other, "", later):
-            await told(folder)
+            await flush(folder)
     assert params_of(engine) is taken
     assert len(caplog.messages) == 2
     with pytest.raises(ConfigError):
-        engine.drafter.sharing.read(str(other))
+        engine.drafter.shared_weights.load(str(other))

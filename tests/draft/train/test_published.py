@@ -1,4 +1,4 @@
-"""Heads of all kinds that learn on: the fusion is the target's, the folder is as it was, weights fit their programs."""
+"""Published heads in further training: the fusion is the target's, the folder keeps its tensors, weights fit."""
 
 import json
 from dataclasses import replace
@@ -16,20 +16,20 @@ from services.draft.formats.eagle import read_eagle
 from services.draft.formats.eagle3 import read_eagle3
 from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target
-from services.draft.learning.algorithms.served import served_head
+from services.draft.learning.algorithms.published import published_head
 from services.draft.learning.batches import PackShape
 from services.draft.learning.batches import build as build_batch
 from services.draft.learning.objective import Objective
 from services.draft.learning.store import Record
-from services.draft.online.loading import Teaching
 from services.draft.online.options import OnlineOptions
-from services.draft.online.ring import Pieces
-from services.draft.online.swap import Form
+from services.draft.online.replay_buffer import Segments
+from services.draft.online.setup import OnlineSetup
+from services.draft.online.swap import WeightFormat
 from services.draft.process.app import build
-from services.draft.sessions.batch import Shape, empty_inputs
+from services.draft.sessions.batch import StepShape, empty_inputs
 from tests.support.checkpoints.heads import DIM, eagle, eagle3, write_head
 from tests.support.checkpoints.mtp import write_mtp
-from tests.support.draft.helpers import fed
+from tests.support.draft.helpers import feature_engine
 from tests.support.tiny import write_model
 
 H = 48
@@ -45,7 +45,7 @@ def norms_of(rng, count, width=H, name="fc_norm.{}.weight"):
 
 
 def head_of(kind, target, folder):
-    """A head of a kind, written as it is published. Returns the folder."""
+    """A published head of a kind. Returns its folder."""
     rng = np.random.default_rng(3)
     if kind.startswith("eagle 1"):
         return write_head(folder, *eagle(target, bias="bias" in kind, layers=2, qkv_bias="bias" in kind))
@@ -71,7 +71,7 @@ KINDS = ["eagle 1", "eagle 1, bias", "eagle 3", "eagle 3, each, bias", "eagle 3,
 def read(folder, target):
     facts = read_target(target)
     draft = (read_eagle if "eagle 1" in folder.name else read_eagle3)(folder, facts)
-    return draft, served_head(folder, facts, draft)
+    return draft, published_head(folder, facts, draft)
 
 
 @pytest.fixture(params=KINDS)
@@ -80,7 +80,7 @@ def head(request, target, tmp_path):
     return folder, *read(folder, target)
 
 
-def test_the_feature_is_what_the_target_would_send(head, target):
+def test_feature_equals_that_of_the_target(head, target):
     import torch
 
     from services.target.features.fusion import Fusion
@@ -98,7 +98,7 @@ def test_the_feature_is_what_the_target_would_send(head, target):
     np.testing.assert_allclose(feature, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_a_published_head_is_read_as_it_was_learnt(head, target, tmp_path):
+def test_published_head_is_read_as_trained(head, target, tmp_path):
     folder, draft, served = head
     rng = np.random.default_rng(2)
     learnt = jax.tree.map(
@@ -122,8 +122,8 @@ def test_a_published_head_is_read_as_it_was_learnt(head, target, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle 1, bias", "eagle 3, whole, bias, qk, layers", "mtp"])
-def test_every_weight_is_learnt(kind, target, tmp_path):
-    """And nothing else."""
+def test_every_weight_is_trained(kind, target, tmp_path):
+    """And no other parameter."""
     if kind == "mtp":
         folder = target = write_mtp(tmp_path / "model", "mimo")
         draft = read_mtp(folder, read_target(folder))
@@ -131,22 +131,21 @@ def test_every_weight_is_learnt(kind, target, tmp_path):
         folder = head_of(kind, target, tmp_path / kind)
         draft, _ = read(folder, target)
     facts = read_target(target)
-    teaching = Teaching(OnlineOptions(length=64, context=16), folder, facts, draft, "origin")
+    setup = OnlineSetup(OnlineOptions(length=64, context=16), folder, facts, draft, "origin")
     served = draft.load(jnp.float32)
-    form = Form(jnp.float32, None, panels=False)
-    assert jax.tree.structure(teaching.serve(served, form).params) == jax.tree.structure(served)
-    learner = teaching.learner()
-    shared, rng = learner._shared, np.random.default_rng(0)
-    width = teaching.ring.row_bytes // 2
-    assert width == (len(teaching.head.states.layers) + 1) * facts.hidden_size
-    tokens = rng.choice(np.flatnonzero(shared.draft_ids >= 0), 40).astype(np.uint32)
+    weight_format = WeightFormat(jnp.float32, None, panels=False)
+    assert jax.tree.structure(setup.serve(served, weight_format).params) == jax.tree.structure(served)
+    weights, rng = setup.target_weights(), np.random.default_rng(0)
+    width = setup.buffer.row_bytes // 2
+    assert width == (len(setup.head.states.layers) + 1) * facts.hidden_size
+    tokens = rng.choice(np.flatnonzero(weights.draft_ids >= 0), 40).astype(np.uint32)
     rows = rng.standard_normal((39, width)).astype(jnp.bfloat16).view(np.uint8)
-    batch = build_batch(Pieces([Record(tokens, rows, 4, 4, 0.0, 0)], 2 * width), [[0]], PackShape(1, 64, 32, 1), rng)
-    objective = Objective(teaching.head, 1, 0.8, narrow=True)
-    slopes_of = jax.jit(jax.value_and_grad(lambda params: objective(params, shared, batch)[0]))
-    loss, slopes = slopes_of(teaching._learnt)
+    batch = build_batch(Segments([Record(tokens, rows, 4, 4, 0.0, 0)], 2 * width), [[0]], PackShape(1, 64, 32, 1), rng)
+    objective = Objective(setup.head, 1, 0.8, mixed_precision=True)
+    gradients_of = jax.jit(jax.value_and_grad(lambda params: objective(params, weights, batch)[0]))
+    loss, gradients = gradients_of(setup.learnt)
     assert np.isfinite(loss)
-    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(slopes))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradients))
 
 
 FORMATS = {
@@ -167,28 +166,28 @@ def test_a_swap_compiles_nothing(kind, layout, target, tmp_path):
         pytest.skip("the compiled kernels do not run here")
     folder = head_of(kind, target, tmp_path / "head")
     flags = {"online": True, "max_running_requests": 1, "draft_feature_dtype": "auto"} | FORMATS[layout]
-    engine = fed("EAGLE" if "1" in kind else "EAGLE3", folder, target, **flags)
+    engine = feature_engine("EAGLE" if "1" in kind else "EAGLE3", folder, target, **flags)
     drafter, runner = engine.drafter, engine.drafter.runner
     learner = drafter.learner
-    learner._make(learner._serving)  # as in the warm-up
-    shape = Shape(1, 4, 4)
+    learner.convert(learner.serving)  # as in the warm-up
+    shape = StepShape(1, 4, 4)
     runner.warm_up([shape])
     inputs = empty_inputs(runner.layout(shape))
     inputs.features.rows[:] = np.random.default_rng(0).standard_normal(inputs.features.rows.shape)
     inputs.temperature[:] = 0
 
-    def said(given):
+    def outputs(given):
         inputs.features.given[:] = given
         return [part.copy() for part in runner.run(shape, inputs)]
 
-    before = said(1)
+    before = outputs(1)
     rng = np.random.default_rng(1)
-    other = jax.tree.map(lambda x: np.asarray(x) + rng.standard_normal(x.shape).astype(np.float32), learner._serving)
-    for params, same in ((other, False), (learner._serving, True)):
-        learner.offer.make(learner._make(params))
+    other = jax.tree.map(lambda x: np.asarray(x) + rng.standard_normal(x.shape).astype(np.float32), learner.serving)
+    for params, same in ((other, False), (learner.serving, True)):
+        learner.offer.put(learner.convert(params))
         drafter.work()
-        after = said(1)
-        said(0)
+        after = outputs(1)
+        outputs(0)
         assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True)) == same
     assert drafter.swaps == 2
     assert runner.compilations.while_serving == 0
@@ -197,14 +196,14 @@ def test_a_swap_compiles_nothing(kind, layout, target, tmp_path):
 # --- what cannot learn ---
 
 
-def test_heads_that_cannot_learn_are_refused(target, tmp_path):
+def test_untrainable_heads_are_refused(target, tmp_path):
     flags = {"online": True, "max_running_requests": 1}
     config, tensors = eagle3(target, vocab=None)
     with pytest.raises(ConfigError, match=r"no lm_head\.weight"):
-        fed("EAGLE3", write_head(tmp_path / "a", config, tensors), target, **flags)
+        feature_engine("EAGLE3", write_head(tmp_path / "a", config, tensors), target, **flags)
     model = write_mtp(tmp_path / "b", "deepseek-v3")
     with pytest.raises(ConfigError, match="dense layers with plain attention"):
         build(DraftConfig(speculative_algorithm="NEXTN", model_path=str(model), **flags))
     model = write_mtp(tmp_path / "c", "mimo")
-    with pytest.raises(ConfigError, match="--online-output cannot keep MTP layers"):
+    with pytest.raises(ConfigError, match="--online-output cannot store MTP layers"):
         build(DraftConfig(speculative_algorithm="NEXTN", model_path=str(model), online_output="x", **flags))

@@ -1,4 +1,4 @@
-"""Weights of 8 bits in every kind of draft: what they mean, that they are close, and which formats are refused."""
+"""Quantized weights in every kind of draft: their values, their error, and unsupported formats."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from services.draft.formats.eagle import read_eagle
 from services.draft.formats.mtp import read_mtp
 from services.draft.formats.target import read_target
 from services.draft.kernels.cpu.panels import Panels
-from services.draft.model.matrices.narrow import Narrow, narrow, product
+from services.draft.model.matrices.products import product
+from services.draft.model.matrices.quantized import QuantizedWeight, quantize_params
 from services.draft.process.app import build
 from tests.support.checkpoints.heads import eagle, write_head
 from tests.support.checkpoints.mtp import write_mtp
@@ -25,12 +26,12 @@ TOKENS = RNG.integers(4, VOCAB, 12).tolist()
 
 
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.5 / 127), ("fp8", 1 / 16)])
-def test_each_output_has_a_scale_of_its_own(kind, error):
-    """error: of a number, by its column's largest one (int8) or by itself (fp8, three bits behind the first)."""
+def test_each_output_has_its_own_scale(kind, error):
+    """error: of a number, relative to its column's largest one (int8) or to itself (fp8, with a 3-bit mantissa)."""
     wide = RNG.standard_normal((64, 48)).astype(np.float32) * np.logspace(-4, 3, 48, dtype=np.float32)
     wide[:, 7] = 0.0
-    (matrix,) = narrow({"head": jnp.asarray(wide)}, kind).values()
-    assert isinstance(matrix, Narrow)
+    (matrix,) = quantize_params({"head": jnp.asarray(wide)}, kind).values()
+    assert isinstance(matrix, QuantizedWeight)
     assert matrix.numbers.dtype.itemsize == 1
     again = np.asarray(matrix.numbers, np.float32) * np.asarray(matrix.scales)
     size = np.abs(wide).max(0) if kind == "int8" else np.maximum(np.abs(wide), np.abs(wide).max(0) * 2.0**-14)
@@ -50,39 +51,43 @@ def drafts(kind, folder):
 
 
 @pytest.mark.parametrize("kind", ["llama, tied", "eagle of a tied target", "experts, latent attention"])
-def test_a_narrow_model_is_the_wide_one_with_rounded_weights(tmp_path, kind):
+def test_quantized_model_equals_the_model_with_rounded_weights(tmp_path, kind):
     draft = drafts(kind, tmp_path / "model")
     params = draft.load(jnp.float32)
-    small = narrow(params, "int8")
-    found = [leaf for leaf in jax.tree.leaves(small, is_leaf=lambda x: isinstance(x, Narrow))
-             if isinstance(leaf, Narrow)]  # fmt: skip
+    small = quantize_params(params, "int8")
+
+    def quantized(x):
+        return isinstance(x, QuantizedWeight)
+
+    found = [leaf for leaf in jax.tree.leaves(small, is_leaf=quantized) if quantized(leaf)]
     assert len(found) >= 5
     rounded = jax.tree.map(
-        lambda leaf: leaf.numbers.astype(jnp.float32) * leaf.scales[..., None, :] if isinstance(leaf, Narrow) else leaf,
-        small, is_leaf=lambda x: isinstance(x, Narrow),
-    )  # fmt: skip
-    job = {"feed": 11}
-    if draft.config.head.fed:
-        job["features"] = RNG.standard_normal((11, draft.config.hidden_size)).astype(np.float32)
-    narrowed, wide, plain = (Stepper(draft.config, p, TOKENS).run(12, **job)[:11] for p in (small, rounded, params))
+        lambda leaf: leaf.numbers.astype(jnp.float32) * leaf.scales[..., None, :] if quantized(leaf) else leaf,
+        small,
+        is_leaf=quantized,
+    )
+    work = {"feed": 11}
+    if draft.config.head.uses_features:
+        work["features"] = RNG.standard_normal((11, draft.config.hidden_size)).astype(np.float32)
+    narrowed, wide, plain = (Stepper(draft.config, p, TOKENS).run(12, **work)[:11] for p in (small, rounded, params))
     np.testing.assert_allclose(narrowed, wide, rtol=1e-3, atol=1e-3 * np.abs(wide).max())
     assert np.corrcoef(narrowed.ravel(), plain.ravel())[0, 1] > 0.99
     assert not np.allclose(narrowed, plain, rtol=1e-5)
 
 
-def test_a_service_with_narrow_weights(tmp_path):
+def test_service_with_quantized_weights(tmp_path):
     folder = write_model(tmp_path / "model")
     engine = standalone(folder, speculative_draft_model_quantization="int8")
-    assert is_narrow(engine.drafter.runner._params["head"])
+    assert is_narrow(engine.drafter.runner.params["head"])
     engine.open(request(1, TOKENS))
     assert any(output.proposals for output in settle(engine))
     for kind in ("unquant", None):
         engine = standalone(folder, speculative_draft_model_quantization=kind)
-        assert not is_narrow(engine.drafter.runner._params["head"])
+        assert not is_narrow(engine.drafter.runner.params["head"])
 
 
 def is_narrow(matrix):
-    return isinstance(matrix, Narrow) or (isinstance(matrix, Panels) and matrix.scales is not None)
+    return isinstance(matrix, QuantizedWeight) or (isinstance(matrix, Panels) and matrix.scales is not None)
 
 
 def config(folder, **flags):
@@ -92,7 +97,7 @@ def config(folder, **flags):
     )  # fmt: skip
 
 
-def test_formats_and_devices_that_do_not_fit(tmp_path):
+def test_unsupported_formats_and_devices_are_refused(tmp_path):
     folder = write_model(tmp_path / "model")
     for flags, message in (
         ({"speculative_draft_model_quantization": "awq"}, "quantization awq is not supported; expected one of int8"),
@@ -111,8 +116,8 @@ def test_the_fraction_of_memory_holds_weights_and_cache(tmp_path, monkeypatch):
     folder = write_model(tmp_path / "model")
     engine, _ = build(config(folder))
     assert engine.load().total_pages * 16 == 512 * 2 + 2 * 64  # no more than the sessions can use
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.drafter.runner._params))
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.drafter.runner.params))
     token = engine.drafter.runner.config.cache_numbers() * 4
-    monkeypatch.setattr("services.draft.model.parallel.devices._memory_bytes", lambda _: 2 * (weights + 320 * token))
+    monkeypatch.setattr("services.draft.model.parallel.devices.memory_bytes", lambda _: 2 * (weights + 320 * token))
     engine, _ = build(config(folder, draft_mem_fraction_static=0.5))
     assert engine.load().total_pages == 320 // 16

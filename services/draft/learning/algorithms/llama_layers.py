@@ -1,4 +1,4 @@
-"""Decoder layers in Llama's manner, as several algorithms train them: first parameters, and published tensors."""
+"""Llama-like decoder layers, which several algorithms train: initial parameters, and published tensors."""
 
 from __future__ import annotations
 
@@ -7,46 +7,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from services.draft.learning.disk import write_whole
+from services.draft.learning.disk import write_atomically
 from services.draft.model.layers.config import Attention, Layer, Mlp
-from services.draft.model.layers.heads import Params
+from services.draft.model.params import Params
 
-_OUTPUTS = 0.5  # of what layers add, at first
+_OUTPUT_SCALE = 0.5  # of the initial matrices whose products are added to the residual stream
 
 
-class Dice:
-    """Random first matrices, float32."""
+class RandomInit:
+    """Random initial matrices, float32."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
     def matrix(self, inputs: int, outputs: int, scale: float = 1.0) -> NDArray[np.float32]:
-        """[inputs, outputs], which keeps the size of what is multiplied if scale is 1."""
-        numbers = self._rng.standard_normal((inputs, outputs)) * (scale / np.sqrt(inputs))
+        """[inputs, outputs]; with scale 1 a product has the variance of its input."""
+        numbers: NDArray[np.float64] = self._rng.standard_normal((inputs, outputs)) * (scale / np.sqrt(inputs))
         return numbers.astype(np.float32)
 
 
-def first_layer(layer: Layer, hidden: int, dice: Dice) -> Params:
-    """Parameters that a layer begins with, as the draft service has them."""
+def first_layer(layer: Layer, hidden: int, init: RandomInit) -> Params:
+    """Initial parameters of a layer, as the draft service has them."""
     assert isinstance(layer.attention, Attention)
     assert isinstance(layer.mlp, Mlp)
     a = layer.attention
-    qkv = dice.matrix(a.width, (a.heads + 2 * a.kv_heads) * a.head_dim)
+    qkv = init.matrix(a.width, (a.heads + 2 * a.kv_heads) * a.head_dim)
     if layer.beside:
-        _see_themselves(qkv, a, dice.matrix(hidden, a.kv_heads * a.head_dim))
+        _see_themselves(qkv, a, init.matrix(hidden, a.kv_heads * a.head_dim))
     params = {
         "mlp_norm": jnp.ones(hidden, jnp.float32),
         "qkv": jnp.asarray(qkv),
-        "output": jnp.asarray(dice.matrix(a.heads * a.head_dim, hidden, _OUTPUTS)),
-        "gate_up": jnp.asarray(dice.matrix(hidden, 2 * layer.mlp.width)),
-        "down": jnp.asarray(dice.matrix(layer.mlp.width, hidden, _OUTPUTS)),
+        "output": jnp.asarray(init.matrix(a.heads * a.head_dim, hidden, _OUTPUT_SCALE)),
+        "gate_up": jnp.asarray(init.matrix(hidden, 2 * layer.mlp.width)),
+        "down": jnp.asarray(init.matrix(layer.mlp.width, hidden, _OUTPUT_SCALE)),
     }
     if a.qkv_bias:
         params["qkv_bias"] = jnp.zeros(qkv.shape[1], jnp.float32)
@@ -55,10 +54,10 @@ def first_layer(layer: Layer, hidden: int, dice: Dice) -> Params:
 
 
 def _see_themselves(qkv: NDArray[np.float32], a: Attention, keys: NDArray[np.float32]) -> None:
-    """Let a query head of each group begin with the key of its group, which is of the token's embedding alone.
+    """Make one query head of each group start as the key of its group, which depends on the token's embedding alone.
 
-    So rows first see themselves and equal tokens nearby: only through attention does a row's token reach its output.
-    qkv: [2H, heads + 2 key heads], changed; keys: [H, key heads]
+    Rows then attend first to themselves and to equal tokens nearby; only through attention does a row's token reach its
+    output. qkv: [2H, heads + 2 key heads], changed in place; keys: [H, key heads]
     """
     group, dim, hidden = a.heads // a.kv_heads, a.head_dim, len(keys)
     for head in range(0, a.kv_heads, 1 if group > 1 else 2):
@@ -98,7 +97,7 @@ def layer_tensors(layer: Layer, params: Mapping[str, Any]) -> dict[str, Any]:
 def write_folder(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], whole: Mapping[str, NDArray[Any]] | None = None
 ) -> None:
-    """Write config.json and model.safetensors in bfloat16, each in one piece or not at all.
+    """Write config.json and model.safetensors in bfloat16, each whole or not at all.
 
     whole: tensors that keep their own format
     """
@@ -108,10 +107,10 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "model.safetensors.part"
     safetensors.numpy.save_file(arrays | dict(whole or {}), part, {"format": "pt"})
-    write_whole(folder / "config.json", json.dumps(config, indent=1) + "\n")
+    write_atomically(folder / "config.json", json.dumps(config, indent=1) + "\n")
     part.replace(folder / "model.safetensors")
 
 
-def plain(array: NDArray[Any]) -> jax.Array:
-    """`Put` without a device."""
-    return array.astype(np.float32)  # type: ignore[return-value]
+def plain(array: NDArray[Any]) -> NDArray[np.float32]:
+    """`Put` that keeps arrays in NumPy, as float32."""
+    return array.astype(np.float32)
