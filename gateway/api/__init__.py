@@ -1,1 +1,1 @@
-"""The REST edge: OpenAI-style routes, their bodies and their errors."""
+"""The REST API: routes of OpenAI, SGLang and vLLM, their bodies and errors."""

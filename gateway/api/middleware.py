@@ -1,6 +1,6 @@
-"""What every HTTP request passes: a bound on its body, a request id, and a look at its key.
+"""Middleware of every HTTP request: body size limit, request id, API key.
 
-Plain ASGI, for streams pass through here.
+Plain ASGI, because streams pass through.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.admission.admission import Keys
 from gateway.admission.retry_after import as_long_again
 from gateway.api.answers.errors import error_body, response_to
+from gateway.api.requests.http import REQUEST_ID
 from gateway.api.routes.page import FILES, starting_page
 from outrider import telemetry
 from outrider.errors import TooManyRequests, Unauthenticated
 
-REQUEST_ID = "outrider.request_id"  # where the scope has it
-
 _HEADER = b"x-request-id"
-_LONGEST_ID = 128
-# Weights come as a body. The targets bound it themselves, by what their model can take.
+_MAX_ID_LENGTH = 128
+# This body is a whole checkpoint. The targets limit it by the size of their model.
 _WEIGHTS, _WEIGHTS_BYTES = "/update_weights_from_tensor", 1 << 50
 
 
 class Edge:
-    """Refuses bodies that are too large, echoes or mints X-Request-Id, and says 503 until there is an app."""
+    """Refuses bodies that are too large, echoes or creates X-Request-Id, and answers 503 until `app` is set."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.app: ASGIApp = _Starting()
@@ -42,19 +41,19 @@ class Edge:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        request_id = headers.get(_HEADER, b"")[:_LONGEST_ID] or secrets.token_hex(12).encode()
+        request_id = headers.get(_HEADER, b"")[:_MAX_ID_LENGTH] or secrets.token_hex(12).encode()
         scope[REQUEST_ID] = request_id.decode("latin-1")
         telemetry.REQUEST_ID.set(scope[REQUEST_ID])
         scope["path"] = _SLASHES.sub("/", scope["path"])
         limit = _WEIGHTS_BYTES if scope["path"] == _WEIGHTS else self._limit
-        body = _Bounded(receive, limit)
+        body = _BoundedBody(receive, limit)
         refused = started = False
 
         async def sending(message: Message) -> None:
             nonlocal refused, started
             if message["type"] == "http.response.start":
                 started = True
-                if body.too_large:  # whatever the app made of it
+                if body.too_large:  # replaces the app's response
                     refused = True
                     await _refuse(send, request_id, limit)
                 message["headers"] = [*message["headers"], (_HEADER, request_id)]
@@ -67,14 +66,16 @@ class Edge:
             return
         try:
             await self.app(scope, body, sending)
-        except asyncio.CancelledError:  # by the server, which ends: the client has not sent all, or does not read
+        except asyncio.CancelledError:  # by the server at shutdown: the client stalls while sending or reading
             if not started:
-                told = error_body("the gateway is shutting down; retry elsewhere", "server_error", "unavailable")
-                await _send(send, 503, told, [(_HEADER, request_id), (b"retry-after", b"1"), (b"connection", b"close")])
+                content = error_body("the gateway is shutting down; retry elsewhere", "server_error", "unavailable")
+                await _send(
+                    send, 503, content, [(_HEADER, request_id), (b"retry-after", b"1"), (b"connection", b"close")]
+                )
 
 
-class Gate:
-    """Asks callers for their key, but for routes that tell of health, and bounds what each has under way."""
+class KeyCheck:
+    """Requires an API key except on public routes, and limits the running requests of each key."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
@@ -82,7 +83,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        if scope["type"] != "http" or scope["path"] in _OPEN or scope["path"].startswith(FILES):
+        if scope["type"] != "http" or scope["path"] in _PUBLIC or scope["path"].startswith(FILES):
             await self._app(scope, receive, send)
             return
         try:
@@ -94,14 +95,14 @@ class Gate:
 
 
 _LIVE = frozenset({"/health/live", "/live"})
-_OPEN = _LIVE | {"/", "/health", "/health/ready", "/health_generate", "/ready", "/metrics"}
+_PUBLIC = _LIVE | {"/", "/health", "/health/ready", "/health_generate", "/ready", "/metrics"}
 _SLASHES = re.compile("/{2,}")
 
 
-class _Bounded:
-    """Counts what a body without a length brings. Raises HTTPException where it is too large.
+class _BoundedBody:
+    """Limits a body without a length. Raises HTTPException when it is too large.
 
-    Whoever reads it stops then, for what is there may be a request by itself. Other messages pass.
+    The app must not see the truncated body, which may be a valid request. Other messages pass.
     """
 
     def __init__(self, receive: Receive, limit: int) -> None:
@@ -116,7 +117,7 @@ class _Bounded:
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             self.too_large = True
-            raise HTTPException(413)  # FastAPI passes it on as it is, and others as a 400
+            raise HTTPException(413)  # FastAPI keeps this status; other exceptions would become 400
         return message
 
 
@@ -126,19 +127,19 @@ async def _refuse(send: Send, request_id: bytes, limit: int) -> None:
 
 
 class _Starting:
-    """Stands in until a target has been met."""
+    """The app until a target is connected."""
 
     def __init__(self) -> None:
         self._since = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say so."""
+        """Answer 503, or 200 on liveness routes."""
         del receive
         await _starting(scope, send, str(as_long_again(self._since)).encode())
 
 
 async def _starting(scope: Scope, send: Send, seconds: bytes) -> None:
-    assert scope["type"] == "http", "uvicorn is told to offer nothing else"
+    assert scope["type"] == "http", "uvicorn is configured for HTTP only"
     reason = "the gateway is starting; it waits for a target service"
     if scope["path"] in _LIVE:
         await _send(send, 200, orjson.dumps({"status": "ok"}), [])
@@ -146,7 +147,7 @@ async def _starting(scope: Scope, send: Send, seconds: bytes) -> None:
     if scope["path"] == "/":
         await _send(send, 503, starting_page(), [(b"retry-after", b"1")], b"text/html; charset=utf-8")
         return
-    if scope["path"] in _OPEN:
+    if scope["path"] in _PUBLIC:
         body = orjson.dumps({"status": "unavailable", "missing": [f"target: {reason}"]})
     else:
         body = error_body(reason, "server_error", "unavailable")

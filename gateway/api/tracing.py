@@ -1,17 +1,17 @@
-"""Gives every HTTP request a span, which only those that generate something begin.
+"""Gives every HTTP request a span, which begins only if the request generates.
 
-Plain ASGI, for streams pass through.
+Plain ASGI, because streams pass through.
 """
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.middleware import REQUEST_ID
+from gateway.api.requests.http import REQUEST_ID
 from gateway.telemetry.spans import CURRENT, spanning
 from outrider.tracing import Tracing, Value
 
-_CHATS = ("chat", "responses")  # in paths of conversations
+_CHATS = ("chat", "responses")  # parts of the paths of chats
 
 
 class Traced:
@@ -29,8 +29,8 @@ class Traced:
         path: str = scope["path"]
         operation = "chat" if any(word in path for word in _CHATS) else "text_completion"
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        told: dict[str, Value] = {"http.request.method": scope["method"], "http.route": path}
-        with spanning(self._tracing, operation, headers, scope.get(REQUEST_ID, ""), told) as span:
+        attributes: dict[str, Value] = {"http.request.method": scope["method"], "http.route": path}
+        with spanning(self._tracing, operation, headers, scope.get(REQUEST_ID, ""), attributes) as span:
 
             async def sending(message: Message) -> None:
                 if message["type"] == "http.response.start":

@@ -1,8 +1,8 @@
-"""Control of the services from the gateway: new weights, a flush, a pause. Every call goes to all of a kind at once.
+"""Control of the services: weight updates, cache flushes, pauses. Every call goes to all targets or drafts.
 
-What a target refuses as a bad update is the caller's mistake. A target that was away has missed the update; once it is
-back, it is refused for its old weights until it gets all of the new ones too. Updates are taken over one after the
-other: of two at once, one target could have the first in the end, and another one the second.
+An update that a target refuses as invalid is the caller's mistake. A target that was away misses the update, and is
+unused because of its old weights until it has all new ones. Updates are serialized; otherwise two concurrent ones could
+leave different weights on different targets.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ _MODES: dict[PauseMode, common_pb2.PauseMode] = {
     "retract": common_pb2.PAUSE_MODE_RETRACT,
     "in_place": common_pb2.PAUSE_MODE_IN_PLACE,
 }
-_CALL_TIMEOUT = 60.0  # seconds; a step may be under way
-_LAST_CLOSES = 0.2  # seconds: the end of a cancelled request goes to its target over another connection than a flush
+_CALL_TIMEOUT = 60.0  # seconds; a step may be running
+_LAST_CLOSES = 0.2  # seconds; closes of cancelled requests reach a target over another connection than the flush
 _FIRST_POLL, _LONGEST_POLL = 0.02, 0.5  # seconds between two attempts to flush
 _UPDATE_TIMEOUT = 3600.0  # seconds to read or send all weights
-_PARTS = 4  # of a stream that a slow target may lag behind the others
+_MAX_PARTS = 4  # of a stream by which a slow target may lag behind the others
 _PART_BYTES = 1 << 20
 
 
-class Updated(NamedTuple):
-    """What came of an update. resting: of so many targets those that are not used, for they lack earlier weights."""
+class UpdateResult(NamedTuple):
+    """The result of an update. unused: number of targets that lack weights of earlier updates."""
 
     weights: common_pb2.WeightFacts
     targets: int
-    resting: int
+    unused: int
 
 
 class Control:
-    """All targets as one."""
+    """Controls all targets and drafts together."""
 
     def __init__(self, orchestrator: Orchestrator, facts: Facts) -> None:
-        """facts: what the gateway tells of its model; follows the weights."""
+        """facts: about the served model; updated with the weights."""
         self._orchestrator = orchestrator
         self._facts = facts
         self._updating = asyncio.Lock()
 
     @property
     def weight_version(self) -> str:
-        """Label of the weights."""
+        """Version label of the weights."""
         return self._facts.target.weight_version
 
     # --- weights ---
 
-    async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> Updated:
-        """Take the weights of a folder that every target can read. Raises InvalidRequest for one that does not fit."""
+    async def update_from_disk(self, folder: str, update: common_pb2.WeightUpdate) -> UpdateResult:
+        """Load weights from a folder that every target can read. Raises InvalidRequest if they do not fit."""
         request = target_pb2.UpdateWeightsFromDiskRequest(folder=folder, update=update)
-        async with self._alone():
+        async with self._update_lock():
             calls = [
                 self._call(target, lambda stub: stub.UpdateWeightsFromDisk(request, timeout=_UPDATE_TIMEOUT))
                 for target in self._targets
             ]
-            return await self._changed(await asyncio.gather(*calls, return_exceptions=True), update, folder)
+            return await self._finish_update(await asyncio.gather(*calls, return_exceptions=True), update, folder)
 
-    async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> Updated:
-        """Take tensors that come as one safetensors file. Raises InvalidRequest for those that do not fit."""
-        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_PARTS) for _ in self._targets]
+    async def update_from_tensors(self, parts: AsyncIterator[bytes], update: common_pb2.WeightUpdate) -> UpdateResult:
+        """Load tensors sent as one safetensors file. Raises InvalidRequest if they do not fit."""
+        queues: list[asyncio.Queue[bytes | None]] = [asyncio.Queue(_MAX_PARTS) for _ in self._targets]
 
         async def requests(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[Any]:
             yield target_pb2.UpdateWeightsFromTensorRequest(update=update)
@@ -93,80 +93,83 @@ class Control:
         try:
             async for part in _cut(parts):
                 await _put(queues, tasks, part)
-            async with self._alone():  # what has come so far changes nothing, however slowly it comes
+            async with self._update_lock():  # only the last part makes targets change their weights
                 await _put(queues, tasks, None)
-                return await self._changed(await asyncio.gather(*tasks, return_exceptions=True), update)
+                return await self._finish_update(await asyncio.gather(*tasks, return_exceptions=True), update)
         finally:
             for task in tasks:
                 task.cancel()
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        """While nobody else updates weights, here or in another worker."""
-        async with self._updating, self._facts.peers.alone("weights"):
+    async def _update_lock(self) -> AsyncIterator[None]:
+        """Exclude other weight updates, in this worker and in others."""
+        async with self._updating, self._facts.peers.lock("weights"):
             yield
 
-    async def _changed(self, results: Sequence[Any], update: common_pb2.WeightUpdate, folder: str = "") -> Updated:
-        """Note what each target has now, here and in other workers. folder: of the weights. Raises the first error."""
+    async def _finish_update(
+        self, results: Sequence[Any], update: common_pb2.WeightUpdate, folder: str = ""
+    ) -> UpdateResult:
+        """Record each target's weights, here and in other workers. folder: of the weights. Raises the first error."""
         found = [None if isinstance(result, BaseException) else result.weights for result in results]
-        due = self._due(found)
+        due = self._served_weights(found)
         here = [facts is not None and due is not None and facts.fingerprint == due.fingerprint for facts in found]
         if due is not None:
-            news = {"version": due.weight_version, "fingerprint": due.fingerprint, "here": here}
-            self.adopt(news)
-            await self._facts.peers.ask("weights", news)
+            update_facts = {"version": due.weight_version, "fingerprint": due.fingerprint, "here": here}
+            self.adopt_weights(update_facts)
+            await self._facts.peers.ask("weights", update_facts)
         for target, facts, whole in zip(self._targets, found, here, strict=True):
             if facts is not None and not whole:
                 log.warning(
-                    "the target at %s lacks weights of earlier updates; it rests until all come", target.address
+                    "the target at %s lacks weights of earlier updates; it is unused until it has them all",
+                    target.address,
                 )
         if any(found) and not update.keep_cache:
-            await self._forget_states(folder if due is not None else "")
+            await self.flush_target_states(folder if due is not None else "")
         try:
             _check(results)
         except OutriderError as error:
             if any(found):
-                error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others rest"
+                error.message += f"; {sum(here)} of {len(results)} targets have the new weights, the others are unused"
             raise
-        return Updated(due or next(facts for facts in found if facts is not None), len(here), here.count(False))
+        return UpdateResult(due or next(facts for facts in found if facts is not None), len(here), here.count(False))
 
-    def _due(self, found: Sequence[common_pb2.WeightFacts | None]) -> common_pb2.WeightFacts | None:
-        """What all targets must have from now on: what one has that lacked nothing before. found: of each, what it has.
+    def _served_weights(self, found: Sequence[common_pb2.WeightFacts | None]) -> common_pb2.WeightFacts | None:
+        """The weights that all targets must have from now on: those of a target that missed no update. None if unknown.
 
-        A target that has missed an update, and gets a part of the next one, has weights of no model. Where all have,
-        the first one that has nothing left of what it was started with is right; None as long as none is.
+        found: weights of each target. A target that missed an update and gets a part of the next one has mixed weights.
+        If all targets have, the first one without any of its original tensors decides.
         """
         pairs = [(target, facts) for target, facts in zip(self._targets, found, strict=True) if facts is not None]
-        right = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
-        return next(iter(right or [facts for _, facts in pairs if facts.whole]), None)
+        complete = [facts for target, facts in pairs if target.expects(facts.fingerprint_before)]
+        return next(iter(complete or [facts for _, facts in pairs if facts.whole]), None)
 
-    async def _forget_states(self, folder: str) -> None:
-        """Let drafts forget what the old weights told them of prompts that may come again, and share the new ones."""
+    async def flush_target_states(self, folder: str) -> None:
+        """Make drafts drop cached prefixes computed from the old weights' states, and load the shared new weights."""
         for draft in self._orchestrator.drafts:
             draft.target_folder = folder or draft.target_folder
-        for result in await self._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=folder)):
-            if isinstance(result, OutriderError):  # which costs speed alone
+        for result in await self.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=True, target_folder=folder)):
+            if isinstance(result, OutriderError):  # costs accept length, not correctness
                 log.warning("a draft keeps prefixes of the old weights: %s", result.message)
 
-    def adopt(self, news: Mapping[str, Any]) -> None:
-        """Targets have new weights. news: their `version` and `fingerprint`; for each target, whether it is `here`."""
+    def adopt_weights(self, update: Mapping[str, Any]) -> None:
+        """Record new weights. update: `version`, `fingerprint`, and `here`: for each target, whether it has them."""
         model = self._facts.target.model
-        model.fingerprint, self._facts.target.weight_version = news["fingerprint"], news["version"]
-        for target, here in zip(self._targets, news["here"], strict=True):
-            target.weights_changed(news["fingerprint"], news["version"], here=here)
+        model.fingerprint, self._facts.target.weight_version = update["fingerprint"], update["version"]
+        for target, here in zip(self._targets, update["here"], strict=True):
+            target.weights_changed(update["fingerprint"], update["version"], here=here)
 
     # --- cache and pauses ---
 
     async def flush_cache(self, timeout_s: float = 0.0) -> None:
-        """Drop cached prefixes, and what drafts have learned.
+        """Drop cached prefixes, and the n-grams of drafts.
 
-        timeout_s: how long to wait for requests to end. Raises InvalidRequest when some are under way even then.
+        timeout_s: seconds to wait for requests to end. Raises InvalidRequest if some are still running then.
         """
         await self._flush_targets(time.monotonic() + max(timeout_s, _LAST_CLOSES))
-        _check(await self._flush_drafts(draft_pb2.FlushDraftRequest()))
+        _check(await self.flush_drafts(draft_pb2.FlushDraftRequest()))
 
-    async def _flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
-        """What came of a request to each draft that is up; the others get it when they come back."""
+    async def flush_drafts(self, request: draft_pb2.FlushDraftRequest) -> list[Any]:
+        """Results of the call on each draft that is up; the others get it when they reconnect."""
 
         def flush(stub: Any) -> Any:
             return stub.FlushDraft(request, timeout=SHARE_TIMEOUT if request.target_folder else _CALL_TIMEOUT)
@@ -180,7 +183,7 @@ class Control:
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _flush_targets(self, deadline: float) -> None:
-        """Flush until none of them refuses, ever more seldom: each attempt interrupts their engines."""
+        """Flush until no target refuses, at growing intervals, because each attempt interrupts the engines."""
         pause = _FIRST_POLL
         while True:
             try:
@@ -196,22 +199,22 @@ class Control:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating. A target that is away is paused before it is used again."""
-        await self._note_pause(True)
+        await self._set_paused(True)
         request = target_pb2.PauseGenerationRequest(mode=common_pb2.PauseMode.Name(_MODES[mode]))
         await self._all(lambda stub: stub.PauseGeneration(request, timeout=_CALL_TIMEOUT))
 
-    async def proceed(self) -> None:
-        """Generate again. A target that is away is told before it is used again."""
-        await self._note_pause(False)
+    async def resume(self) -> None:
+        """Continue generating. A target that is away continues before it is used again."""
+        await self._set_paused(False)
         request = target_pb2.ContinueGenerationRequest()
         await self._all(lambda stub: stub.ContinueGeneration(request, timeout=_CALL_TIMEOUT))
 
-    async def _note_pause(self, paused: bool) -> None:
+    async def _set_paused(self, paused: bool) -> None:
         self.adopt_pause(paused)
         await self._facts.peers.ask("pause", paused)
 
     def adopt_pause(self, paused: bool) -> None:
-        """Whether targets are to pause, or to go on."""
+        """Set whether targets are paused before they are used again."""
         for target in self._targets:
             target.paused = paused
 
@@ -229,7 +232,7 @@ class Control:
 
 
 async def _call(link: TargetLink | DraftLink, stub: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
-    """Over a channel of its own: a target that is refused for its old weights can be called, too."""
+    """Call a service over a new channel, so that a target refused for its old weights can be called as well."""
     try:
         async with link.open_channel() as channel:
             return await call(stub(channel))
@@ -254,7 +257,7 @@ def _error_of(link: TargetLink | DraftLink, error: grpc.aio.AioRpcError) -> Outr
 
 
 async def _cut(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Parts no longer than a frame may be."""
+    """The parts, cut to the size limit of a frame."""
     async for part in parts:
         for start in range(0, len(part), _PART_BYTES):
             yield part[start : start + _PART_BYTES]
@@ -263,7 +266,7 @@ async def _cut(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def _put(
     queues: Sequence[asyncio.Queue[bytes | None]], tasks: Sequence[asyncio.Task[Any]], part: bytes | None
 ) -> None:
-    """Give a part to every call that still goes on."""
+    """Put a part into the queue of every running call."""
     for queue, task in zip(queues, tasks, strict=True):
         put = asyncio.create_task(queue.put(part))
         await asyncio.wait({put, task}, return_when=asyncio.FIRST_COMPLETED)

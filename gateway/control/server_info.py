@@ -1,4 +1,4 @@
-"""What the gateway tells of itself and of the services behind it."""
+"""Facts about the gateway and its services."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.wire.v1 import target_pb2
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that stay the same while the gateway runs."""
+    """Flags, the served model and the other workers."""
 
     config: GatewayConfig
     target: target_pb2.GetTargetInfoResponse
@@ -25,18 +25,18 @@ class Facts:
 
     @property
     def version(self) -> str:
-        """Version of the software."""
+        """Software version."""
         return outrider.__version__
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever texts may change: with the software, the checkpoint or the number formats."""
+        """Changes with the software, the checkpoint and the number formats, because each can change texts."""
         model = self.target.model
         key = f"{self.version}:{model.fingerprint}:{model.dtype}:{self.target.kv_cache_dtype}"
         return "outrider-" + hashlib.sha256(key.encode()).hexdigest()[:10]
 
     def server_info(self, generator: Generator) -> dict[str, Any]:
-        """Flags, services and speculation so far; the keys that SGLang has keep SGLang's names."""
+        """Flags, services and speculation statistics; keys that SGLang has keep SGLang's names."""
         orchestrator, tally = generator.orchestrator, generator.metrics.tally
         return {
             **{name: value for name, value in asdict(self.config).items() if "api_key" not in name},
@@ -50,7 +50,7 @@ class Facts:
                 {
                     "avg_spec_accept_length": tally.accept_length,
                     "avg_spec_accept_rate": tally.acceptance_rate,
-                    "running_sessions": len(orchestrator.sessions),
+                    "running_sessions": len(orchestrator.sessions.by_id),
                 }
             ],
         }

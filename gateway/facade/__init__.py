@@ -1,4 +1,4 @@
-"""Other engines' gRPC services on the gateway's port, so that routers made for those engines can use it as a worker."""
+"""gRPC services of vLLM and SGLang on the gateway's port, so that routers for them can use the gateway as a worker."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ _KINDS: dict[GrpcFacade, type[Facade]] = {"vllm": VllmFacade, "sglang": SglangFa
 
 
 def facades(names: Sequence[GrpcFacade]) -> list[Facade]:
-    """One of each that is named."""
+    """One facade for each name."""
     return [_KINDS[name]() for name in dict.fromkeys(names)]

@@ -1,4 +1,4 @@
-"""What is behind the facades."""
+"""The parts of the gateway that the facades use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outrider.tracing import Tracing
 
 @dataclass(frozen=True)
 class Backend:
-    """What answers the calls."""
+    """The parts of the gateway behind the facades' calls."""
 
     generator: Generator
     facts: Facts
@@ -33,9 +33,9 @@ class Backend:
 
     @cached_property
     def archive(self) -> tuple[bytes, str]:
-        """Those files as one, and its SHA-256."""
+        """An archive of those files, and its SHA-256."""
         return bundle(self.files)
 
     async def abort(self, name: str) -> int:
-        """End a request, whichever worker of the gateway has it. Returns how many answers of it were under way."""
+        """Abort a request in any worker of the gateway. Returns the number of its running generations."""
         return await abort_everywhere(self.generator, self.facts.peers, name)

@@ -1,4 +1,4 @@
-"""The tokenizer's files as one archive, whose bytes depend on the files alone."""
+"""The tokenizer's files as an archive whose bytes depend on the files alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 
 _PART_BYTES = 64 << 10
-_NO_DATE = (1980, 1, 1, 0, 0, 0)  # the first that the format knows
+_NO_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest date of the format
 
 
 def bundle(files: Mapping[str, bytes]) -> tuple[bytes, str]:
@@ -21,6 +21,6 @@ def bundle(files: Mapping[str, bytes]) -> tuple[bytes, str]:
 
 
 def chunks(data: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Parts of an archive, and whether each is the last."""
+    """Parts of an archive, each with True if it is the last."""
     for start in range(0, len(data), _PART_BYTES):
         yield data[start : start + _PART_BYTES], start + _PART_BYTES >= len(data)

@@ -1,4 +1,4 @@
-"""Numbers and rules of a request, as the services' messages have them."""
+"""Conversion of request fields that the facades' messages share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.speculation.sampling import SamplingParams
 
 MAX_CHOICES = 128
 
-# A service's name of a constraint, and the field of REST that means the same.
+# Names of constraints in the messages, and the equivalent REST fields.
 _CONSTRAINTS = {
     "json_schema": "json_schema",
     "regex": "regex",
@@ -28,15 +28,15 @@ _CONSTRAINTS = {
 
 
 def number(value: float) -> float:
-    """The number that the caller wrote: the shortest that a field of 32 bits tells from its neighbours.
+    """The decimal number that the caller meant: the shortest one that rounds to the same 32-bit float.
 
-    Otherwise 0.7 would be 0.699999988, and a text could differ from the one that REST gives.
+    Otherwise 0.7 would become 0.699999988, and a sampled text could differ from that of REST.
     """
     return float(str(np.float32(value)))
 
 
 def sampling_of(params: Any, temperature: float, top_k: int, bias: Iterable[tuple[int, float]]) -> SamplingParams:
-    """How tokens are drawn. A top_p or repetition_penalty of 0 is taken as unset. Raises InvalidRequest."""
+    """Sampling parameters. A top_p or repetition_penalty of 0 counts as unset. Raises InvalidRequest."""
     return SamplingParams(
         number(temperature),
         max(top_k, 0),
@@ -50,7 +50,7 @@ def sampling_of(params: Any, temperature: float, top_k: int, bias: Iterable[tupl
 
 
 def grammar(params: Any) -> Grammar | None:
-    """What the text must match. Raises InvalidRequest."""
+    """The grammar of the answer. Raises InvalidRequest."""
     name = params.WhichOneof("constraint")
     if name is None:
         return None
@@ -64,25 +64,25 @@ def grammar(params: Any) -> Grammar | None:
     return grammar_of({_CONSTRAINTS[name]: value})
 
 
-def tokens_limit(params: Any, name: str) -> int | None:
-    """A limit of new tokens; None is the rest of the context, 0 tells of the prompt alone."""
+def max_tokens_of(params: Any, name: str) -> int | None:
+    """New tokens at most; None is the rest of the context, 0 returns the prompt's log-probabilities only."""
     return int(getattr(params, name)) if params.HasField(name) else None
 
 
-def likeliest(count: int, name: str) -> int:
-    """How many of the likeliest tokens are told of. Raises InvalidRequest."""
+def logprobs_count(count: int, name: str) -> int:
+    """Number of likeliest tokens to return, checked. Raises InvalidRequest."""
     if not 0 <= count <= MAX_LOGPROBS:
         raise InvalidRequest(f"{name} must lie in [0, {MAX_LOGPROBS}], not {count}", param=name)
     return count
 
 
 def name_of(request: Any) -> str:
-    """What Abort calls it."""
+    """The request's id, for Abort."""
     return request.request_id or f"gen-{secrets.token_hex(12)}"
 
 
 def refuse_unsupported(request: Any, names: Iterable[str]) -> None:
-    """Raise InvalidRequest if a request has one of some fields, or asks for a rank of its own."""
+    """Raise InvalidRequest if a request sets one of these fields, or a data-parallel rank."""
     given = {described.name for described, _ in request.ListFields()}
     for name in names:
         if name in given:
@@ -92,7 +92,7 @@ def refuse_unsupported(request: Any, names: Iterable[str]) -> None:
 
 
 def choices(request: GenerationRequest, n: int) -> list[GenerationRequest]:
-    """A request once for each choice, whose seeds follow one another. n: 0 is 1. Raises InvalidRequest."""
+    """A request once for each choice, with consecutive seeds. n: 0 is 1. Raises InvalidRequest."""
     if n > MAX_CHOICES:
         raise InvalidRequest(f"n must be at most {MAX_CHOICES}, not {n}", param="n")
     return request.choices(n or 1)

@@ -1,4 +1,4 @@
-"""Answers as messages: what came of each choice, in the words that the services have in common.
+"""Replies as gRPC messages.
 
 vLLM's and SGLang's messages have the same fields; they differ in what a chunk's completion_tokens counts.
 """
@@ -16,17 +16,17 @@ from outrider.speculation.proposal import FinishReason, Logprobs
 
 @dataclass
 class _Choice:
-    """What one choice has told so far."""
+    """One choice so far."""
 
     request: GenerationRequest
     tokens: list[int] = field(default_factory=list)
-    told: list[Logprobs] = field(default_factory=list)
-    prompt_told: Logprobs | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: Logprobs | None = None
     begun: bool = False
 
 
-class Answers:
-    """The choices of one request. pb: the module of the service's messages."""
+class MessageReply:
+    """The reply to one request. pb: module of the service's messages."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Answers:
         prompt_from: int = 0,
         envelope: dict[str, Any] | None = None,
     ) -> None:
-        """stream: chunks come before the ends of choices. counts_all: they count all tokens so far, not their own.
+        """stream: send chunks before the end of each choice. counts_all: a chunk counts all tokens so far, not its own.
 
-        prompt_from: place in the prompt whose log-probabilities are told first. envelope: fields of every message
+        prompt_from: first prompt position whose log-probabilities are returned. envelope: fields of every message
         """
         self._pb = pb
         self._choices = [_Choice(request) for request in requests]
@@ -50,16 +50,16 @@ class Answers:
         self._envelope = envelope or {}
 
     async def messages(self, generations: Sequence[Generation]) -> AsyncIterator[Any]:
-        """What generations say, one for each request. Raises the error that ends them."""
+        """The messages of generations, one per request. Raises the error that ends them."""
         ends: dict[int, Any] = {}
         async for index, part in merged(generations):
             choice = self._choices[index]
             first, choice.begun = not choice.begun, True
             choice.tokens += part.tokens
             if part.logprobs is not None:
-                choice.told.append(part.logprobs)
+                choice.logprobs.append(part.logprobs)
             if part.prompt_logprobs is not None:
-                choice.prompt_told = part.prompt_logprobs
+                choice.prompt_logprobs = part.prompt_logprobs
             if self._stream and (part.tokens or first):
                 yield self._message(chunk=self._chunk(index, choice, part, first))
             if part.finish is not FinishReason.RUNNING:
@@ -85,7 +85,7 @@ class Answers:
         )
 
     def _complete(self, index: int, choice: _Choice, part: Part) -> Any:
-        told = Logprobs.joined(choice.told) if choice.told else None
+        logprobs = Logprobs.joined(choice.logprobs) if choice.logprobs else None
         matched: dict[str, Any] = {}
         if isinstance(part.matched, str):
             matched["matched_stop_str"] = part.matched
@@ -97,7 +97,7 @@ class Answers:
             prompt_tokens=part.prompt_tokens,
             completion_tokens=part.completion_tokens,
             cached_tokens=part.cached_tokens,
-            output_logprobs=self._output(choice.tokens, told, choice.request),
+            output_logprobs=self._output(choice.tokens, logprobs, choice.request),
             input_logprobs=self._input(choice),
             index=index,
             spec_accepted_tokens=part.accepted,
@@ -105,32 +105,32 @@ class Answers:
             **matched,
         )
 
-    def _output(self, tokens: Sequence[int], told: Logprobs | None, request: GenerationRequest) -> Any:
-        if told is None:
+    def _output(self, tokens: Sequence[int], logprobs: Logprobs | None, request: GenerationRequest) -> Any:
+        if logprobs is None:
             return None
         return self._pb.OutputLogProbs(
-            token_logprobs=told.values.tolist(),
-            token_ids=tokens[: len(told)],
-            top_logprobs=self._tops(told) if request.logprobs else (),
+            token_logprobs=logprobs.values.tolist(),
+            token_ids=tokens[: len(logprobs)],
+            top_logprobs=self._tops(logprobs) if request.logprobs else (),
         )
 
     def _input(self, choice: _Choice) -> Any:
-        """Those of the prompt; its first token has none."""
+        """Log-probabilities of the prompt, whose first token has none."""
         request, start = choice.request, self._prompt_from
         if request.prompt_logprobs is None:
             return None
-        pb, told = self._pb, choice.prompt_told
+        pb, logprobs = self._pb, choice.prompt_logprobs
         values = [pb.InputTokenLogProb()]
         tops = [pb.TopLogProbs()]
-        if told is not None:  # of all but the first
-            values += [pb.InputTokenLogProb(value=value) for value in told.values[start:].tolist()]
-            tops += self._tops(told.behind(start))
+        if logprobs is not None:  # of all tokens but the first
+            values += [pb.InputTokenLogProb(value=value) for value in logprobs.values[start:].tolist()]
+            tops += self._tops(logprobs.behind(start))
         return pb.InputLogProbs(
             token_logprobs=values,
             token_ids=request.prompt[start:],
             top_logprobs=tops if request.prompt_logprobs else (),
         )
 
-    def _tops(self, told: Logprobs) -> list[Any]:
-        rows = zip(told.top_values.tolist(), told.top_tokens.tolist(), strict=True)
-        return [self._pb.TopLogProbs(values=values, token_ids=tokens) for values, tokens in rows]
+    def _tops(self, logprobs: Logprobs) -> list[Any]:
+        tops = zip(logprobs.top_values.tolist(), logprobs.top_tokens.tolist(), strict=True)
+        return [self._pb.TopLogProbs(values=values, token_ids=tokens) for values, tokens in tops]

@@ -1,6 +1,6 @@
-"""SGLang's service as routers know it: sglang.grpc.scheduler.SglangScheduler.
+"""SGLang's gRPC service for routers: sglang.grpc.scheduler.SglangScheduler.
 
-Its messages have no field for a seed; the gateway takes `sampling_seed` from custom_params.
+Its messages have no field for a seed; the gateway reads `sampling_seed` from custom_params.
 """
 
 from __future__ import annotations
@@ -18,10 +18,18 @@ from smg_grpc_proto import sglang_scheduler_pb2_grpc
 import outrider
 from gateway.admission.admission import check_size
 from gateway.facade.base import Facade
-from gateway.facade.knowledge import model_facts, now
-from gateway.facade.requests import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
-from gateway.facade.responses import Answers
-from gateway.sessions.request import GenerationRequest
+from gateway.facade.info import model_facts, now
+from gateway.facade.requests import (
+    choices,
+    grammar,
+    logprobs_count,
+    max_tokens_of,
+    name_of,
+    refuse_unsupported,
+    sampling_of,
+)
+from gateway.facade.responses import MessageReply
+from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
 from outrider.errors import InvalidRequest
 
 _UNSUPPORTED = (
@@ -39,12 +47,12 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
     register = sglang_scheduler_pb2_grpc.add_SglangSchedulerServicer_to_server
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Chunks of every choice where they are asked for, and its end."""
+        """The end of every choice, after chunks if the request streams."""
         async with self._call(context, generates=True) as backend:
             check_size(request.ByteSize(), backend.facts.config.max_body_bytes)
             wanted = choices(_request(request), request.sampling_params.n)
             name = name_of(request)
-            answers = Answers(
+            reply = MessageReply(
                 pb,
                 wanted,
                 stream=request.stream,
@@ -53,11 +61,11 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
                 envelope={"request_id": name},
             )
             async with self._started(backend, context, wanted, name, stream=request.stream) as generations:
-                async for message in answers.messages(generations):
+                async for message in reply.messages(generations):
                     yield message
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """End a request; its caller keeps what it has got."""
+        """Abort a request; its caller keeps the text so far."""
         async with self._call(context) as backend:
             found = await backend.abort(request.request_id)
             return pb.AbortResponse(success=bool(found), message="" if found else "there is no such request")
@@ -88,7 +96,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
             )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """What all targets have to do, as one."""
+        """The load of all targets as one."""
         del request
         async with self._call(context) as backend:
             fields, tally = self._loads.fields(backend), backend.generator.metrics.tally
@@ -110,7 +118,7 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
             )
 
     async def ListLoadedLoRAAdapters(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """None."""
+        """There are none."""
         del request
         async with self._call(context):
             return pb.ListLoadedLoRAAdaptersResponse()
@@ -124,10 +132,10 @@ class SglangFacade(Facade, sglang_scheduler_pb2_grpc.SglangSchedulerServicer):  
 
 
 def _request(request: Any) -> GenerationRequest:
-    """Raises InvalidRequest."""
+    """The request as a specification. Raises InvalidRequest."""
     refuse_unsupported(request, _UNSUPPORTED)
     params, prompt = request.sampling_params, list(request.tokenized.input_ids)
-    top = likeliest(request.top_logprobs_num, "top_logprobs_num") if request.return_logprob else None
+    top = logprobs_count(request.top_logprobs_num, "top_logprobs_num") if request.return_logprob else None
     start = request.logprob_start_len
     if top is not None and start >= max(len(prompt), 1):
         raise InvalidRequest(
@@ -136,17 +144,18 @@ def _request(request: Any) -> GenerationRequest:
     return GenerationRequest(
         prompt,
         sampling_of(params, params.temperature, params.top_k, _biases(params)),
-        tokens_limit(params, "max_new_tokens"),
-        min_tokens=params.min_new_tokens,
+        StopOptions(
+            max_tokens_of(params, "max_new_tokens"),
+            min_tokens=params.min_new_tokens,
+            strings=tuple(params.stop),
+            token_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
+        ),
+        TextOptions(include_stop=params.no_stop_trim, verbatim=not params.skip_special_tokens),
         seed=_seed(params),
-        stops=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
         grammar=grammar(params),
         logprobs=top,
         prompt_logprobs=top if start >= 0 else None,
-        include_stop=params.no_stop_trim,
-        verbatim=not params.skip_special_tokens,
     )
 
 
@@ -170,7 +179,7 @@ def _seed(params: Any) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """Values that a Struct can hold."""
+    """A value in types that a Struct can hold."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""vLLM's service as routers know it: vllm.grpc.engine.VllmEngine."""
+"""vLLM's gRPC service for routers: vllm.grpc.engine.VllmEngine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import outrider
 from gateway.admission.admission import check_size
 from gateway.facade.backend import Backend
 from gateway.facade.base import Facade
-from gateway.facade.knowledge import model_facts, now
-from gateway.facade.requests import choices, grammar, likeliest, name_of, refuse_unsupported, sampling_of, tokens_limit
-from gateway.facade.responses import Answers
-from gateway.sessions.request import GenerationRequest
-from gateway.text.encoding import cut
+from gateway.facade.info import model_facts, now
+from gateway.facade.requests import (
+    choices,
+    grammar,
+    logprobs_count,
+    max_tokens_of,
+    name_of,
+    refuse_unsupported,
+    sampling_of,
+)
+from gateway.facade.responses import MessageReply
+from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
+from gateway.text.encoding import cut, encode
 from outrider.errors import InvalidRequest
 
-# Pictures, and prompts that another worker has read.
+# Images, and prompts whose KV cache is on another worker.
 _UNSUPPORTED = ("mm_inputs", "extra_mm_inputs", "media_refs", "kv_transfer_params", "kv_transfer_params_json")
 
 
@@ -32,18 +40,18 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     register = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Chunks of every choice where they are asked for, and its end."""
+        """The end of every choice, after chunks if the request streams."""
         async with self._call(context, generates=True) as backend:
             check_size(request.ByteSize(), backend.facts.config.max_body_bytes)
             wanted = choices(await _request(backend, request), request.sampling_params.n)
-            answers = Answers(pb, wanted, stream=request.stream)
+            reply = MessageReply(pb, wanted, stream=request.stream)
             name = name_of(request)
             async with self._started(backend, context, wanted, name, stream=request.stream) as generations:
-                async for message in answers.messages(generations):
+                async for message in reply.messages(generations):
                     yield message
 
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """End requests; their callers keep what they have got."""
+        """Abort requests; their callers keep the text so far."""
         async with self._call(context) as backend:
             for name in request.request_ids:
                 await backend.abort(name)
@@ -73,7 +81,7 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:  # noqa: N802
-        """What all targets have to do, as one."""
+        """The load of all targets as one."""
         del request
         async with self._call(context) as backend:
             load = pb.SchedulerLoad(**self._loads.fields(backend))
@@ -81,30 +89,31 @@ class VllmFacade(Facade, vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
 
 async def _request(backend: Backend, request: Any) -> GenerationRequest:
-    """Raises InvalidRequest."""
+    """The request as a specification. Raises InvalidRequest."""
     refuse_unsupported(request, _UNSUPPORTED)
     params = request.sampling_params
     temperature = params.temperature if params.HasField("temperature") else 1.0
-    most = tokens_limit(params, "max_tokens")
-    if most == 0:  # in vLLM, too
+    max_tokens = max_tokens_of(params, "max_tokens")
+    if max_tokens == 0:  # as in vLLM
         raise InvalidRequest("max_tokens must be 1 or more", param="max_tokens")
     length = params.truncate_prompt_tokens if params.HasField("truncate_prompt_tokens") else None
     return GenerationRequest(
-        cut(await _prompt(backend, request), length, backend.generator.max_session_tokens - (most or 1)),
+        cut(await _prompt(backend, request), length, backend.generator.max_session_tokens - (max_tokens or 1)),
         sampling_of(params, temperature, params.top_k, params.logit_bias.items()),
-        most,
-        min_tokens=params.min_tokens,
-        seed=params.seed if params.HasField("seed") else None,
-        stops=tuple(params.stop),
-        stop_token_ids=tuple(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        grammar=grammar(params),
-        logprobs=likeliest(params.logprobs, "logprobs") if params.HasField("logprobs") else None,
-        prompt_logprobs=(
-            likeliest(params.prompt_logprobs, "prompt_logprobs") if params.HasField("prompt_logprobs") else None
+        StopOptions(
+            max_tokens,
+            min_tokens=params.min_tokens,
+            strings=tuple(params.stop),
+            token_ids=tuple(params.stop_token_ids),
+            ignore_eos=params.ignore_eos,
         ),
-        include_stop=params.include_stop_str_in_output,
-        verbatim=not params.skip_special_tokens,
+        TextOptions(include_stop=params.include_stop_str_in_output, verbatim=not params.skip_special_tokens),
+        seed=params.seed if params.HasField("seed") else None,
+        grammar=grammar(params),
+        logprobs=logprobs_count(params.logprobs, "logprobs") if params.HasField("logprobs") else None,
+        prompt_logprobs=(
+            logprobs_count(params.prompt_logprobs, "prompt_logprobs") if params.HasField("prompt_logprobs") else None
+        ),
     )
 
 
@@ -113,5 +122,5 @@ async def _prompt(backend: Backend, request: Any) -> list[int]:
         case "tokenized":
             return list(request.tokenized.input_ids)
         case "text":
-            return await backend.generator.encode(request.text)
+            return await encode(backend.generator.tokenizer, request.text)
     raise InvalidRequest("set one of tokenized and text", param="input")

@@ -1,4 +1,4 @@
-"""The gRPC edge: GatewayService, on the same sessions as REST."""
+"""The gRPC API: GatewayService, with the same sessions as REST."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gateway.admission.retry_after import as_long_again
 from gateway.control.server_info import Facts
 from gateway.orchestration.generation import Part
 from gateway.orchestration.generator import Generator
-from gateway.sessions.request import GenerationRequest
+from gateway.sessions.request import GenerationRequest, StopOptions, TextOptions
 from gateway.telemetry.spans import spanning_call
-from gateway.text.encoding import MAX_PIECES
+from gateway.text.encoding import MAX_PIECES, encode, encode_chat
 from outrider.errors import InvalidRequest, Unavailable
 from outrider.serving.messages import Grammar, GrammarKind
 from outrider.speculation.proposal import FinishReason, Logprobs
@@ -44,11 +44,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     def serve(
         self, generator: Generator, facts: Facts, keys: Keys | None = None, tracing: Tracing | None = None
     ) -> None:
-        """Answer from now on. Until then every call is Unavailable."""
+        """Answer calls from now on; before that every call is Unavailable."""
         self._generator, self._facts, self._keys, self._tracing = generator, facts, keys, tracing
 
     def _request_of(self, context: Any) -> AbstractContextManager[None]:
-        """While a caller's request is under way. Raises Unauthenticated, TooManyRequests."""
+        """Context of a caller's running request. Raises Unauthenticated, TooManyRequests."""
         if self._keys is None:
             return nullcontext()
         metadata = dict(context.invocation_metadata() or ())
@@ -68,7 +68,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         async with statuses(context):
             generator = self._ready()
             with self._request_of(context):
-                assert self._facts is not None, "facts come with the generator"
+                assert self._facts is not None, "facts are set with the generator"
                 drafts = [link.info for link in generator.orchestrator.drafts if link.up and link.info is not None]
                 return gateway_pb2.GetGatewayInfoResponse(
                     software_version=outrider.__version__,
@@ -77,7 +77,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     drafters=sorted({name for info in drafts for name in info.drafters}),
                     max_session_tokens=generator.max_session_tokens,
                 )
-        raise AssertionError("an aborted call does not go on")
+        raise AssertionError("abort raises")
 
     async def Generate(  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
@@ -94,13 +94,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     while finish is FinishReason.RUNNING:
                         part = await generation.next()
                         finish = part.finish
-                        yield _response(request_id, part)
+                        yield _response(request_id, part, generation.seed)
                 finally:
                     generation.close()
 
     async def _request(self, request: gateway_pb2.GenerateRequest) -> GenerationRequest:
-        """Raises InvalidRequest, ModelNotFound."""
-        assert self._facts is not None, "facts come with the generator"
+        """The request as a specification. Raises InvalidRequest, ModelNotFound."""
+        assert self._facts is not None, "facts are set with the generator"
         check_size(request.ByteSize(), self._facts.config.max_body_bytes)
 
         def given(name: str, default: Any = None) -> Any:
@@ -120,29 +120,32 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             frequency_penalty=request.frequency_penalty,
             logit_bias=tuple(request.logit_bias.items()),
         )
+        stop = StopOptions(
+            max_tokens,
+            min_tokens=given("min_tokens", 0),
+            strings=tuple(request.stop),
+            token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+        )
         return GenerationRequest(
             await self._prompt(request),
             sampling,
-            max_tokens,
-            min_tokens=given("min_tokens", 0),
+            stop,
+            TextOptions(new_text=request.HasField("chat")),
             seed=given("seed"),
-            stops=tuple(request.stop),
-            stop_token_ids=tuple(request.stop_token_ids),
-            ignore_eos=request.ignore_eos,
             cache_salt=request.cache_salt,
             grammar=_grammar(request),
             logprobs=given("logprobs"),
             prompt_logprobs=given("prompt_logprobs"),
             priority=request.priority,
             max_draft_tokens=given("max_draft_tokens"),
-            begins=request.HasField("chat"),
         )
 
     async def _prompt(self, request: gateway_pb2.GenerateRequest) -> list[int]:
-        generator = self._ready()
+        tokenizer = self._ready().tokenizer
         match request.WhichOneof("prompt"):
             case "text":
-                return await generator.encode(request.text)
+                return await encode(tokenizer, request.text)
             case "token_ids":
                 return list(request.token_ids.ids)
             case "chat":
@@ -151,11 +154,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 messages = [{"role": _ROLES.get(m.role, m.role), "content": m.content} for m in request.chat.messages]
                 if not messages:
                     raise InvalidRequest("the conversation is empty; send at least one message", param="chat.messages")
-                return await generator.encode_chat(messages)
+                return await encode_chat(tokenizer, messages)
         raise InvalidRequest("set one of text, token_ids and chat", param="prompt")
 
 
-_ROLES = {"developer": "system"}  # as over REST
+_ROLES = {"developer": "system"}  # as in REST
 
 
 def _grammar(request: gateway_pb2.GenerateRequest) -> Grammar | None:
@@ -163,18 +166,18 @@ def _grammar(request: gateway_pb2.GenerateRequest) -> Grammar | None:
     return None if name is None else Grammar(GrammarKind[name.upper()], getattr(request, name))
 
 
-def _logprobs(told: Logprobs | None) -> gateway_pb2.TokenLogprobs | None:
-    if told is None:
+def _logprobs(logprobs: Logprobs | None) -> gateway_pb2.TokenLogprobs | None:
+    if logprobs is None:
         return None
     return gateway_pb2.TokenLogprobs(
-        logprobs=told.values.tolist(),
-        top_count=told.top_tokens.shape[1],
-        top_tokens=told.top_tokens.reshape(-1).tolist(),
-        top_logprobs=told.top_values.reshape(-1).tolist(),
+        logprobs=logprobs.values.tolist(),
+        top_count=logprobs.top_tokens.shape[1],
+        top_tokens=logprobs.top_tokens.reshape(-1).tolist(),
+        top_logprobs=logprobs.top_values.reshape(-1).tolist(),
     )
 
 
-def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
+def _response(request_id: str, part: Part, seed: int) -> gateway_pb2.GenerateResponse:
     return gateway_pb2.GenerateResponse(
         request_id=request_id,
         text=part.text,
@@ -185,7 +188,7 @@ def _response(request_id: str, part: Part) -> gateway_pb2.GenerateResponse:
         speculation=gateway_pb2.SpeculationReport(
             steps=part.steps, proposed_tokens=part.verified, accepted_tokens=part.accepted
         ),
-        seed=part.seed,
+        seed=seed,
         weight_version=part.weight_version,
         cached_tokens=part.cached_tokens,
         logprobs=_logprobs(part.logprobs),

@@ -1,1 +1,1 @@
-"""Sessions over the services: opening, relaying, resuming, and turning commits into generations."""
+"""Sessions over the services: opening, relaying frames, recovery, and the text of generations."""

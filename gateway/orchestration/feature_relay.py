@@ -1,9 +1,9 @@
-"""Hidden states from a target's frame to the drafts that feed on them, unopened.
+"""Hidden states from a target's frame to the drafts that need them, relayed as bytes.
 
-A draft is fed each session's positions in order, and only what it asked for: rows for another draft that had the
-session, which may be of other layers, can still be on their way. When a draft takes a session over, its target is asked
-for all of them again; what was still on its way from before is then no beginning, and is left out. Where rows go
-missing otherwise, the draft sees the gap and asks for the session again.
+A draft receives each session's positions in order, and only states of its own specification: states for the draft that
+had the session before, perhaps of other layers, can still be in transit. When a draft takes over a session, its target
+is asked for all states again, and states sent before that are dropped as stray. Where states are missing for another
+reason, the draft detects the gap and asks for the session again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.features import split_features
-from gateway.telemetry.metrics import Metrics
+from gateway.telemetry.service_metrics import ServiceMetrics
 from outrider.wire.features import feature_spans
 from outrider.wire.v1 import common_pb2
 
@@ -22,28 +22,32 @@ log = logging.getLogger(__name__)
 
 
 def relay(
-    batch: common_pb2.FeatureBatch, sessions: Mapping[int, Session], drafts: Sequence[DraftLink], metrics: Metrics
+    batch: common_pb2.FeatureBatch,
+    sessions: Mapping[int, Session],
+    drafts: Sequence[DraftLink],
+    metrics: ServiceMetrics,
 ) -> None:
-    """Pass a batch on, each block to the draft of its session, and note how far every session has been fed.
+    """Relay each block to its session's draft, and record the last position that each session's draft received.
 
-    Raises InvalidRequest for one that cannot be read; nothing of it is passed on then.
+    Raises InvalidRequest for a batch that cannot be decoded; none of it is relayed then.
     """
-    hungry = [draft for draft in drafts if draft.up and draft.feature_spec]
-    owners: list[DraftLink | None] = []  # of each block; strays may stand before rows of the same session
-    strays = False
+    receivers = [draft for draft in drafts if draft.up and draft.feature_spec]
+    owners: list[DraftLink | None] = []  # of each block; stray blocks may precede blocks of the same session
+    any_stray = False
     for session_id, first, end, spec_id in feature_spans(batch):
         session = sessions.get(session_id)
         stray = session is not None and (
-            (session.lingers and first > session.features_until == 0)
+            (session.reopening.active and first > session.features_end == 0)
             or (session.draft is not None and session.draft.feature_spec != spec_id)
         )
         if session is not None and not stray:
-            session.features_until = max(session.features_until, end)
-        owners.append(session.draft if session is not None and not stray and session.draft in hungry else None)
-        strays |= stray
-    batches = split_features(batch, owners) if len(hungry) > 1 or strays else dict.fromkeys(hungry, batch)
+            session.features_end = max(session.features_end, end)
+        owners.append(session.draft if session is not None and not stray and session.draft in receivers else None)
+        any_stray |= stray
+    whole = len(receivers) <= 1 and not any_stray
+    batches = dict.fromkeys(receivers, batch) if whole else split_features(batch, owners)
     for draft, part in batches.items():
         if draft.feed(part):
             metrics.feature_bytes.inc(len(part.rows))
         else:
-            log.warning("the draft at %s is too slow for its features; some are dropped", draft.address)
+            log.warning("the draft at %s is too slow for its hidden states; some are dropped", draft.address)

@@ -1,7 +1,6 @@
-"""A generation: what is asked for, and its answer, part by part.
+"""One generation: takes committed tokens from the session's inbox, and returns text part by part.
 
-Tokens come from the orchestrator; text leaves in parts, one for what a step committed. However a generation ends, its
-session is closed.
+A part is what one step committed. However a generation ends, its session is closed.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 
-from gateway.orchestration.orchestrator import Orchestrator
+from gateway.orchestration.session_table import SessionTable
 from gateway.sessions.request import PROMPT
 from gateway.sessions.session import Committed, Session
-from gateway.sessions.step_stats import Report, Round
+from gateway.sessions.step_stats import SpeculationReport, StepStats, first_steps
 from gateway.telemetry import request_log
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.spans import RequestSpan
@@ -24,12 +23,12 @@ from outrider.speculation.proposal import FinishReason, Logprobs
 
 
 class Part(NamedTuple):
-    """Text and tokens that are new, and the totals so far. finish: RUNNING unless it is the last part.
+    """New text and tokens, and the totals so far. finish: RUNNING unless it is the last part.
 
-    spoken: how many of the tokens are text; a token that ended the answer is not
-    logprobs: of the tokens, if asked for; prompt_logprobs: of the prompt's but the first, with the first part alone
-    rounds: the steps that the tokens came from
-    matched: the stop string or the token that ended the answer. report: of the whole answer, with its last part
+    text_tokens: number of the tokens that are text; a token that ended the answer is not
+    logprobs: of the tokens, if requested; prompt_logprobs: of all prompt tokens but the first, in the first part only
+    step_stats: the steps that the tokens came from; steps, verified, accepted: totals
+    matched: the stop string or stop token that ended the answer. report: of the whole answer, in its last part
     """
 
     text: str
@@ -40,46 +39,41 @@ class Part(NamedTuple):
     steps: int
     verified: int
     accepted: int
-    seed: int
     cached_tokens: int
-    spoken: int
+    text_tokens: int
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     weight_version: str
-    rounds: Sequence[Round]
+    step_stats: Sequence[StepStats]
     matched: str | int | None = None
-    report: Report | None = None
+    report: SpeculationReport | None = None
 
 
 class Generation:
-    """One generation under way. Whoever starts it must close it; closing frees its session, wherever it stands."""
+    """A running generation. Its owner must call `close`, which frees the session at any point.
 
-    def __init__(
-        self,
-        orchestrator: Orchestrator,
-        metrics: Metrics,
-        session: Session,
-        text: AnswerText,
-        timeout: float | None = None,
-        *,
-        silent: bool = False,
-        prompt_field: str = PROMPT,
-    ) -> None:
-        """timeout: of the answer, seconds. silent: its new token is not told of. prompt_field: as in the request."""
-        self._silent = silent
-        self._prompt_field = prompt_field
-        self._timeout = timeout
+    on_close: called once by `close`. retry_after: seconds after which to retry if no target had room
+    """
+
+    def __init__(self, sessions: SessionTable, metrics: Metrics, session: Session, text: AnswerText) -> None:
+        timeout = session.request.stop.timeout
         self._deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
-        self._orchestrator = orchestrator
+        self._sessions = sessions
         self._metrics = metrics
         self._session = session
         self._text = text
+        self._prompt_only = session.request.prompt_only
         self._outcome = "abort"
         self._closed = False
         self.on_close: Callable[[], None] = lambda: None
-        self.come_back: Callable[[], int] = lambda: 1  # seconds after which to ask again, where no target had room
+        self.retry_after: Callable[[], int] = lambda: 1
         self.span: RequestSpan | None = None
         metrics.running_requests.inc()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the generation."""
+        return self._session.request.sampling.seed
 
     @property
     def refused(self) -> bool:
@@ -87,32 +81,36 @@ class Generation:
         return self._outcome == "overloaded"
 
     async def next(self) -> Part:
-        """The next part; none follows the one that has a finish reason. Raises the error that ended the session."""
+        """The next part; the one with a finish reason is the last. Raises the error that ended the session."""
         session, text = self._session, self._text
+        stats = session.stats
         try:
-            tokens, finish, rounds, told = await (session.next() if self._deadline is None else self._in_time())
+            tokens, finish, steps, logprobs = await (
+                session.inbox.next() if self._deadline is None else self._next_in_time()
+            )
         except OutriderError as error:
             self._outcome = "overloaded" if isinstance(error, Overloaded) else "error"
             if error.param == PROMPT:
-                error.param = self._prompt_field
+                error.param = session.request.prompt_field
             if self.refused and error.retry_after is None:
-                error.retry_after = self.come_back()
+                error.retry_after = self.retry_after()
             raise
-        if self._silent and finish is not FinishReason.ABORT:
-            tokens, rounds, told = [], [], None
+        if self._prompt_only and finish is not FinishReason.ABORT:
+            tokens, steps, logprobs = [], [], None
             finish = FinishReason.LENGTH if finish is not FinishReason.RUNNING else finish
         piece, used = text.add(tokens, finish)
-        spoken = used - (finish is FinishReason.STOP and not text.stopped and not text.include_stop)
+        text_tokens = used - (finish is FinishReason.STOP and not text.stopped and not text.include_stop)
         matched: str | int | None = None
-        verified, accepted = session.verified, session.accepted
+        verified, accepted = stats.verified, stats.accepted
         if text.stopped:
             tokens, finish, matched = tokens[:used], FinishReason.STOP, text.matched
-            rounds, told_of = _cut(rounds, used), _cut(session.rounds, text.count)
-            verified, accepted = (sum(one.verified for one in told_of), sum(one.accepted for one in told_of))
-            self._orchestrator.close(session)  # the services know no stop strings, and others of the answer may go on
+            steps, counted = first_steps(steps, used), first_steps(stats.steps, text.count)
+            verified, accepted = (sum(step.verified for step in counted), sum(step.accepted for step in counted))
+            # The services do not know stop strings, and other choices of the answer may continue.
+            self._sessions.close(session)
         elif finish is FinishReason.STOP and tokens:
             matched = tokens[-1]
-        prompt_told, session.prompt_told = session.prompt_told, None
+        prompt_logprobs, session.inbox.prompt_logprobs = session.inbox.prompt_logprobs, None
         if finish is not FinishReason.RUNNING:
             self._outcome = finish.name.lower()
         return Part(
@@ -121,42 +119,42 @@ class Generation:
             finish,
             session.prompt_length,
             text.count,
-            session.steps,
+            len(stats.steps),
             verified,
             accepted,
-            session.sampling.seed,
-            session.cached_tokens,
-            spoken,
-            told.until(used) if told is not None else None,
-            prompt_told,
-            session.weight_version,
-            rounds,
+            stats.cached_tokens,
+            text_tokens,
+            logprobs.until(used) if logprobs is not None else None,
+            prompt_logprobs,
+            stats.weight_version,
+            steps,
             matched,
             self._report() if finish is not FinishReason.RUNNING else None,
         )
 
-    async def _in_time(self) -> Committed:
-        """What was committed, unless the time is over first. Raises DeadlineExceeded."""
+    async def _next_in_time(self) -> Committed:
+        """The next commit. Raises DeadlineExceeded."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                return await self._session.next()
+                return await self._session.inbox.next()
         except TimeoutError:
-            raise DeadlineExceeded(f"the answer was not complete within {self._timeout:g} s") from None
+            timeout = self._session.request.stop.timeout
+            raise DeadlineExceeded(f"the answer was not complete within {timeout:g} s") from None
 
-    def _report(self) -> Report:
-        session = self._session
-        return Report(
-            _cut(session.rounds, self._text.count),
-            session.prompt_length,
-            session.cached_tokens,
-            self._text.count,
-            session.first_at - session.opened_at,
-            session.committed_at - session.first_at,
+    def _report(self) -> SpeculationReport:
+        stats, count = self._session.stats, self._text.count
+        return SpeculationReport(
+            first_steps(stats.steps, count),
+            self._session.prompt_length,
+            stats.cached_tokens,
+            count,
+            stats.first_at - stats.opened_at,
+            stats.committed_at - stats.first_at,
         )
 
     def abort(self) -> bool:
-        """End it where it stands; its last part says so. False if it has ended already."""
-        return self._orchestrator.abort(self._session)
+        """End it; its last part has the finish reason ABORT. False if it has ended already."""
+        return self._sessions.abort(self._session)
 
     def close(self) -> None:
         """Free the session. May be called twice."""
@@ -164,31 +162,20 @@ class Generation:
             return
         self._closed = True
         session, metrics = self._session, self._metrics
-        self._orchestrator.close(session)
+        self._sessions.close(session)
         self.on_close()
         metrics.running_requests.dec()
         metrics.requests.labels(self._outcome).inc()
-        metrics.duration.observe(time.perf_counter() - session.opened_at)
-        if session.steps:
-            metrics.accept_length.observe(session.new_tokens / session.steps)
-        request_log.ended(session, self._outcome)
+        metrics.duration.observe(time.perf_counter() - session.stats.opened_at)
+        if session.stats.steps:
+            metrics.accept_length.observe(session.new_tokens / len(session.stats.steps))
+        request_log.answer_ended(session, self._outcome)
         if self.span is not None:
             self.span.leave(session, self._outcome)
 
 
-def _cut(rounds: Sequence[Round], tokens: int) -> list[Round]:
-    """The steps of the first tokens; of the one in which they end, only what belongs to them."""
-    kept: list[Round] = []
-    for one in rounds:
-        if tokens <= 0:
-            break
-        kept.append(one._replace(tokens=min(one.tokens, tokens), accepted=min(one.accepted, tokens)))
-        tokens -= one.tokens
-    return kept
-
-
 async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Part]]:
-    """Parts of several generations as they come, with the generation's index. The first error ends all."""
+    """Parts of several generations as they arrive, with the generation's index. The first error ends all."""
     queue: asyncio.Queue[tuple[int, Part | Exception]] = asyncio.Queue()
 
     async def drain(index: int, generation: Generation) -> None:
@@ -202,7 +189,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
             queue.put_nowait((index, error))
 
     running = len(generations)
-    # One alone needs neither task nor queue.
+    # A single generation needs neither task nor queue.
     tasks = [asyncio.create_task(drain(i, g)) for i, g in enumerate(generations)] if running > 1 else []
     try:
         while running:

@@ -1,13 +1,15 @@
-"""From a checked request to a generation: what REST and gRPC share."""
+"""From a request to a running generation: checks it against the model, admits it, and opens its session.
+
+REST, the gateway's gRPC service and the facades share this.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from gateway.admission.admission import Admission
 from gateway.orchestration.generation import Generation
@@ -16,27 +18,26 @@ from gateway.orchestration.sampling_defaults import OPENAI, SamplingDefaults
 from gateway.sessions.request import GenerationRequest
 from gateway.telemetry.metrics import Metrics
 from gateway.telemetry.spans import CURRENT, RequestSpan
-from gateway.text import encoding
 from gateway.text.answer import AnswerText
+from gateway.text.encoding import run_in_thread_if_long
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.errors import ContextTooLong, InvalidRequest, ModelNotFound
-from outrider.speculation.sampling import SamplingParams, StopConditions
 
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 1024
-MAX_PROMPT_TOKENS = 1 << 24  # of all answers of a request together: each is opened with its own
-_BREATH = 0.005  # seconds for which the sessions of one request may be opened, until others have their turn
+MAX_PROMPT_TOKENS = 1 << 24  # over all answers of a request, because each session is opened with its own copy
+_TURN_SECONDS = 0.005  # for which sessions of one request are opened before other coroutines run
 
 
 class _Starting:
-    """A request some of whose answers are yet to be started. aborted: which of them end then, by their ids."""
+    """A request whose answers are not all started yet. aborted: predicates of the request ids to abort at start."""
 
     def __init__(self) -> None:
         self.aborted: list[Callable[[str], bool]] = []
 
 
 class Generator:
-    """Runs requests against one served model."""
+    """Runs requests for one served model."""
 
     def __init__(
         self,
@@ -51,97 +52,35 @@ class Generator:
         timeout: float | None = None,
         defaults: SamplingDefaults = OPENAI,
     ) -> None:
-        """name: of the served model. max_session_tokens: of prompt and answer, until targets have said theirs.
+        """name: of the served model. max_session_tokens: of prompt and answer, until targets have reported theirs.
 
-        timeout: of any answer, seconds. defaults: of what requests leave out.
+        timeout: of every answer, in seconds. defaults: sampling parameters for requests that omit them
         """
         self.admission = admission or Admission()
-        self._timeout = timeout
         self.orchestrator = orchestrator
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.name = name
         self.defaults = defaults
         self.vocab_size = vocab_size
+        self._timeout = timeout
         self._max_session_tokens = max_session_tokens
-        self._running: dict[str, set[Generation]] = {}  # by request
+        self._running: dict[str, set[Generation]] = {}  # by request id
         self._starting: set[_Starting] = set()
 
     @property
     def max_session_tokens(self) -> int:
-        """Tokens of prompt and answer, as many as the largest target can hold, one that is away for the moment, too."""
-        return self.orchestrator.longest or self._max_session_tokens
+        """Tokens of prompt and answer that the largest target holds, whether it is up or not."""
+        return self.orchestrator.sessions.max_session_tokens or self._max_session_tokens
 
-    def check_model(self, name: str | None) -> None:
-        """Raise ModelNotFound unless the name is the served model's, "default" or nothing."""
-        if name not in (None, "", "default", self.name):
-            raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
-
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Tokens of a raw prompt."""
-        (tokens,) = await self.encode_all([text], special=special)
-        return tokens
-
-    async def encode_all(self, prompts: Sequence[str | list[int]], *, special: bool = True) -> list[list[int]]:
-        """Tokens of raw prompts; of those that are tokens, themselves."""
-        return await encoding.encode_all(self.tokenizer, prompts, special=special)
-
-    def decode(self, tokens: Sequence[int], param: str = "prompt", *, verbatim: bool = False) -> str:
-        """Text of tokens. Raises InvalidRequest for tokens that there are not. verbatim: with special ones."""
-        self._check_tokens(tokens, param)
-        return self.tokenizer.decode(tokens, verbatim=verbatim)
-
-    async def decode_all(
-        self, lists: Sequence[Sequence[int]], param: str = "prompt", *, verbatim: bool = False
-    ) -> list[str]:
-        """Texts of lists of tokens, as of decode."""
-        return await encoding.worked(lists, lambda: [self.decode(one, param, verbatim=verbatim) for one in lists])
-
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Tokens of a conversation. Raises InvalidRequest."""
-        return await encoding.encode_chat(self.tokenizer, messages, options)
-
-    def start(self, request: GenerationRequest, request_id: str = "", span: RequestSpan | None = None) -> Generation:
-        """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.
-
-        request_id: by which it can be aborted. span: of the request, by default that of the HTTP request under way
-        """
-        span = span or CURRENT.get()
-        traceparent = span.join(request, self.name) if span is not None else ""
-        self._check(request)
-        rest = self.max_session_tokens - len(request.prompt)
-        max_tokens = rest if request.max_tokens is None else request.max_tokens
-        if max_tokens > rest and request.clamp:
-            max_tokens = rest
-        if rest < 1 or max_tokens > rest:
-            answer = f" and {max_tokens} of answer" if rest >= 1 else ""
-            raise ContextTooLong(
-                f"this model's context has {self.max_session_tokens} tokens; a prompt of {len(request.prompt)} tokens"
-                f"{answer} does not fit; shorten it",
-                param=request.prompt_field,
-            )
-        self._check_tokens(request.prompt, request.prompt_field)  # last, for one that does not fit may have millions
-        stop = StopConditions(max(max_tokens, 1), request.min_tokens, request.stop_token_ids, request.ignore_eos)
-        seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
-        # More than there are is all of them; the wire has no room for just any number.
-        sampling = replace(request.sampling, seed=seed, top_k=min(request.sampling.top_k, self.vocab_size))
-        self.admission.enter()
-        try:
-            generation = self._open(request, request_id, sampling, stop, traceparent)
-        except BaseException:
-            self.admission.leave(refused=True)
-            raise
-        if span is not None:
-            generation.span = span
-            span.hold()
-        return generation
+    # --- starting ---
 
     async def start_all(
         self, requests: Sequence[tuple[GenerationRequest, str]], span: RequestSpan | None = None
-    ) -> AsyncIterator[Generation]:
-        """Start the answers of one request, one after another; others have their turns in between.
+    ) -> list[Generation]:
+        """Start the answers of one request, in turns with other coroutines. The caller must close them.
 
-        Whoever takes them closes them. requests: with the id of each. span: as of start. Raises as start.
+        requests: with their ids. span: as in start. Raises as start, and InvalidRequest for too many; none is left then
         """
         self.admission.check(len(requests))
         tokens = sum(len(request.prompt) for request, _ in requests)
@@ -151,105 +90,150 @@ class Generator:
                 "are allowed; ask for fewer at a time",
                 param=requests[0][0].prompt_field,
             )
-        starting = _Starting()
+        starting, started = _Starting(), list[Generation]()
         self._starting.add(starting)
         clock = asyncio.get_running_loop().time
-        due = clock() + _BREATH
+        due = clock() + _TURN_SECONDS
         try:
             for request, request_id in requests:
                 if clock() >= due:
                     await asyncio.sleep(0)
-                    due = clock() + _BREATH
+                    due = clock() + _TURN_SECONDS
                 generation = self.start(request, request_id, span)
-                if any(named(request_id) for named in starting.aborted):
+                started.append(generation)
+                if any(matches(request_id) for matches in starting.aborted):
                     generation.abort()
-                yield generation
+        except BaseException:
+            for generation in started:
+                generation.close()
+            raise
         finally:
             self._starting.discard(starting)
+        return started
 
-    def _open(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        sampling: SamplingParams,
-        stop: StopConditions,
-        traceparent: str,
-    ) -> Generation:
-        session = self.orchestrator.open(
-            request.prompt,
-            sampling,
-            stop,
-            cache_salt=request.cache_salt,
-            grammar=request.grammar,
-            logprobs=request.logprobs,
-            prompt_logprobs=request.prompt_logprobs,
-            priority=request.priority,
-            max_draft_tokens=request.max_draft_tokens if request.max_tokens != 0 else 0,
-            traceparent=traceparent,
-            watched=request.watched,
-        )
-        before = () if request.begins else request.prompt
-        detokenizer = self.tokenizer.detokenizer(before, verbatim=request.verbatim)
-        text = AnswerText(detokenizer, request.stops, request.min_tokens, include_stop=request.include_stop)
-        timeout = min((t for t in (request.timeout, self._timeout) if t is not None), default=None)
-        silent = request.max_tokens == 0
-        generation = Generation(
-            self.orchestrator,
-            self.metrics,
-            session,
-            text,
-            timeout,
-            silent=silent,
-            prompt_field=request.prompt_field,
-        )
-        self._running.setdefault(request_id, set()).add(generation)
-        generation.on_close = partial(self._forget, request_id, generation)
-        generation.come_back = self.admission.come_back
+    def start(self, request: GenerationRequest, request_id: str = "", span: RequestSpan | None = None) -> Generation:
+        """Check a request against the model and open its session. Raises InvalidRequest, Overloaded, Unavailable.
+
+        request_id: for abort. span: of the request; by default that of the running HTTP request
+        """
+        span = span or CURRENT.get()
+        traceparent = span.join(request, self.name) if span is not None else ""
+        resolved = self._resolve(request, traceparent)
+        self.admission.enter()
+        try:
+            generation = self._open(resolved, request_id)
+        except BaseException:
+            self.admission.leave(refused=True)
+            raise
+        if span is not None:
+            generation.span = span
+            span.hold()
         return generation
 
-    def _forget(self, request_id: str, generation: Generation) -> None:
+    def _resolve(self, request: GenerationRequest, traceparent: str) -> GenerationRequest:
+        """The request with max_tokens, seed and timeout filled in. Raises InvalidRequest."""
+        self._check(request)
+        stop, context = request.stop, self.max_session_tokens
+        rest = context - len(request.prompt)
+        max_tokens = rest if stop.max_tokens is None else stop.max_tokens
+        if max_tokens > rest and stop.clamp:
+            max_tokens = rest
+        if rest < 1 or max_tokens > rest:
+            answer = f" and {max_tokens} of answer" if rest >= 1 else ""
+            raise ContextTooLong(
+                f"this model's context has {context} tokens; a prompt of {len(request.prompt)} tokens"
+                f"{answer} does not fit; shorten it",
+                param=request.prompt_field,
+            )
+        self.check_tokens(request.prompt, request.prompt_field)  # last: a prompt that is too long may have millions
+        timeout = min((t for t in (stop.timeout, self._timeout) if t is not None), default=None)
+        stop = replace(stop, max_tokens=max_tokens, timeout=timeout)
+        stop.conditions  # noqa: B018 - raises InvalidRequest before the request is admitted
+        seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
+        # A top_k above the vocabulary keeps all tokens; the wire has no room for larger numbers.
+        sampling = replace(request.sampling, seed=seed, top_k=min(request.sampling.top_k, self.vocab_size))
+        draft_tokens = 0 if request.prompt_only else request.max_draft_tokens
+        return replace(request, sampling=sampling, stop=stop, max_draft_tokens=draft_tokens, traceparent=traceparent)
+
+    def _open(self, request: GenerationRequest, request_id: str) -> Generation:
+        sessions = self.orchestrator.sessions
+        session = sessions.open(request)
+        before = () if request.text.new_text else request.prompt
+        detokenizer = self.tokenizer.detokenizer(before, verbatim=request.text.verbatim)
+        stop = request.stop
+        text = AnswerText(detokenizer, stop.strings, stop.min_tokens, include_stop=request.text.include_stop)
+        generation = Generation(sessions, self.metrics, session, text)
+        self._running.setdefault(request_id, set()).add(generation)
+        generation.on_close = partial(self._remove, request_id, generation)
+        generation.retry_after = self.admission.retry_after
+        return generation
+
+    def _remove(self, request_id: str, generation: Generation) -> None:
         self.admission.leave(refused=generation.refused)
         of_request = self._running[request_id]
         of_request.discard(generation)
         if not of_request:
             del self._running[request_id]
 
-    def abort(self, request_id: str, *, prefix: bool = False) -> int:
-        """End a request's generations; its client keeps what it has got. Returns how many there were.
+    # --- aborting ---
 
-        Where it has several prompts or choices, their ids go on behind its own with a hyphen.
-        prefix: those of all requests whose ids begin so
+    def abort(self, request_id: str, *, prefix: bool = False) -> int:
+        """End a request's generations; its client keeps the text so far. Returns the number of generations.
+
+        The ids of several prompts or choices continue the request's id with a hyphen.
+        prefix: end all requests whose ids begin with request_id
         """
         begin = request_id if prefix else f"{request_id}-"
 
-        def named(name: str) -> bool:
+        def matches(name: str) -> bool:
             return name == request_id or name.startswith(begin)
 
         for starting in self._starting:
-            starting.aborted.append(named)
-        found = [own for name, own in self._running.items() if named(name)]
-        return sum(generation.abort() for own in found for generation in own)
+            starting.aborted.append(matches)
+        found = [generations for name, generations in self._running.items() if matches(name)]
+        return sum(generation.abort() for generations in found for generation in generations)
 
     def abort_all(self) -> int:
-        """End all generations, and whatever else is under way. Returns how many sessions there were."""
+        """End all generations and other sessions. Returns the number of sessions."""
         for starting in self._starting:
             starting.aborted.append(lambda _: True)
-        return self.orchestrator.abort_all()
+        return self.orchestrator.sessions.abort_all()
 
-    def _check(self, request: GenerationRequest) -> None:
-        if not request.prompt:
-            raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
-        if len(request.stops) > MAX_STOPS:
-            raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
-        if len(request.stop_token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are allowed", param="stop_token_ids")
-        if "" in request.stops:
-            raise InvalidRequest("a stop string must not be empty", param="stop")
-        biased = [token for token, _ in request.sampling.logit_bias]
-        for tokens, param in ((request.stop_token_ids, "stop_token_ids"), (biased, "logit_bias")):
-            self._check_tokens(tokens, param)
+    # --- checks ---
 
-    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFound unless the name is the served model's, "default" or absent."""
+        if name not in (None, "", "default", self.name):
+            raise ModelNotFound(f"the model `{name}` is not served here; ask for `{self.name}`", param="model")
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise InvalidRequest for a token id outside the vocabulary. param: field of the request, for the error."""
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             raise InvalidRequest(f"token id {wrong} is not in the vocabulary of {self.vocab_size} tokens", param=param)
+
+    async def decode_all(
+        self, lists: Sequence[Sequence[int]], param: str = "prompt", *, verbatim: bool = False
+    ) -> list[str]:
+        """Texts of lists of tokens. Raises InvalidRequest for unknown tokens. verbatim: with special tokens."""
+
+        def decoded() -> list[str]:
+            for tokens in lists:
+                self.check_tokens(tokens, param)
+            return [self.tokenizer.decode(tokens, verbatim=verbatim) for tokens in lists]
+
+        return await run_in_thread_if_long(lists, decoded)
+
+    def _check(self, request: GenerationRequest) -> None:
+        stop = request.stop
+        if not request.prompt:
+            raise InvalidRequest("the prompt is empty; send at least one token", param=request.prompt_field)
+        if len(stop.strings) > MAX_STOPS:
+            raise InvalidRequest(f"at most {MAX_STOPS} stop strings are allowed", param="stop")
+        if len(stop.token_ids) > MAX_STOP_TOKENS:
+            raise InvalidRequest(f"at most {MAX_STOP_TOKENS} stop tokens are allowed", param="stop_token_ids")
+        if "" in stop.strings:
+            raise InvalidRequest("a stop string must not be empty", param="stop")
+        biased = [token for token, _ in request.sampling.logit_bias]
+        for tokens, param in ((stop.token_ids, "stop_token_ids"), (biased, "logit_bias")):
+            self.check_tokens(tokens, param)

@@ -1,4 +1,4 @@
-"""How tokens are drawn for requests that do not say: as the model's makers say, or plainly."""
+"""Sampling parameters for requests that omit them: those of the model's generation_config.json, or OpenAI's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What a request gets that leaves these fields out; by themselves OpenAI's, with which nothing is cut off."""
+    """Sampling parameters of a request that omits them. The defaults are OpenAI's, which filter nothing."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -36,7 +36,7 @@ class SamplingDefaults:
         repetition_penalty: float | None = None,
         **others: Any,
     ) -> SamplingParams:
-        """A request's parameters; None is what it left out. top_k: 0 and -1 keep all. others: as in SamplingParams.
+        """A request's parameters; None is omitted. top_k: 0 and -1 keep all tokens. others: as in SamplingParams.
 
         Raises InvalidRequest.
         """
@@ -54,18 +54,18 @@ OPENAI = SamplingDefaults()
 
 
 def of_model(files: Mapping[str, bytes]) -> SamplingDefaults:
-    """What the checkpoint's generation_config.json says. files: content by name. Raises ConfigError."""
+    """The parameters of the checkpoint's generation_config.json. files: content by name. Raises ConfigError."""
     settings = load_settings(files, FILE)
     given = {field.name: settings[field.name] for field in fields(OPENAI) if settings.get(field.name) is not None}
     try:
         params = OPENAI.sampling(**{name: _number(name, value) for name, value in given.items()})
     except InvalidRequest as error:
-        raise ConfigError(f"the model's {FILE}: {error}; correct it, or say --sampling-defaults openai") from None
+        raise ConfigError(f"the model's {FILE}: {error}; correct it, or set --sampling-defaults openai") from None
     return SamplingDefaults(**{field.name: getattr(params, field.name) for field in fields(OPENAI)})
 
 
 def _number(name: str, value: Any) -> Any:
-    """A value of the file, as its field has it: a whole number may be written as 50.0. Raises InvalidRequest."""
+    """A value of the file in the type of its field; an integer may be written as 50.0. Raises InvalidRequest."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidRequest(f"{name} must be a number, not {json.dumps(value)}")
     if name == "top_k" and isinstance(value, float):

@@ -1,9 +1,9 @@
-// One answer on the page: its tokens by where they came from, figures that grow with it, and its steps as bars.
+// One answer on the page: its tokens colored by origin, its figures, and its steps as bars.
 
-const SPECIAL = /^<[|｜].*[|｜]>$/; // ends of turns, which are no text
-const NAMES = { plain: "plain step", accepted: "drafted, accepted", bonus: "the target's own", rejected: "rejected" };
+const SPECIAL = /^<[|｜].*[|｜]>$/; // special tokens such as ends of turns
+const NAMES = { plain: "plain step", accepted: "draft token, accepted", bonus: "bonus token", rejected: "rejected" };
 
-// A token's bytes: most are text by themselves; parts of characters come as "bytes:\xe2\x82".
+// A token's bytes. Tokens are texts; parts of a character are written as "bytes:\xe2\x82".
 function bytesOf(piece) {
   if (!piece.startsWith("bytes:")) return new TextEncoder().encode(piece);
   return Uint8Array.from(piece.matchAll(/\\x(..)/g), ([, hex]) => parseInt(hex, 16));
@@ -16,15 +16,15 @@ export class Answer {
     this.began = performance.now();
     this.first = 0;
     this.counts = { tokens: 0, steps: 0, drafts: 0, verified: 0, accepted: 0 };
-    this.steps = []; // tokens of each, how many of them were drafted, and nodes that were verified
+    this.steps = []; // [tokens, accepted draft tokens, verified draft tokens] of each step
     this.decoder = new TextDecoder();
     const box = document.createElement("article");
     box.className = "answer";
     box.innerHTML = '<h2></h2><div class="text"></div><div class="figures"></div><canvas class="steps"></canvas>';
     box.querySelector("h2").textContent = title;
     this.box = box;
-    this.place = box.querySelector(".text");
-    this.place.classList.toggle("with-rejected", withRejected);
+    this.output = box.querySelector(".text");
+    this.output.classList.toggle("with-rejected", withRejected);
     parent.append(box);
   }
 
@@ -34,16 +34,16 @@ export class Answer {
     this.text += choice.delta?.content ?? "";
     const report = choice.speculation;
     for (let i = 0; i < (report?.tokens.length ?? 0); i++) {
-      this.step(report.texts[i], report.accepted[i], report.verified[i], report.guesses[i]);
+      this.step(report.texts[i], report.accepted[i], report.verified[i], report.draft_texts[i]);
     }
     this.show();
   }
 
-  step(texts, accepted, verified, guess) {
+  step(texts, accepted, verified, draft) {
     if (!this.first) this.first = performance.now();
     texts.forEach((text, i) => this.token(text, !verified ? "plain" : i < accepted ? "accepted" : "bonus"));
-    const own = texts[accepted];
-    if (guess.length > accepted && guess[accepted] !== own) this.token(guess.slice(accepted).join(""), "rejected");
+    const bonus = texts[accepted];
+    if (draft.length > accepted && draft[accepted] !== bonus) this.token(draft.slice(accepted).join(""), "rejected");
     this.counts.tokens += texts.length;
     this.counts.steps += 1;
     this.counts.drafts += verified > 0;
@@ -60,7 +60,7 @@ export class Answer {
     span.className = `token ${kind}`;
     span.title = NAMES[kind];
     span.textContent = shown;
-    this.place.append(span);
+    this.output.append(span);
   }
 
   show() {
@@ -71,7 +71,7 @@ export class Answer {
       ["tokens", tokens],
       ["tokens/s", this.rate.toFixed(0)],
       ["first token", `${(this.first - this.began).toFixed(0)} ms`],
-      ["tokens a step", steps ? (tokens / steps).toFixed(2) : "-"],
+      ["tokens/step", steps ? (tokens / steps).toFixed(2) : "-"],
       ["accepted", verified ? `${accepted} of ${verified}` : "-"],
     ];
     const nodes = figures.map(([name, value]) => {
@@ -83,10 +83,10 @@ export class Answer {
     });
     this.box.querySelector(".figures").replaceChildren(...nodes);
     this.draw();
-    this.place.parentElement.scrollIntoView({ block: "end" });
+    this.output.parentElement.scrollIntoView({ block: "end" });
   }
 
-  // A bar a step: the drafted tokens below, the target's own on top.
+  // One bar per step: accepted draft tokens below, the bonus token on top.
   draw() {
     const canvas = this.box.querySelector("canvas");
     const scale = window.devicePixelRatio || 1;
@@ -95,10 +95,10 @@ export class Answer {
     const pen = canvas.getContext("2d");
     const plain = getComputedStyle(this.box).borderTopColor;
     const colour = (kind) => getComputedStyle(document.querySelector(`.legend .${kind}`)).backgroundColor;
-    const most = Math.max(4, ...this.steps.map(([count]) => count));
+    const largest = Math.max(4, ...this.steps.map(([count]) => count));
     const wide = Math.min(8 * scale, width / Math.max(this.steps.length, 1));
     this.steps.forEach(([count, accepted, verified], i) => {
-      const unit = height / most;
+      const unit = height / largest;
       pen.fillStyle = colour("accepted");
       pen.fillRect(i * wide, height - accepted * unit, wide * 0.85, accepted * unit);
       pen.fillStyle = verified ? colour("bonus") : plain;

@@ -1,13 +1,13 @@
-// The chat: asks the gateway, and shows of every answer how it came about.
+// The chat: sends requests to the gateway, and shows the speculation of every answer.
 
 import { Answer } from "./answer.js";
 import { chunksOf, Refused } from "./stream.js";
 
 const at = (id) => document.getElementById(id);
-const messages = []; // the conversation so far, as the API has it
-let running = null; // AbortController of what is under way
+const messages = []; // the conversation so far, in the API's form
+let running = null; // AbortController of the running request
 
-const WAYS = {
+const MODES = {
   on: { title: "with speculation", speculation: { report: true } },
   off: { title: "plain decoding", speculation: { enabled: false, report: true } },
 };
@@ -17,7 +17,7 @@ function headers() {
   return { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
 }
 
-async function look() {
+async function checkHealth() {
   const health = at("health");
   try {
     const models = await fetch("v1/models", { headers: headers() });
@@ -38,8 +38,8 @@ function askForKey() {
   at("key").focus();
 }
 
-async function answerTo(turn, way) {
-  const answer = new Answer(turn.querySelector(".answers"), WAYS[way].title, at("rejected").checked);
+async function answerTo(turn, mode) {
+  const answer = new Answer(turn.querySelector(".answers"), MODES[mode].title, at("rejected").checked);
   const body = {
     model: "default",
     messages,
@@ -48,7 +48,7 @@ async function answerTo(turn, way) {
     temperature: Number(at("temperature").value),
     max_tokens: Number(at("tokens").value),
     seed: Number(at("seed").value),
-    speculation: WAYS[way].speculation,
+    speculation: MODES[mode].speculation,
   };
   try {
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal };
@@ -65,12 +65,12 @@ async function answerTo(turn, way) {
 function newTurn(text) {
   const turn = document.createElement("section");
   turn.className = "turn";
-  const said = document.createElement("p");
-  said.className = "said";
-  said.textContent = text;
+  const question = document.createElement("p");
+  question.className = "question";
+  question.textContent = text;
   const answers = document.createElement("div");
   answers.className = "answers";
-  turn.append(said, answers);
+  turn.append(question, answers);
   at("talk").append(turn);
   return turn;
 }
@@ -78,8 +78,8 @@ function newTurn(text) {
 function compare(turn, on, off) {
   const verdict = document.createElement("p");
   verdict.className = "verdict";
-  const same = on.text === off.text ? "The same text" : "Not the same text (a whole-number format may round differently)";
-  const ratio = on.rate && off.rate ? `, ${(on.rate / off.rate).toFixed(2)} times as fast with speculation` : "";
+  const same = on.text === off.text ? "The same text" : "Different texts (integer formats may round differently)";
+  const ratio = on.rate && off.rate ? `, ${(on.rate / off.rate).toFixed(2)} times the speed of plain decoding` : "";
   verdict.textContent = `${same}${ratio}.`;
   turn.append(verdict);
   verdict.scrollIntoView({ block: "end" });
@@ -90,7 +90,7 @@ async function ask(text) {
   setBusy(true);
   const turn = newTurn(text);
   messages.push({ role: "user", content: text });
-  // One after the other: side by side they would share the machine.
+  // One after the other, because concurrent requests would share the machine.
   const on = await answerTo(turn, "on");
   if (at("compare").checked && !running.signal.aborted) compare(turn, on, await answerTo(turn, "off"));
   if (on.text) messages.push({ role: "assistant", content: on.text });
@@ -126,4 +126,4 @@ at("clear").addEventListener("click", () => {
 at("rejected").addEventListener("change", (event) => {
   for (const text of document.querySelectorAll(".text")) text.classList.toggle("with-rejected", event.target.checked);
 });
-look();
+checkHealth();

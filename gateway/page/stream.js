@@ -1,4 +1,4 @@
-// Server-sent events of an answer, as objects.
+// The server-sent events of an answer, as objects.
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -17,7 +17,7 @@ export async function* chunksOf(response) {
     throw new Refused(response.status, messageOf(body, `the gateway answers with ${response.status}`));
   }
   let rest = "";
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); // not every browser iterates over streams
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader(); // not every browser can iterate over streams
   for (let part; !(part = await reader.read()).done; ) {
     const lines = (rest + part.value).split("\n");
     rest = lines.pop();

@@ -1,4 +1,4 @@
-"""What readers of a model's text take out of it, piece by piece."""
+"""The interface of parsers of tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gateway.text.stop import overlap
 
 
 class CallPart(NamedTuple):
-    """A part of a call. call: its number. name: with its first part alone. arguments: JSON text that this part adds."""
+    """A part of a call. call: its index. name: in its first part only. arguments: JSON text that this part adds."""
 
     call: int
     name: str | None
@@ -20,32 +20,32 @@ class CallPart(NamedTuple):
 
 @dataclass
 class Delta:
-    """What a piece of text adds."""
+    """The content and calls that a piece of text adds."""
 
     content: str = ""
     calls: list[CallPart] = field(default_factory=list)
 
 
-class CallReader(ABC):
-    """Takes calls out of a growing text."""
+class CallParser(ABC):
+    """Parses the tool calls of a growing text."""
 
     @abstractmethod
     def push(self, text: str) -> Delta:
-        """What a piece of text adds; what could become a call is held back."""
+        """The content and calls that a piece of text adds; a possible beginning of a call is held back."""
 
     @abstractmethod
     def finish(self) -> Delta:
-        """What was held back, at the end of the text."""
+        """The content held back, at the end of the text."""
 
 
 def cut_at(text: str, markers: Sequence[str]) -> tuple[str, str | None, str]:
-    """The text before the first marker, the marker, and what follows it.
+    """The text before the first marker, the marker, and the text behind it.
 
-    Without one: the text that can belong to none, None, and what may be the beginning of one.
+    Without a marker: the text that cannot belong to one, None, and the possible beginning of one.
     """
-    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
+    found = [(index, marker) for marker in markers if (index := text.find(marker)) >= 0]
     if found:
-        place, marker = min(found)
-        return text[:place], marker, text[place + len(marker) :]
+        index, marker = min(found)
+        return text[:index], marker, text[index + len(marker) :]
     held = max(overlap(text, marker) for marker in markers)
     return text[: len(text) - held], None, text[len(text) - held :]

@@ -1,4 +1,4 @@
-"""JSON that comes in pieces: where a value ends, and what a call's object says so far."""
+"""Incremental JSON: the end of a value, and the name and arguments of a tool call's object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class JsonValue:
         self._begun = self._string = self._escaped = False
 
     def take(self, character: str) -> bool:
-        """True if the next character belongs to the value; one that does not may still end it."""
+        """True if the next character belongs to the value; a character behind it ends a number or word."""
         if self._string:
             if self._escaped:
                 self._escaped = False
@@ -44,7 +44,7 @@ class JsonValue:
         return True
 
 
-class _At(Enum):
+class _State(Enum):
     OBJECT = auto()
     KEY = auto()
     COLON = auto()
@@ -52,59 +52,59 @@ class _At(Enum):
 
 
 class CallObject:
-    """`{"name": ..., "arguments": {...}}`, in any order, `parameters` for the latter. Fails on what is none."""
+    """`{"name": ..., "arguments": {...}}`, in any order, or `parameters` for the latter. Fails on other text."""
 
     def __init__(self) -> None:
         self.name: str | None = None
         self.done = self.failed = False
-        self._at = _At.OBJECT
+        self._state = _State.OBJECT
         self._value = JsonValue()
-        self._raw: list[str] = []  # characters of the key or value that is read
+        self._raw: list[str] = []  # characters of the present key or value
         self._key = ""
-        self._fresh: list[str] = []  # parts of the arguments that nobody has taken
+        self._fresh: list[str] = []  # parts of the arguments that `take` has not returned
         self._has_arguments = False
 
     def push(self, text: str) -> int:
-        """Read on. Returns how many characters were read, which is all unless the object ends or fails."""
-        for place, character in enumerate(text):
+        """Continue. Returns how many characters were read: all, unless the object ends or fails."""
+        for index, character in enumerate(text):
             if self.done or self.failed:
-                return place
+                return index
             self._read(character)
         return len(text)
 
     def take(self) -> str:
-        """Arguments that have become known, once the name is."""
+        """New parts of the arguments, once the name is known."""
         if self.name is None:
             return ""
         if self.done and not self._has_arguments:
-            self._tell("{}")
+            self._add("{}")
         new = "".join(self._fresh)
         self._fresh.clear()
         return new
 
-    def _tell(self, arguments: str) -> None:
+    def _add(self, arguments: str) -> None:
         self._has_arguments = self._has_arguments or bool(arguments)
         self._fresh.append(arguments)
 
     def _read(self, character: str) -> None:
-        match self._at:
-            case _At.OBJECT:
+        match self._state:
+            case _State.OBJECT:
                 if character == "{":
-                    self._expect(_At.KEY)
+                    self._expect(_State.KEY)
                 elif character not in _SPACE:
                     self.failed = True
-            case _At.KEY:
+            case _State.KEY:
                 self._read_key(character)
-            case _At.COLON:
+            case _State.COLON:
                 if character == ":":
-                    self._expect(_At.VALUE)
+                    self._expect(_State.VALUE)
                 elif character not in _SPACE:
                     self.failed = True
-            case _At.VALUE:
+            case _State.VALUE:
                 self._read_value(character)
 
-    def _expect(self, at: _At) -> None:
-        self._at, self._value, self._raw = at, JsonValue(), []
+    def _expect(self, state: _State) -> None:
+        self._state, self._value, self._raw = state, JsonValue(), []
 
     def _read_key(self, character: str) -> None:
         if not self._raw and character in _SPACE + ",":
@@ -118,14 +118,14 @@ class CallObject:
             self.failed = True
         elif self._value.done:
             self._key = str(self._loaded())
-            self._expect(_At.COLON)
+            self._expect(_State.COLON)
 
     def _read_value(self, character: str) -> None:
         if self._value.take(character):
             self._raw.append(character)
-            # An object is told as it comes; whatever else stands there, once it is complete.
+            # An object is returned as it grows, any other value once it is complete.
             if self._key in _ARGUMENTS and self._raw[0] == "{":
-                self._tell(character)
+                self._add(character)
         if not self._value.done:
             return
         if self._key == "name":
@@ -133,10 +133,10 @@ class CallObject:
             self.failed |= self.name is None
         elif self._key in _ARGUMENTS and not self._has_arguments:
             value = self._loaded()
-            self._tell(value if isinstance(value, str) else "".join(self._raw))
-        ended_by_it = character == "}" and self._raw[-1:] != ["}"]
-        self._expect(_At.KEY)
-        self.done = self.done or ended_by_it
+            self._add(value if isinstance(value, str) else "".join(self._raw))
+        ended = character == "}" and self._raw[-1:] != ["}"]
+        self._expect(_State.KEY)
+        self.done = self.done or ended
 
     def _loaded(self) -> object:
         try:

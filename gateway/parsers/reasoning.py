@@ -10,37 +10,37 @@ BEGIN, END = "<think>", "</think>"
 
 
 class Reasoning:
-    """Parts a growing text into reasoning and content. A text that does not begin with it has none."""
+    """Splits a growing text into reasoning and content. A text that does not begin with reasoning has none."""
 
     def __init__(self, *, inside: bool) -> None:
-        """inside: the prompt has opened it already."""
+        """inside: the prompt ends with the begin marker."""
         self._inside = inside
-        self._beginning = True  # nothing but space came so far of the part that is read
+        self._beginning = True  # only line ends came so far of the present part
         self._decided = inside
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that a piece of text adds."""
+        """The reasoning and the content that a piece of text adds."""
         self._held += text
         if not self._decided and not self._decide():
             return "", ""
         if not self._inside:
             return "", self._trimmed(self._take(len(self._held)))
-        place = self._held.find(END)
-        if place < 0:
+        end = self._held.find(END)
+        if end < 0:
             return self._trimmed(self._take(len(self._held) - overlap(self._held, END))), ""
-        reasoning = self._trimmed(self._take(place))
+        reasoning = self._trimmed(self._take(end))
         self._take(len(END))
         self._inside, self._beginning = False, True
         return reasoning, self._trimmed(self._take(len(self._held)))
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, at the end of the text."""
+        """The reasoning and the content held back, at the end of the text."""
         rest = self._take(len(self._held))
         return (rest, "") if self._inside else ("", rest)
 
     def _decide(self) -> bool:
-        """Whether it begins with reasoning; False while that is open."""
+        """Decide whether the text begins with reasoning. False while it is too short."""
         text = self._held.lstrip()
         if len(text) < len(BEGIN) and BEGIN.startswith(text):
             return False
@@ -57,15 +57,15 @@ class Reasoning:
         return taken
 
     def _trimmed(self, text: str) -> str:
-        """Without the line ends that stand between the markers and what they enclose."""
+        """The text without line ends next to a marker."""
         if self._beginning:
             text = text.lstrip("\n")
             self._beginning = not text
         return text
 
 
-class ThinkingTokens:
-    """Counts the tokens of reasoning, its end marker included; none where the markers are no tokens."""
+class ReasoningTokenCounter:
+    """Counts the tokens of reasoning with its end marker; counts none if the markers are not single tokens."""
 
     def __init__(self, begin: int | None, end: int | None, *, inside: bool) -> None:
         """begin, end: token ids of the markers."""
@@ -75,7 +75,7 @@ class ThinkingTokens:
         self._first = True
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Tokens of the answer, in order."""
+        """Count the next tokens of the answer."""
         if tokens and self._first:
             self._inside |= self._end is not None and tokens[0] == self._begin
             self._first = False

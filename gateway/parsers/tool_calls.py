@@ -1,48 +1,48 @@
-"""How models write calls of tools.
+"""Parsers of the formats in which models write tool calls.
 
 hermes     <tool_call>{"name": ..., "arguments": {...}}</tool_call>, of Hermes and Qwen
-llama      {"name": ..., "parameters": {...}}, perhaps several with `;` between them, instead of an answer
+llama      {"name": ..., "parameters": {...}}, one or several separated by `;`, instead of content
 deepseek   <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then the arguments, fenced or not, <｜tool▁call▁end｜>
-forced     an array of such objects, and nothing else: what a grammar made the model say
-named      the arguments of one call, and nothing else
+forced     an array of such objects and nothing else, enforced by a grammar
+named      the arguments of one call and nothing else
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from gateway.parsers.base import CallPart, CallReader, Delta, cut_at
+from gateway.parsers.base import CallParser, CallPart, Delta, cut_at
 from gateway.parsers.json_text import CallObject, JsonValue
 
 _SEPARATORS = " \t\r\n;,"
 PYTHON_TAG = "<|python_tag|>"
-HERMES_MARKS = ("<tool_call>", "</tool_call>")
-DEEPSEEK_MARKS = (
+HERMES_MARKERS = ("<tool_call>", "</tool_call>")
+DEEPSEEK_MARKERS = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
 )  # fmt: skip
 
 
-class _Objects:
-    """Calls that are objects, one after the other."""
+class _CallObjects:
+    """Calls that are JSON objects, one after the other."""
 
     def __init__(self) -> None:
         self.index = -1
         self.begin()
 
     def begin(self) -> None:
-        """Expect the next."""
+        """Expect the next object."""
         self.object = CallObject()
         self.raw = ""
         self.named = False
 
     def read(self, text: str) -> str:
-        """Read on in the present object. Returns what stands behind it, if it ended or failed there."""
+        """Continue the present object. Returns the text behind it, if it ended or failed."""
         read = self.object.push(text)
         self.raw += text[:read]
         return text[read:]
 
-    def tell(self, delta: Delta) -> None:
-        """What is known of the present call, once its name is."""
+    def emit(self, delta: Delta) -> None:
+        """Add the new parts of the present call to delta, once its name is known."""
         arguments = self.object.take()
         if self.object.name is None or self.object.failed:
             return
@@ -54,36 +54,36 @@ class _Objects:
             delta.calls.append(CallPart(self.index, None, arguments))
 
 
-class HermesReader(CallReader):
-    """As of Hermes and Qwen."""
+class HermesParser(CallParser):
+    """The format of Hermes and Qwen."""
 
     def __init__(self) -> None:
-        self._objects = _Objects()
+        self._objects = _CallObjects()
         self._inside = False
         self._held = ""
-        self._space = ""  # held back: before a call it is no content, nor behind the last one
-        self._behind = False  # a call, with nothing else since
+        self._space = ""  # held back, because space before a call or behind the last one is not content
+        self._behind = False  # nothing but space came since the last call
 
     def push(self, text: str) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         delta = Delta()
         self._held += text
-        going = True
-        while going and self._held:
-            going = self._read_call(delta) if self._inside else self._read_content(delta)
+        more = True
+        while more and self._held:
+            more = self._read_call(delta) if self._inside else self._read_content(delta)
         return delta
 
     def finish(self) -> Delta:
-        """As in CallReader. A call that was never complete, and has not been told, is content."""
+        """As in CallParser. An incomplete call of which no part was returned is content."""
         unparsed = self._inside and not self._objects.named
-        raw = HERMES_MARKS[0] + self._objects.raw if unparsed else ""
+        raw = HERMES_MARKERS[0] + self._objects.raw if unparsed else ""
         space = "" if self._behind and not raw and not self._held else self._space
         rest = "" if self._inside and not unparsed else space + raw + self._held
         self._held = self._space = ""
         return Delta(rest)
 
     def _read_content(self, delta: Delta) -> bool:
-        before, mark, self._held = cut_at(self._held, HERMES_MARKS[:1])
+        before, mark, self._held = cut_at(self._held, HERMES_MARKERS[:1])
         text = self._space + before
         kept = text.rstrip()
         delta.content += kept
@@ -99,18 +99,18 @@ class HermesReader(CallReader):
         objects = self._objects
         if not (objects.object.done or objects.object.failed):
             self._held = objects.read(self._held)
-            objects.tell(delta)
+            objects.emit(delta)
             if not (objects.object.done or objects.object.failed):
                 return False
-        # A call that is whole may lack its last mark, and another one begin.
-        before, mark, self._held = cut_at(self._held, HERMES_MARKS if objects.object.done else HERMES_MARKS[1:])
+        # A complete call may lack its end marker, and another call begin.
+        before, mark, self._held = cut_at(self._held, HERMES_MARKERS if objects.object.done else HERMES_MARKERS[1:])
         if objects.object.failed and not objects.named:
             objects.raw += before
         if mark is None:
             return False
-        again = mark == HERMES_MARKS[0]
+        again = mark == HERMES_MARKERS[0]
         if not objects.named:
-            delta.content += HERMES_MARKS[0] + objects.raw + ("" if again else HERMES_MARKS[1])
+            delta.content += HERMES_MARKERS[0] + objects.raw + ("" if again else HERMES_MARKERS[1])
         self._behind = objects.named
         self._inside = again
         if again:
@@ -118,28 +118,28 @@ class HermesReader(CallReader):
         return True
 
 
-class ObjectsReader(CallReader):
-    """Bare objects: as of Llama, or forced by a grammar."""
+class JsonCallsParser(CallParser):
+    """Bare objects: the format of Llama, or enforced by a grammar."""
 
     def __init__(self, names: Collection[str] | None = None) -> None:
-        """names: of tools; an object that calls none of them is content. None: a grammar has seen to it."""
+        """names: of tools; an object that calls none of them is content. None: a grammar enforces calls."""
         self._names = names
-        self._objects = _Objects()
+        self._objects = _CallObjects()
         self._is_content = False
         self._between = True
         self._held = ""
 
     def push(self, text: str) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         delta = Delta()
         self._held += text
-        going = True
-        while going and self._held:
-            going = self._read(delta)
+        more = True
+        while more and self._held:
+            more = self._read(delta)
         return delta
 
     def finish(self) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         unparsed = not (self._names is None or self._between or self._is_content or self._objects.named)
         rest = (self._objects.raw if unparsed else "") + self._held
         if self._between and self._objects.index >= 0 and not self._held.strip(_SEPARATORS):
@@ -162,12 +162,12 @@ class ObjectsReader(CallReader):
             self._is_content = self._names is not None
             self._held = objects.raw + self._held if self._is_content else ""
             return self._is_content
-        objects.tell(delta)
+        objects.emit(delta)
         self._between = made.done
         return made.done
 
     def _seek(self) -> bool:
-        """Find the next object, or that there is none."""
+        """Find the next object, or the end of the calls."""
         text = self._held.lstrip(_SEPARATORS if self._objects.index >= 0 else None)
         if self._names is None:
             text = self._held.lstrip(_SEPARATORS + "[]")
@@ -184,8 +184,8 @@ class ObjectsReader(CallReader):
         return self._is_content
 
 
-class DeepSeekReader(CallReader):
-    """As of DeepSeek."""
+class DeepSeekParser(CallParser):
+    """The format of DeepSeek."""
 
     def __init__(self) -> None:
         self._reading = self._content
@@ -194,7 +194,7 @@ class DeepSeekReader(CallReader):
         self._index = -1
 
     def push(self, text: str) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         delta = Delta()
         self._held += text
         while self._held and self._reading(delta):
@@ -202,27 +202,27 @@ class DeepSeekReader(CallReader):
         return delta
 
     def finish(self) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         held, self._held = self._held, ""
         return Delta(held if self._reading == self._content else "")
 
     def _content(self, delta: Delta) -> bool:
-        before, mark, self._held = cut_at(self._held, DEEPSEEK_MARKS[:2])
+        before, mark, self._held = cut_at(self._held, DEEPSEEK_MARKERS[:2])
         delta.content += before
         if mark is not None:
-            self._reading = self._name if mark == DEEPSEEK_MARKS[1] else self._gap
+            self._reading = self._name if mark == DEEPSEEK_MARKERS[1] else self._gap
         return mark is not None
 
     def _gap(self, delta: Delta) -> bool:
-        """Between two calls there is nothing."""
+        """Text between two calls is dropped."""
         del delta
-        _, mark, self._held = cut_at(self._held, DEEPSEEK_MARKS[1:2])
+        _, mark, self._held = cut_at(self._held, DEEPSEEK_MARKERS[1:2])
         if mark is not None:
             self._reading, self._head = self._name, ""
         return mark is not None
 
     def _name(self, delta: Delta) -> bool:
-        before, mark, self._held = cut_at(self._held, DEEPSEEK_MARKS[2:3])
+        before, mark, self._held = cut_at(self._held, DEEPSEEK_MARKERS[2:3])
         self._head += before
         if mark is None:
             return False
@@ -233,7 +233,7 @@ class DeepSeekReader(CallReader):
         return True
 
     def _line(self, delta: Delta) -> bool:
-        """The name on a line of its own."""
+        """A name that ends with its line."""
         line, end, rest = self._held.partition("\n")
         if end:
             self._held = rest
@@ -246,13 +246,13 @@ class DeepSeekReader(CallReader):
         self._reading, self._value = self._fence, JsonValue()
 
     def _fence(self, delta: Delta) -> bool:
-        """Whatever stands before the arguments."""
+        """Text before the arguments, such as a code fence."""
         del delta
-        place = self._held.find("{")
-        self._held = self._held[place:] if place >= 0 else ""
-        if place >= 0:
+        begin = self._held.find("{")
+        self._held = self._held[begin:] if begin >= 0 else ""
+        if begin >= 0:
             self._reading = self._arguments
-        return place >= 0
+        return begin >= 0
 
     def _arguments(self, delta: Delta) -> bool:
         count = 0
@@ -266,17 +266,17 @@ class DeepSeekReader(CallReader):
         return self._value.done
 
 
-class NamedReader(CallReader):
-    """All of the text is the arguments of one call."""
+class NamedCallParser(CallParser):
+    """The whole text is the arguments of one call."""
 
     def __init__(self, name: str) -> None:
         self._name: str | None = name
 
     def push(self, text: str) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         name, self._name = self._name, None
         return Delta(calls=[CallPart(0, name, text)])
 
     def finish(self) -> Delta:
-        """As in CallReader."""
+        """As in CallParser."""
         return Delta()

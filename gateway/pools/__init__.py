@@ -1,1 +1,1 @@
-"""Which replica of a service gets a session."""
+"""Routing: which replica of a service runs a session."""

@@ -1,9 +1,9 @@
-"""The replicas of one service, and which of them gets a session: the one that has most of its text, unless it is busy.
+"""The replicas of one service, and the choice between them: the one with the longest cached prefix, unless it is busy.
 
-nobody else               that one
-knows enough of the text  the one that knows most of it ...
-... but has far more sessions than the least loaded, or no place while that one has: the least loaded
-else                      the least loaded; of equals the one that knows most, then the one that has seen least
+one candidate                       that one
+a cached prefix above the threshold the replica with the longest one ...
+... but it is busy, or full         the least loaded replica
+otherwise                           the least loaded; among equals the longest prefix, then the fewest cached pages
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from gateway.sessions.prefixes import MOST_PAGES, PAGE_SIZE, Prefixes
+from gateway.sessions.prefixes import DEFAULT_PAGE_SIZE, MAX_PAGES, CachedPrefixes
 from gateway.sessions.session import Session
 from gateway.streams.link import Link
 from outrider.errors import ConfigError
@@ -21,21 +21,21 @@ from outrider.errors import ConfigError
 Replica = TypeVar("Replica", bound=Link[Any, Any])
 
 
-class Why(StrEnum):
-    """What decided, where there was a choice. The values are those of a metric's label."""
+class RoutingReason(StrEnum):
+    """The rule that decided between several replicas. The values are label values of a metric."""
 
     PREFIX = "prefix"
     LOAD = "load"
-    BUSY = "busy"  # another one knows more of the text, but has too much to do
+    BUSY = "busy"  # another replica has a longer cached prefix, but too much to do
 
 
 @dataclass(frozen=True)
 class Routing:
-    """When prefixes count. The names and their meaning are those of SGLang's router. Raises ConfigError.
+    """When cached prefixes decide. Names and meaning are those of SGLang's router. Raises ConfigError.
 
-    cache_threshold: part of a text that must be known; 1 goes by load alone
-    balance_abs_threshold, balance_rel_threshold: a replica is busy if it has more sessions than the least loaded by
-        this number, and by this factor
+    cache_threshold: fraction of a text that must be cached; 1 routes by load alone
+    balance_abs_threshold, balance_rel_threshold: a replica is busy if it has more sessions than the least loaded one
+        by this number and by this factor
     """
 
     cache_threshold: float = 0.3
@@ -44,20 +44,23 @@ class Routing:
 
     def __post_init__(self) -> None:
         if not 0 <= self.cache_threshold <= 1:
-            raise ConfigError(f"--cache-threshold is a part, from 0 to 1, not {self.cache_threshold:g}")
+            raise ConfigError(f"--cache-threshold must lie in [0, 1], not {self.cache_threshold:g}")
         if self.balance_abs_threshold < 0:
             raise ConfigError(f"--balance-abs-threshold must be 0 or more, not {self.balance_abs_threshold}")
         if not self.balance_rel_threshold >= 1:
             raise ConfigError(f"--balance-rel-threshold must be 1 or more, not {self.balance_rel_threshold:g}")
 
 
-class _Offer(NamedTuple, Generic[Replica]):
-    """A replica as a session sees it. load: its sessions, as if it had as many places as the largest has."""
+class _Candidate(NamedTuple, Generic[Replica]):
+    """A replica as a session may use it; the smallest is the least loaded.
+
+    load: its sessions, scaled as if it ran as many together as the largest candidate
+    """
 
     full: bool
     load: float
-    unknown: int  # tokens of the text that it has not
-    seen: int  # pages
+    uncached: int  # tokens of the text that are not in its prefix cache
+    cached_pages: int
     order: int
     replica: Replica
 
@@ -67,61 +70,61 @@ class Pool(Generic[Replica]):
 
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
-        self._prefixes: dict[Replica, Prefixes] = {}
+        self._prefixes: dict[Replica, CachedPrefixes] = {}
         self.replicas: list[Replica] = []
 
     def add(self, replica: Replica) -> None:
-        """Take a replica on."""
+        """Add a replica."""
         self.replicas.append(replica)
-        self._prefixes[replica] = Prefixes()
+        self._prefixes[replica] = CachedPrefixes()
 
-    def forget(self, replica: Replica) -> None:
-        """A replica was lost; if it comes back, it has nothing."""
-        self._prefixes[replica].forget()
+    def clear_prefixes(self, replica: Replica) -> None:
+        """A replica was lost; if it comes back, its cache is empty."""
+        self._prefixes[replica].clear()
 
-    def choose(self, session: Session, candidates: Sequence[Replica]) -> tuple[Replica | None, Why | None]:
-        """The replica for a session, and why; None if there is no candidate. candidates: those that could have it."""
-        if len(candidates) <= 1:
-            return (candidates[0] if candidates else None), None
-        offers = self._offers(session, candidates)
-        idle = min(offers)
-        knower = min(offers, key=lambda offer: (offer.unknown, offer))
+    def choose(self, session: Session, replicas: Sequence[Replica]) -> tuple[Replica | None, RoutingReason | None]:
+        """The replica for a session, and the reason; None if there is none. replicas: those that can run it."""
+        if len(replicas) <= 1:
+            return (replicas[0] if replicas else None), None
+        candidates = self._candidates(session, replicas)
+        idle = min(candidates)
+        cached = min(candidates, key=lambda candidate: (candidate.uncached, candidate))
         length, rules = len(session.tokens), self._routing
-        if length - knower.unknown <= rules.cache_threshold * length:
-            return idle.replica, Why.LOAD
+        if length - cached.uncached <= rules.cache_threshold * length:
+            return idle.replica, RoutingReason.LOAD
         limit = max(idle.load + rules.balance_abs_threshold, idle.load * rules.balance_rel_threshold)
-        if knower.load > limit or knower.full > idle.full:
-            return idle.replica, Why.BUSY
-        return knower.replica, Why.PREFIX
+        if cached.load > limit or cached.full > idle.full:
+            return idle.replica, RoutingReason.BUSY
+        return cached.replica, RoutingReason.PREFIX
 
-    def learn(self, session: Session, replica: Replica) -> None:
-        """A replica has, or is about to get, a session's tokens."""
+    def add_prefix(self, session: Session, replica: Replica) -> None:
+        """A replica has, or is about to compute, a session's tokens."""
         if len(self.replicas) > 1:
-            most = min(MOST_PAGES, (replica.load.total_pages if replica.load is not None else 0) or MOST_PAGES)
-            self._prefixes[replica].remember(self._names(session, replica), most)
+            capacity = min(MAX_PAGES, (replica.load.total_pages if replica.load is not None else 0) or MAX_PAGES)
+            self._prefixes[replica].add(self._hashes(session, replica), capacity)
 
-    def _offers(self, session: Session, candidates: Sequence[Replica]) -> list[_Offer[Replica]]:
-        places = [replica.places for replica in candidates]
-        largest = max(places)
-        offers = []
-        for order, (replica, own) in enumerate(zip(candidates, places, strict=True)):
+    def _candidates(self, session: Session, replicas: Sequence[Replica]) -> list[_Candidate[Replica]]:
+        limits = [replica.max_sessions for replica in replicas]
+        largest = max(limits)
+        candidates = []
+        for order, (replica, limit) in enumerate(zip(replicas, limits, strict=True)):
             prefixes, count = self._prefixes[replica], replica.session_count
-            known = prefixes.reach(self._names(session, replica)) * _page_size(replica)
-            offers.append(
-                _Offer(
-                    0 < own <= count,
-                    count * largest / own if own else float(count),
-                    len(session.tokens) - known,
+            cached = prefixes.match(self._hashes(session, replica)) * _page_size(replica)
+            candidates.append(
+                _Candidate(
+                    0 < limit <= count,
+                    count * largest / limit if limit else float(count),
+                    len(session.tokens) - cached,
                     len(prefixes),
                     order,
                     replica,
                 )
             )
-        return offers
+        return candidates
 
-    def _names(self, session: Session, replica: Replica) -> list[int]:
-        return session.trail.names(session.tokens, _page_size(replica))
+    def _hashes(self, session: Session, replica: Replica) -> list[int]:
+        return session.prefix_hashes.of(session.tokens, _page_size(replica))
 
 
 def _page_size(replica: Link[Any, Any]) -> int:
-    return getattr(replica.info, "page_size", 0) or PAGE_SIZE
+    return getattr(replica.info, "page_size", 0) or DEFAULT_PAGE_SIZE

@@ -1,9 +1,9 @@
-"""The process: ports first, then the services, then clients.
+"""The gateway process: ports first, then services, then clients.
 
-1. bind the REST and gRPC ports, so that a port in use is said at once; answer 503 meanwhile
-2. wait for a target, and learn its facts and tokenizer
-3. serve until a signal, and meet the other services: one that does not fit ends the process
-4. let nobody in any more, and let who is in finish, for a while
+1. bind the REST and gRPC ports, so that a port in use is an error at once; answer 503 meanwhile
+2. wait for a target, and read its facts and tokenizer
+3. serve until a signal, and connect to the other services: one that does not fit ends the process
+4. refuse new requests, and drain the running ones
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from gateway.admission.admission import Admission, Keys
 from gateway.api import app as rest
-from gateway.api.middleware import Edge, Gate
+from gateway.api.middleware import Edge, KeyCheck
 from gateway.api.tracing import Traced
 from gateway.control.control import Control
 from gateway.control.server_info import Facts
@@ -33,12 +33,12 @@ from gateway.orchestration.generator import Generator
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.orchestration.sampling_defaults import FILE, OPENAI, SamplingDefaults, of_model
 from gateway.pools.pool import Routing
-from gateway.process.listeners import Doors
+from gateway.process.listeners import Listeners
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import OtherWeights, TargetLink
 from gateway.telemetry import request_log
+from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.peer_metrics import Sglang, Vllm
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.workers.parent import oversee
 from gateway.workers.peers import Peers
@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-_PATIENCE = 2.0  # seconds after which a service that is away is warned of
-_START_UP = 60.0  # seconds in which a service that does not fit ends the process; later ones are only not used
+_WARN_AFTER = 2.0  # seconds after which an absent service is logged
+_START_UP = 60.0  # seconds in which a service that does not fit ends the process; later it is only unused
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,27 +83,27 @@ async def serve(config: GatewayConfig, peers: Peers | None = None) -> int:
 async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -> int:
     stop = asyncio.create_task(_stop_or_leave().wait())
     edge, servicer = Edge(config.max_body_bytes), GatewayServicer()
-    doors = Doors(config, _across_origins(edge, config.allowed_origins), shared=peers.several)
-    doubles, metrics = facades(config.grpc_facades), Metrics()
+    listeners = Listeners(config, _with_cors(edge, config.allowed_origins), shared=peers.several)
+    facade_services, metrics = facades(config.grpc_facades), Metrics()
     admission, keys = Admission(config.max_pending_requests), Keys(config)
     tests: list[asyncio.Task[Any]] = []
     tls, service_tls = config.server_tls(), config.service_tls()
-    rules = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
+    routing = Routing(config.cache_threshold, config.balance_abs_threshold, config.balance_rel_threshold)
     targets = [TargetLink(address, service_tls) for address in config.target]
-    orchestrator = Orchestrator(targets, [], metrics, routing=rules)
-    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, doors.grpc.server)
-    for facade in doubles:
-        facade.add_to(doors.grpc.server)
-    names = (SERVICE_NAME, *(facade.name for facade in doubles))
-    late = peers.opened  # others serve: clients are better off with them until this one can, too
+    orchestrator = Orchestrator(targets, [], metrics, routing=routing)
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, listeners.grpc.server)
+    for facade in facade_services:
+        facade.add_to(listeners.grpc.server)
+    names = (SERVICE_NAME, *(facade.name for facade in facade_services))
+    late = peers.opened  # other workers serve, so this one listens only when it can serve as well
     try:
-        await doors.start_health()
+        await listeners.start_health()
         if not late:
-            await doors.open(names, tls)
+            await listeners.open(names, tls)
         target = await unless(stop, first_target(orchestrator.targets, config.connect_timeout))
         if target is None:
             return 0
-        assert target.info is not None, "a link that is up knows its service"
+        assert target.info is not None, "a link that is up has info"
         facts = Facts(config, target.info, peers)
         generator = Generator(
             orchestrator,
@@ -117,32 +117,32 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             defaults=_defaults(config, target),
         )
         if not config.disable_vllm_metrics:
-            metrics.registry.register(Vllm(metrics, generator.name))
+            metrics.registry.register(VllmMetrics(metrics, generator.name))
         if not config.disable_sglang_metrics:
-            metrics.registry.register(Sglang(metrics, generator.name))
+            metrics.registry.register(SglangMetrics(metrics, generator.name))
         for address in config.draft:
             orchestrator.attach_draft(DraftLink(address, target.info.model, service_tls))
         if not config.disable_draft_self_test:
             tests += self_test.start(generator, orchestrator)
         control = Control(orchestrator, facts)
         await peers.serve(answers_for(generator, control))
-        edge.app = Gate(rest.build(generator, facts, control), keys)
+        edge.app = KeyCheck(rest.build(generator, facts, control), keys)
         if tracing is not None:
             edge.app = Traced(edge.app, tracing)
         servicer.serve(generator, facts, keys, tracing)
         backend = Backend(generator, facts, control, keys, tracing)
-        for facade in doubles:
+        for facade in facade_services:
             facade.serve(backend)
         if late:
-            await doors.open(names, tls)
-        await doors.set_serving(True)
+            await listeners.open(names, tls)
+        await listeners.set_serving(True)
         scheme = "https" if tls is not None else "http"
-        at, beside = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
-        log.info("REST on %s://%s, gRPC on %s", scheme, at, beside)
-        await unless(stop, meet(orchestrator, target))
+        rest_address, grpc_address = (host_and_port(config.host, port) for port in (config.port, config.grpc_port))
+        log.info("REST on %s://%s, gRPC on %s", scheme, rest_address, grpc_address)
+        await unless(stop, connect(orchestrator, target))
         if admission.running:
             log.info("%d requests get %g s to end", admission.running, config.drain_timeout)
-        await doors.set_serving(False)
+        await listeners.set_serving(False)
         await admission.drain(config.drain_timeout)
         return 0
     finally:
@@ -150,29 +150,29 @@ async def _serve(config: GatewayConfig, tracing: Tracing | None, peers: Peers) -
             task.cancel()
         await orchestrator.stop()
         await peers.stop()
-        await doors.close()
+        await listeners.close()
 
 
 def _defaults(config: GatewayConfig, target: TargetLink) -> SamplingDefaults:
-    """How tokens are drawn for who does not say. Raises ConfigError."""
+    """Sampling parameters for requests that omit them. Raises ConfigError."""
     if config.sampling_defaults == "openai":
         return OPENAI
     defaults = of_model(target.tokenizer_files)
     if defaults != OPENAI:
-        log.info("requests that do not say otherwise have %s, as the model's %s says", defaults, FILE)
+        log.info("default sampling parameters from the model's %s: %s", FILE, defaults)
     return defaults
 
 
 def _stop_or_leave() -> asyncio.Event:
-    """An event that a signal sets. A Ctrl-C behind it ends the process where it stands, and what is under way with it.
+    """An event that a signal sets. A further Ctrl-C ends the process at once, with all running requests.
 
-    A second SIGTERM does not: whoever ends a group of processes may send one beside that of their supervisor.
+    A second SIGTERM does not, because a process group may receive one in addition to that of its supervisor.
     """
     stop = stop_on_signals()
 
     def interrupted() -> None:
         if stop.is_set():
-            log.warning("interrupted again; what is under way is cut")
+            log.warning("interrupted again; running requests are cut")
             process.leave()
         stop.set()
 
@@ -180,8 +180,8 @@ def _stop_or_leave() -> asyncio.Event:
     return stop
 
 
-def _across_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The app for pages of these origins, too. Outermost, for browsers hide every answer that does not name them."""
+def _with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The app with CORS for these origins. Outermost, because browsers hide answers without the headers."""
     if not origins:
         return app
     return CORSMiddleware(
@@ -194,21 +194,21 @@ def _across_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 async def unless(stop: asyncio.Task[Any], work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The work's result; None if the process is told to stop first."""
+    """The work's result; None if the process is stopped first."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({stop, task}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)  # what it still raises is nobody's concern
+        await asyncio.gather(task, return_exceptions=True)  # drops errors after cancellation
 
 
 async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetLink:
-    """Connect to all targets and wait for the first. Raises ConfigError if one does not fit, Unavailable if none came.
+    """Connect to all targets and wait for the first. Raises ConfigError if one does not fit, Unavailable if none is up.
 
-    From then on every target must serve the same model. Where some have had an update that others have missed, as those
-    do that have started anew, it is one of the former, if it is there by then.
+    From then on every target must serve the same model. If some targets have updated weights that restarted ones lack,
+    a target with updated weights is returned, if it is up by then.
     """
     for link in targets:
         link.start()
@@ -221,11 +221,11 @@ async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetL
                 task.result()
         if first := _most_recent(targets):
             if pending and not _updated(first):
-                await asyncio.wait(pending, timeout=_PATIENCE)
+                await asyncio.wait(pending, timeout=_WARN_AFTER)
                 first = _most_recent(targets) or first
             for task in pending:
                 task.cancel()
-            assert first.info is not None, "a link that is up knows its service"
+            assert first.info is not None, "a link that is up has info"
             for link in targets:
                 link.expect(first.info)
             return first
@@ -233,30 +233,30 @@ async def first_target(targets: Sequence[TargetLink], seconds: float) -> TargetL
 
 
 def _most_recent(targets: Sequence[TargetLink]) -> TargetLink | None:
-    """Of the targets that are up, the first one whose weights were updated; if none were, the first one."""
+    """The first target that is up with updated weights; else the first that is up."""
     up = [link for link in targets if link.up and link.info is not None]
     return next((link for link in up if _updated(link)), next(iter(up), None))
 
 
 def _updated(link: TargetLink) -> bool:
-    """True if a target has other weights than those that it was started with."""
+    """True if a target's weights were updated since its start."""
     info = link.info
     return info is not None and info.first_fingerprint not in ("", info.model.fingerprint)
 
 
-async def meet(orchestrator: Orchestrator, first: TargetLink) -> None:
-    """Meet the other services, then rest. Raises ConfigError for one that does not fit; one that is away may come."""
+async def connect(orchestrator: Orchestrator, first: TargetLink) -> None:
+    """Connect to the other services, and wait forever. Raises ConfigError for one that does not fit."""
     for draft in orchestrator.drafts:
         draft.start()
-    await asyncio.gather(*(_meet(link) for link in orchestrator.links if link is not first))
+    await asyncio.gather(*(_connect(link) for link in orchestrator.links if link is not first))
     await asyncio.Event().wait()
 
 
-async def _meet(link: TargetLink | DraftLink) -> None:
-    with contextlib.suppress(OtherWeights):  # of which the link tells, and which the next update mends
+async def _connect(link: TargetLink | DraftLink) -> None:
+    with contextlib.suppress(OtherWeights):  # logged by the link; the next update resolves it
         try:
-            await link.wait_up(_PATIENCE)
+            await link.wait_up(_WARN_AFTER)
         except Unavailable as error:
-            log.warning("%s; going on without it until it comes", error.message)
+            log.warning("%s; continuing without it until it is up", error.message)
             with contextlib.suppress(Unavailable):
                 await link.wait_up(_START_UP)

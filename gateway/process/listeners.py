@@ -1,4 +1,4 @@
-"""The ports of the gateway: REST, gRPC, and health alone. A worker that stops leaves the port that others share."""
+"""The listeners of a gateway process: REST, gRPC and health. A worker that stops leaves the ports that others share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from outrider.process.ports import host_and_port, take_port
 from outrider.tls import ServerTls
 from outrider.transport.rpc import GrpcServer
 
-_GRACE = 5  # seconds that requests get to end when the gateway stops
+_GRACE = 5  # seconds for running requests to end when the gateway stops
 
 
-class Doors:
+class Listeners:
     """Servers of one process. Use: add services to `grpc.server`, `open`, `set_serving`, `close`."""
 
     def __init__(self, config: GatewayConfig, app: ASGIApp, *, shared: bool = False) -> None:
@@ -31,17 +31,17 @@ class Doors:
         self._health = GrpcServer() if config.health_listen is not None else None
         self._rest: tuple[_Server, asyncio.Task[None]] | None = None
         self._open = False
-        self._leaving: asyncio.Task[None] | None = None
+        self._draining: asyncio.Task[None] | None = None
 
     async def start_health(self) -> None:
-        """Listen where health alone is asked. Raises ConfigError if that cannot be."""
+        """Listen on --health-listen. Raises ConfigError if the address cannot be used."""
         if self._health is not None:
             await self._health.start(self._config.health_listen or "", ())
 
     async def open(self, names: Sequence[str], tls: ServerTls | None) -> None:
-        """Listen where clients come; the app answers from now on. Raises ConfigError for ports in use.
+        """Listen on the ports of REST and gRPC; the app answers from now on. Raises ConfigError for ports in use.
 
-        names: of the gRPC services that were added.
+        names: of the gRPC services that were added
         """
         config = self._config
         listening = take_port(config.host, config.port, "--port", shared=self._shared, listens=True)
@@ -50,35 +50,35 @@ class Doors:
         await self.grpc.start(host_and_port(config.host, config.grpc_port), names, tls)
 
     async def set_serving(self, serving: bool) -> None:
-        """What health says. A process that serves no longer leaves ports that others share."""
+        """Set the health status. A process that no longer serves stops listening on shared ports."""
         for server in (self.grpc, self._health):
             if server is not None:
                 await server.set_serving(serving)
         if self._shared and not serving and self._rest is not None:
-            self._rest[0].leave()
-            # gRPC tells its connections, too, that they shall come no more; `close` ends the wait for their calls.
-            self._leaving = asyncio.create_task(self.grpc.stop(self._config.drain_timeout + _GRACE))
+            self._rest[0].stop_accepting()
+            # gRPC also tells its clients to reconnect elsewhere; `close` ends the wait for their calls.
+            self._draining = asyncio.create_task(self.grpc.stop(self._config.drain_timeout + _GRACE))
 
     async def close(self) -> None:
-        """Stop; what is under way gets a moment."""
-        if self._leaving is not None:
-            self._leaving.cancel()
-            await asyncio.wait([self._leaving])
+        """Stop; running requests get a grace period."""
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait([self._draining])
         servers = [server for server in (self.grpc if self._open else None, self._health) if server is not None]
         rest = [stop_rest(self._rest)] if self._rest is not None else []
         await asyncio.gather(*rest, *(server.stop() for server in servers))
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
+    """A uvicorn server that leaves signals to the process."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Capture none."""
         yield
 
-    def leave(self) -> None:
-        """Take no more connections, and end each that there is after what is under way on it."""
+    def stop_accepting(self) -> None:
+        """Accept no more connections, and close each existing one after its running request."""
         for listening in self.servers:
             listening.close()
         for connection in list(self.server_state.connections):
@@ -88,7 +88,7 @@ class _Server(uvicorn.Server):
 def start_rest(
     app: ASGIApp, listener: socket.socket, tls: ServerTls | None = None
 ) -> tuple[_Server, asyncio.Task[None]]:
-    """Answer HTTP on a socket, or HTTPS."""
+    """Serve HTTP on a socket, or HTTPS with tls."""
     files: dict[str, Any] = {}
     if tls is not None:
         files = {"ssl_certfile": tls.pair.certfile, "ssl_keyfile": tls.pair.keyfile, "ssl_ca_certs": tls.ca_certs}
@@ -101,7 +101,7 @@ def start_rest(
 
 
 async def stop_rest(rest_server: tuple[_Server, asyncio.Task[None]]) -> None:
-    """Stop answering HTTP; what is under way gets a moment."""
+    """Stop serving HTTP; running requests get a grace period."""
     server, task = rest_server
     server.should_exit = True
     await task

@@ -1,1 +1,1 @@
-"""The state of a session, which the gateway owns: request, committed tokens, step statistics."""
+"""The state of a session, which the gateway owns: specification, committed tokens, statistics, recovery."""

@@ -1,7 +1,7 @@
-"""One session's draft as it looks from outside, for clients that want to see it.
+"""The draft tree of a session as the gateway sees it, for clients that ask for a report of every step.
 
-The gateway passes hints on as they come. Of a session that is watched it keeps them in a tree, as the target does, and
-tells at each commit which path the draft believed in most: its first tokens may have been accepted, the others not.
+The gateway relays proposals as bytes. For a watched session it also merges them into a tree, as the target does, and
+reports at each commit the path that the draft service scored highest. The target may have accepted only a part of it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from outrider.speculation.tree import ROOT, SpeculationTree
 from outrider.wire import codec
 from outrider.wire.v1 import common_pb2
 
-_LONGEST = 16  # tokens of a guess that are told
+_MAX_PATH = 16  # draft tokens that a report shows per step
 
 
-class Watch:
+class DraftWatch:
     """Follows proposals and commits of one session."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         """tokens: prompt and committed tokens, at least one."""
         self._tree = SpeculationTree(np.array(tokens, np.uint32))
 
-    def proposed(self, proposal: Proposal) -> None:
-        """The draft has said something."""
+    def merge(self, proposal: Proposal) -> None:
+        """Add a proposal of the draft service."""
         self._tree.merge(proposal)
 
-    def committed(self, tokens: Sequence[int], verified: int) -> tuple[int, ...]:
-        """The target has committed tokens. Returns what the draft believed in most, if nodes were verified at all.
+    def commit(self, tokens: Sequence[int], verified: int) -> tuple[int, ...]:
+        """Add committed tokens. Returns the path that the draft service scored highest; nothing for a plain step.
 
-        Of a path that was accepted further than that, the accepted tokens come in its place.
+        Where the target accepted more of another path, the accepted tokens take its place.
         """
-        guess = self._guess(tokens[:-1]) if verified else ()
+        path = self._best_path(tokens[:-1]) if verified else ()
         self._tree.commit(np.array(tokens, np.uint32))
-        return guess
+        return path
 
-    def _guess(self, accepted: Sequence[int]) -> tuple[int, ...]:
-        """The path that goes along what was accepted as far as that was known, and on to the likeliest nodes."""
+    def _best_path(self, accepted: Sequence[int]) -> tuple[int, ...]:
+        """The accepted tokens as far as the tree has them, then the nodes of the highest score."""
         tree, node = self._tree, ROOT
         path: list[int] = []
         for token in accepted:
@@ -48,19 +48,19 @@ class Watch:
                 return tuple(path)
             path.append(token)
             node = child
-        while len(path) < _LONGEST and (children := tree.children_of(node)):
+        while len(path) < _MAX_PATH and (children := tree.children_of(node)):
             node = max(children, key=tree.log_score.__getitem__)
             path.append(tree.token[node])
         return tuple(path)
 
 
-class Watches(dict[int, Watch]):
-    """Those of all sessions that are watched, by session."""
+class DraftWatches(dict[int, DraftWatch]):
+    """The watches of all watched sessions, by session id."""
 
-    def see(self, batch: common_pb2.ProposalBatch) -> None:
-        """A draft has said something. Frames stay whole as long as nobody is watched. Raises InvalidRequest."""
+    def merge(self, batch: common_pb2.ProposalBatch) -> None:
+        """Add the proposals of a frame, which is not decoded while no session is watched. Raises InvalidRequest."""
         if not self:
             return
         for proposal in codec.proposals_from_pb(batch):
             if (watch := self.get(proposal.session_id)) is not None:
-                watch.proposed(proposal)
+                watch.merge(proposal)

@@ -1,8 +1,8 @@
-"""What a replica has probably cached: the pages of the texts that were sent there, by name.
+"""Estimate of the prefix cache of a replica: hashes of the pages of all texts that were sent to it.
 
-A page's name is a hash of all tokens up to its end, so that a text is a chain of names, and what two texts share is
-where their chains are equal. Nobody is asked: a replica may have dropped a page that is remembered here, or keep one
-that is not. A wrong guess costs the computation of some pages, never a token.
+A page's hash covers all tokens up to the page's end, so a text is a chain of hashes, and two texts share a prefix as
+far as their chains are equal. The replica is not asked: it may have evicted a page that is listed here, or cache one
+that is not. A wrong estimate costs the computation of some pages, never a token.
 """
 
 from __future__ import annotations
@@ -15,54 +15,54 @@ import numpy as np
 
 from outrider.paging.prefix import page_keys
 
-MOST_PAGES = 1 << 16  # that are remembered of a replica, which takes some 8 MB
-PAGE_SIZE = 16  # tokens, of replicas that do not tell
+MAX_PAGES = 1 << 16  # listed per replica, about 8 MB
+DEFAULT_PAGE_SIZE = 16  # tokens, for replicas that do not report theirs
 
 
-class Trail:
-    """The names of a growing text's full pages. Only what is new is hashed."""
+class PrefixHashes:
+    """Chained hashes of a growing text's full pages. Each call hashes the new pages only."""
 
     def __init__(self, salt: str = "") -> None:
-        """salt: texts of different ones share nothing."""
+        """salt: texts of different salts share no hash."""
         self._root = hash(salt)
-        self._names: dict[int, list[int]] = {}  # by page size
+        self._hashes: dict[int, list[int]] = {}  # by page size
 
-    def names(self, tokens: Sequence[int], page_size: int) -> list[int]:
-        """Names of the full pages of a text that begins with those of the last call. page_size: in tokens."""
-        names = self._names.setdefault(page_size, [])
-        fresh = np.array(tokens[len(names) * page_size :], np.uint32)
-        name = names[-1] if names else self._root
+    def of(self, tokens: Sequence[int], page_size: int) -> list[int]:
+        """Hashes of the full pages of a text that begins with the text of the last call. page_size: in tokens."""
+        hashes = self._hashes.setdefault(page_size, [])
+        fresh = np.array(tokens[len(hashes) * page_size :], np.uint32)
+        last = hashes[-1] if hashes else self._root
         for key in page_keys(fresh, page_size):
-            name = hash((name, key))
-            names.append(name)
-        return names
+            last = hash((last, key))
+            hashes.append(last)
+        return hashes
 
 
-class Prefixes:
-    """Pages of one replica, the longest unused forgotten first, later ones of a text before earlier ones.
+class CachedPrefixes:
+    """Pages that one replica has probably cached, in LRU order, later pages of a text before earlier ones.
 
-    Hence whoever is remembered has all pages before it remembered, too.
+    So a listed page implies that all pages before it are listed.
     """
 
     def __init__(self) -> None:
         self._pages: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
-        """Pages that are remembered."""
+        """Number of listed pages."""
         return len(self._pages)
 
-    def reach(self, names: Sequence[int]) -> int:
-        """How many pages of a text are remembered, from its first on."""
-        return bisect_left(names, True, key=lambda name: name not in self._pages)
+    def match(self, hashes: Sequence[int]) -> int:
+        """Number of listed pages of a text, from its first page on."""
+        return bisect_left(hashes, True, key=lambda page: page not in self._pages)
 
-    def remember(self, names: Sequence[int], most: int) -> None:
-        """A text has been sent there. most: pages that it keeps at a time, at least one."""
-        for name in reversed(names[:most]):
-            self._pages[name] = None
-            self._pages.move_to_end(name)
-        while len(self._pages) > most:
+    def add(self, hashes: Sequence[int], capacity: int) -> None:
+        """A text was sent to the replica. capacity: pages of the replica, at least 1."""
+        for page in reversed(hashes[:capacity]):
+            self._pages[page] = None
+            self._pages.move_to_end(page)
+        while len(self._pages) > capacity:
             self._pages.popitem(last=False)
 
-    def forget(self) -> None:
-        """It has begun anew."""
+    def clear(self) -> None:
+        """The replica has restarted."""
         self._pages.clear()

@@ -1,6 +1,6 @@
-"""What is told of one answer besides its text: how speculation went, and how long it took, in others' shapes.
+"""Speculation statistics of a session: step by step, and as the reports that vLLM, SGLang and llama.cpp give.
 
-A step counts as a draft if it verified at least one node. Accept length is tokens a draft, the bonus token included.
+A step counts as a draft if it verified at least one draft token. Accept length is tokens per draft with bonus token.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from typing import Any, Literal, NamedTuple
 Detail = Literal["off", "summary", "detailed"]
 
 
-class Round(NamedTuple):
-    """What one step committed in a session: tokens, of which the first `accepted` were drafted, of `verified` nodes.
+class StepStats(NamedTuple):
+    """One step of a session: tokens committed, draft tokens verified, and draft tokens accepted, the first of `tokens`.
 
-    guess: the tokens that the draft believed in most, where the session is watched
+    draft: the draft tokens that the draft service scored highest, if the session's draft is watched
     """
 
     tokens: int
     verified: int
     accepted: int
-    guess: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
+
+
+PLAIN_STEP = StepStats(1, 0, 0)
 
 
 @dataclass(frozen=True)
-class Report:
-    """One answer. Times in seconds: from its request to its first token, and from there to its last."""
+class SpeculationReport:
+    """One answer. Times in seconds: from request to first token, and from first to last token."""
 
-    rounds: Sequence[Round]
+    steps: Sequence[StepStats]
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -36,16 +39,16 @@ class Report:
     decode_seconds: float
 
     @property
-    def drafts(self) -> list[Round]:
-        """Steps that verified hints."""
-        return [one for one in self.rounds if one.verified]
+    def drafts(self) -> list[StepStats]:
+        """Steps that verified draft tokens."""
+        return [step for step in self.steps if step.verified]
 
     def speculative_decoding(self, detail: Detail) -> dict[str, Any]:
-        """As in vLLM's `metrics`. detail: "detailed" adds the drafts one by one."""
+        """As in vLLM's `metrics`. detail: "detailed" adds one entry per draft."""
         drafts = self.drafts
-        accepted, verified = sum(one.accepted for one in drafts), sum(one.verified for one in drafts)
-        widest = max((one.verified for one in drafts), default=0)
-        told: dict[str, Any] = {
+        accepted, verified = sum(step.accepted for step in drafts), sum(step.verified for step in drafts)
+        widest = max((step.verified for step in drafts), default=0)
+        report: dict[str, Any] = {
             "mean_acceptance_length": 1 + accepted / len(drafts) if drafts else None,
             "draft_acceptance_rate": accepted / verified if verified else None,
             "acceptance_histogram": histogram(drafts, widest),
@@ -55,9 +58,9 @@ class Report:
             "num_spec_tokens": widest,
         }
         if detail == "detailed":
-            told["per_step_accepted"] = [one.accepted for one in drafts]
-            told["per_step_drafted"] = [one.verified for one in drafts]
-        return told
+            report["per_step_accepted"] = [step.accepted for step in drafts]
+            report["per_step_drafted"] = [step.verified for step in drafts]
+        return report
 
     def metrics(self, detail: Detail) -> dict[str, Any]:
         """As vLLM's top-level `metrics`, times in milliseconds."""
@@ -76,7 +79,7 @@ class Report:
         computed = self.prompt_tokens - self.cached_tokens
         first, decode = 1e3 * self.first_seconds, 1e3 * self.decode_seconds
         count = self.completion_tokens
-        told: dict[str, Any] = {
+        timings: dict[str, Any] = {
             "cache_n": self.cached_tokens,
             "prompt_n": computed,
             "prompt_ms": first,
@@ -88,22 +91,22 @@ class Report:
             "predicted_per_second": 1e3 * count / decode if decode > 0 else None,
         }
         if drafts := self.drafts:
-            told["draft_n"] = sum(one.verified for one in drafts)
-            told["draft_n_accepted"] = sum(one.accepted for one in drafts)
-        return told
+            timings["draft_n"] = sum(step.verified for step in drafts)
+            timings["draft_n_accepted"] = sum(step.accepted for step in drafts)
+        return timings
 
     def meta_info(self) -> dict[str, Any]:
-        """As in SGLang's `meta_info`, under the names that it has now and under those that it had before.
+        """As in SGLang's `meta_info`, under its present and its former names.
 
-        Its readers divide tokens by `spec_verify_ct`, so plain steps count there, too.
+        SGLang's clients divide tokens by `spec_verify_ct`, so plain steps count there as well.
         """
         drafts = self.drafts
-        accepted, verified = sum(one.accepted for one in drafts), sum(one.verified for one in drafts)
-        length = self.completion_tokens / len(self.rounds) if self.rounds else 0.0
+        accepted, verified = sum(step.accepted for step in drafts), sum(step.verified for step in drafts)
+        length = self.completion_tokens / len(self.steps) if self.steps else 0.0
         rate = accepted / verified if verified else 0.0
-        counts = histogram(drafts, max((one.accepted for one in drafts), default=0))
+        counts = histogram(drafts, max((step.accepted for step in drafts), default=0))
         return {
-            "spec_verify_ct": len(self.rounds),
+            "spec_verify_ct": len(self.steps),
             "spec_accept_length": length,
             "spec_accept_rate": rate,
             "spec_num_correct_drafts": accepted,
@@ -117,9 +120,20 @@ class Report:
         }
 
 
-def histogram(drafts: Sequence[Round], most: int) -> list[int]:
-    """How many drafts accepted 0, 1, .. most tokens; none if there is no draft."""
-    counts = [0] * (most + 1 if drafts else 0)
-    for one in drafts:
-        counts[one.accepted] += 1
+def histogram(drafts: Sequence[StepStats], largest: int) -> list[int]:
+    """Number of drafts that accepted 0, 1, .. `largest` tokens; empty without drafts."""
+    counts = [0] * (largest + 1 if drafts else 0)
+    for step in drafts:
+        counts[step.accepted] += 1
     return counts
+
+
+def first_steps(steps: Sequence[StepStats], tokens: int) -> list[StepStats]:
+    """The steps of the first tokens; the last of them is cut to the tokens that belong."""
+    kept: list[StepStats] = []
+    for step in steps:
+        if tokens <= 0:
+            break
+        kept.append(step._replace(tokens=min(step.tokens, tokens), accepted=min(step.accepted, tokens)))
+        tokens -= step.tokens
+    return kept

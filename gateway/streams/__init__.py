@@ -1,1 +1,1 @@
-"""Streams to the services: one multiplexed, reconnecting stream a replica."""
+"""Streams to the services: one reconnecting stream per replica, which carries all sessions."""

@@ -1,4 +1,4 @@
-"""The link to a draft replica, and whether its model fits the target's."""
+"""The link to a draft replica, and the check that its model fits the target's."""
 
 from __future__ import annotations
 
@@ -19,109 +19,117 @@ _UNLIMITED = "NGRAM"
 SHARE_TIMEOUT = 600.0  # seconds for a draft to read the target's embedding and head
 
 
-async def _at_once() -> None:
-    """Nothing needs to be done before the link is up."""
+async def _nothing() -> None:
+    """The default of `before_up`."""
 
 
 class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse]):
-    """Opens, commits and closes go out; proposals come in."""
+    """Sends opens, commits, hidden states and closes; receives proposals.
+
+    target_folder: folder of the target's weights, if an update read them from one
+    features: the hidden states that the draft needs of the target; None if it needs none
+    before_up: called once `features` are known; may raise ConfigError
+    """
 
     service = "draft"
     frame = draft_pb2.ProposeResponse
 
     def __init__(self, address: str, target_model: common_pb2.ModelInfo, tls: ClientTls | None = None) -> None:
-        """target_model: what the draft's model must fit."""
+        """target_model: the model whose vocabulary the draft must share."""
         super().__init__(address, tls)
         self._target_model = target_model
-        self._awaited = True  # hints were wanted by the last commits
-        self._owed: draft_pb2.FlushDraftRequest | None = None  # what it must forget before it is used again
-        self.target_folder = ""  # of the target's weights, where they came from one since
-        self.features: Features | None = None  # what it feeds on; None if it needs nothing of the target
-        self.before_up: Callable[[], Awaitable[None]] = _at_once  # `features` are known; may raise ConfigError
-        self._clear()
+        self._urgent = True  # the last commits asked for draft tokens
+        self._due_flush: draft_pb2.FlushDraftRequest | None = None  # before the draft is used again
+        self.target_folder = ""
+        self.features: Features | None = None
+        self.before_up: Callable[[], Awaitable[None]] = _nothing
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """As in Link."""
         self._opens: list[common_pb2.OpenSession] = []
         self._commits: list[common_pb2.CommitBatch] = []
         self._closes: list[int] = []
-        self._features = Backlog()
+        self.backlog = Backlog()
 
     @property
     def feature_spec(self) -> int:
-        """Id of what it feeds on; 0 for nothing."""
+        """Id of the hidden states that the draft needs; 0 for none."""
         return self.features.spec.spec_id if self.features is not None else 0
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """Drafters and model; equal for replicas of one another."""
+        """Drafters and model; equal for replicas of the same draft."""
         info = self.info
         return (*info.drafters, info.model.fingerprint) if info is not None else ()
 
     def follows(self, length: int) -> bool:
-        """True if its main drafter does so with sessions of that many tokens."""
+        """True if the main drafter supports sessions of this length, in tokens."""
         limit = self.info.max_session_tokens if self.info is not None else 0
         return not limit or length < limit
 
     def drafts_for(self, length: int) -> bool:
-        """True if a drafter of its does for sessions of that many tokens: n-grams know no limit."""
+        """True if any drafter supports sessions of this length, in tokens; n-grams have no limit."""
         return self.follows(length) or (self.info is not None and _UNLIMITED in self.info.drafters)
 
     def open(self, request: common_pb2.OpenSession) -> None:
-        """Open a session. What is said of it before is said first; what it was fed before is no part of it any more."""
+        """Open a session. Earlier messages for it are sent first, except hidden states, which are of its last run."""
         self._opens.append(request)
-        self._features.leave_out(request.session_id)
-        self._awaited |= not request.drafting_paused
-        self._wake()
+        self.backlog.drop(request.session_id)
+        self._urgent |= not request.drafting_paused
+        self._signal()
 
     def commit(self, batch: common_pb2.CommitBatch) -> None:
-        """Pass commits on; where no hints are wanted, many in one frame."""
+        """Relay commits; while drafting is paused, many in one frame."""
         self._commits.append(batch)
-        if not all(batch.finish_reasons):  # the end of a session says nothing about the hints of others
-            self._awaited = any(batch.draft_budgets)
-        self._wake()
+        if not all(batch.finish_reasons):  # the end of a session does not pause drafting for others
+            self._urgent = any(batch.draft_budgets)
+        self._signal()
 
     def flush_later(self, request: draft_pb2.FlushDraftRequest) -> None:
-        """Ask it to forget before it is used again: it may have lost no more than its stream."""
-        if self._owed is None or self._owed.only_fed:
-            self._owed = request
+        """Flush before the draft is used again: it may have lost no more than its stream, and kept its caches."""
+        if self._due_flush is None or self._due_flush.only_fed:
+            self._due_flush = request
 
-    def _wake(self) -> None:
-        if self._awaited:
-            self.wake()
+    def _signal(self) -> None:
+        if self._urgent:
+            self.outgoing.set()
         else:
-            self.wake_later()
+            self.outgoing.set_later()
 
     def feed(self, batch: common_pb2.FeatureBatch) -> bool:
-        """Pass hidden states on, behind the commits said so far. False if too many wait already."""
-        taken = self._features.add(batch)
-        self._wake()
+        """Relay hidden states, behind the commits so far. False if the backlog is full."""
+        taken = self.backlog.add(batch)
+        self._signal()
         return taken
 
     def close(self, session_id: int) -> None:
         """Close a session."""
         self._closes.append(session_id)
-        self.wake()
+        self.outgoing.set()
 
-    def _take(self) -> draft_pb2.ProposeRequest:
+    def take_frame(self) -> draft_pb2.ProposeRequest:
+        """As in Link."""
         opens, later = cut_opens(self._opens)
-        if later:  # all else is said of sessions that are open
+        if later:  # all other messages refer to open sessions
             self._opens = later
-            self.wake()
+            self.outgoing.set()
             return draft_pb2.ProposeRequest(opens=opens)
-        features = self._features
+        backlog = self.backlog
         frame = draft_pb2.ProposeRequest(
             opens=opens,
             commits=join(self._commits),
             closes=pack(self._closes, U64),
-            features=features.take(),
+            features=backlog.take(),
         )
-        self._clear()
-        self._features = features
-        if features:
-            self.wake()
+        self.clear()
+        self.backlog = backlog
+        if backlog:
+            self.outgoing.set()
         return frame
 
-    async def _handshake(self, channel: grpc.aio.Channel) -> draft_pb2.GetDraftInfoResponse:
+    async def handshake(self, channel: grpc.aio.Channel) -> draft_pb2.GetDraftInfoResponse:
+        """As in Link."""
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         info: draft_pb2.GetDraftInfoResponse = await stub.GetDraftInfo(
             draft_pb2.GetDraftInfoRequest(), timeout=CALL_TIMEOUT
@@ -138,18 +146,19 @@ class DraftLink(Link[draft_pb2.GetDraftInfoResponse, draft_pb2.ProposeResponse])
         return info
 
     async def _flush(self, stub: Any) -> None:
-        """Let it forget what it must, and take up what it shares with the target: it may have been started anew."""
-        told = ""
-        while (owed := self._owed) is not None:
-            await stub.FlushDraft(owed, timeout=SHARE_TIMEOUT)
-            told = owed.target_folder
-            if self._owed is owed:
-                self._owed = None
-        if self.features is not None and self.target_folder != told:
+        """Send the flush that is due, and the folder of the shared target weights: the draft may have restarted."""
+        sent = ""
+        while (due := self._due_flush) is not None:
+            await stub.FlushDraft(due, timeout=SHARE_TIMEOUT)
+            sent = due.target_folder
+            if self._due_flush is due:
+                self._due_flush = None
+        if self.features is not None and self.target_folder != sent:
             request = draft_pb2.FlushDraftRequest(only_fed=True, target_folder=self.target_folder)
             await stub.FlushDraft(request, timeout=SHARE_TIMEOUT)
 
-    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+        """As in Link."""
         stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         return stub.Propose(metadata=metadata)
 

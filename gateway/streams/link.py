@@ -1,8 +1,8 @@
-"""One replica of a service: a channel, a handshake, and a bidirectional stream that comes back by itself.
+"""One replica of a service: a channel, a handshake, and a bidirectional stream that reconnects.
 
-    connect -> handshake -> stream (frames out, frames in) -> lost -> wait a little -> connect ...
+    connect -> handshake -> stream (frames out, frames in) -> lost -> wait -> connect ...
 
-What is to be said gathers while a frame is being written, and leaves as one frame.
+Messages that arrive while a frame is being written are sent together in the next frame.
 """
 
 from __future__ import annotations
@@ -28,66 +28,103 @@ from outrider.wire.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-_FIRST_WAIT, _LONGEST_WAIT = 0.1, 2.0  # seconds between attempts
-_HELD = 0.5  # seconds that what is not urgent may gather
-_LASTING = 2.0  # seconds after which a stream is believed to work
-CALL_TIMEOUT = 10.0  # seconds for the calls of a handshake
+_MIN_WAIT, _MAX_WAIT = 0.1, 2.0  # seconds between attempts
+_MAX_DELAY = 0.5  # seconds for which messages that are not urgent are gathered
+_STABLE_AFTER = 2.0  # seconds after which a stream counts as working
+CALL_TIMEOUT = 10.0  # seconds for each call of a handshake
 
 Info = TypeVar("Info")
-Frame = TypeVar("Frame")  # what comes in
+Frame = TypeVar("Frame")  # incoming frames
 Metadata = Sequence[tuple[str, str]]
 
 
+class FrameSignal:
+    """Wakes the writer of a stream, at once or after a delay in which more messages may arrive."""
+
+    def __init__(self) -> None:
+        self._set = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """True if a frame is due now."""
+        return self._set.is_set()
+
+    def set(self) -> None:
+        """A message is waiting."""
+        self._set.set()
+
+    def set_later(self) -> None:
+        """A message is waiting that is not urgent."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_MAX_DELAY, self.set)
+
+    def clear(self) -> None:
+        """The frame is about to be taken."""
+        self._set.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def wait(self) -> Awaitable[Any]:
+        """Completes when a frame is due."""
+        return self._set.wait()
+
+
 class Link(ABC, Generic[Info, Frame]):
-    """A stream to one replica. `up` is true between handshake and loss."""
+    """A stream to one replica. `up` is true from handshake to loss.
+
+    session_count: sessions that are open there, counted by the placement
+    load: the engine's last report. info: facts from the handshake. refusal: why the replica does not fit
+    channel: while it is up or about to be
+    """
 
     service: str
-    frame: type[Any]  # message that comes in
+    frame: type[Any]  # message type of incoming frames
 
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         self.address = address
         self._tls = tls
         self.up = False
-        self.session_count = 0  # kept by whoever places them
-        self.load: common_pb2.EngineLoad | None = None  # what the engine said last
+        self.session_count = 0
+        self.load: common_pb2.EngineLoad | None = None
         self.info: Info | None = None
         self.refusal: ConfigError | None = None
-        self.channel: grpc.aio.Channel | None = None  # while it is up, or about to be
+        self.channel: grpc.aio.Channel | None = None
         self.on_up: Callable[[], None] = lambda: None
         self.on_down: Callable[[], None] = lambda: None
-        self.on_frame: Callable[[Frame], Awaitable[None]] = _unheard  # frames are taken one after the other
-        self._pending = asyncio.Event()
+        self.on_frame: Callable[[Frame], Awaitable[None]] = _ignore  # frames are processed one after the other
+        self.outgoing = FrameSignal()
         self._settled = asyncio.Event()  # up, or refused
-        self._complaint: str | None = None  # what gRPC said when it could not connect
-        self._later: asyncio.TimerHandle | None = None
+        self._last_error: str | None = None  # gRPC's last reason for a failed connection
         self._task: asyncio.Task[None] | None = None
-        self._again: asyncio.Task[None] | None = None
+        self._restart: asyncio.Task[None] | None = None
 
     @property
-    def places(self) -> int:
-        """Sessions that run there together; 0 as long as that is not known."""
+    def max_sessions(self) -> int:
+        """Sessions that the replica runs together; 0 while unknown."""
         return int(getattr(self.info, "max_running_sessions", 0))
 
-    # --- what a service fills in ---
+    # --- parts that differ by service ---
 
     @abstractmethod
-    async def _handshake(self, channel: grpc.aio.Channel) -> Info:
+    async def handshake(self, channel: grpc.aio.Channel) -> Info:
         """Ask for facts and check them. Raises ConfigError for a replica that does not fit."""
 
-    async def _prepare(self, channel: grpc.aio.Channel) -> None:
-        """Say what must be said before its stream opens. It serves by now."""
+    async def prepare(self, channel: grpc.aio.Channel) -> None:
+        """Make the calls that must precede the stream. The replica is serving by now."""
 
     @abstractmethod
-    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
         """The stream call."""
 
     @abstractmethod
-    def _take(self) -> Any:
-        """What has gathered, as one frame; empties it."""
+    def take_frame(self) -> Any:
+        """The waiting messages as one frame; none are left."""
 
     @abstractmethod
-    def _clear(self) -> None:
-        """Forget what has gathered."""
+    def clear(self) -> None:
+        """Drop the waiting messages."""
 
     def _check_version(self, version: int) -> None:
         """Raise ConfigError for a replica that speaks another version of the protocol."""
@@ -103,28 +140,28 @@ class Link(ABC, Generic[Info, Frame]):
         """Connect, and stay connected."""
         self._task = asyncio.create_task(self._run(), name=f"{self.service} {self.address}")
 
-    def shake_hands_again(self) -> None:
-        """End the stream, and look anew whether the replica fits; whoever has sessions there hears of it."""
-        if self._again is None or self._again.done():  # else it is about to
-            self._again = asyncio.create_task(self._start_anew())
+    def reconnect(self) -> None:
+        """End the stream and repeat the handshake; `on_down` moves the sessions."""
+        if self._restart is None or self._restart.done():  # otherwise a restart is under way
+            self._restart = asyncio.create_task(self._start_again())
 
-    async def _start_anew(self) -> None:
+    async def _start_again(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
             self.start()
 
     async def stop(self) -> None:
-        """End the stream, quietly."""
-        if self._again is not None:
-            self._again.cancel()
+        """End the stream without calling `on_down`."""
+        if self._restart is not None:
+            self._restart.cancel()
         self.up = False
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
 
     async def wait_up(self, seconds: float) -> None:
-        """Wait for the first handshake. Raises ConfigError if it was refused, else Unavailable."""
+        """Wait for the first handshake. Raises ConfigError if it was refused, Unavailable after `seconds`."""
         try:
             await asyncio.wait_for(self._settled.wait(), seconds)
         except TimeoutError:
@@ -132,40 +169,31 @@ class Link(ABC, Generic[Info, Frame]):
         if self.refusal is not None:
             raise self.refusal
 
-    def wake(self) -> None:
-        """Something has gathered."""
-        self._pending.set()
-
-    def wake_later(self) -> None:
-        """Something has gathered that need not be said at once."""
-        if self._later is None:
-            self._later = asyncio.get_running_loop().call_later(_HELD, self.wake)
-
     def open_channel(self) -> grpc.aio.Channel:
         """A channel to the replica."""
         return open_channel(self.address, CHANNEL_OPTIONS, self._tls)
 
-    async def _shake_hands(self, channel: grpc.aio.Channel) -> Info:
+    async def _checked_handshake(self, channel: grpc.aio.Channel) -> Info:
         try:
-            return await self._handshake(channel)
+            return await self.handshake(channel)
         except grpc.aio.AioRpcError as error:
-            # Asked once a message: the probe is a connection of its own.
-            if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._complaint:
-                self._complaint = error.details()
+            # One probe per message, because the probe opens a connection of its own.
+            if error.code() is grpc.StatusCode.UNAVAILABLE and error.details() != self._last_error:
+                self._last_error = error.details()
                 if trouble := await tls_trouble(self.address, self._tls):
                     raise ConfigError(f"the {self.service} at {self.address} {trouble}") from None
             raise
 
     async def _run(self) -> None:
-        wait = _FIRST_WAIT
+        wait = _MIN_WAIT
         while True:
             opened = math.inf
             try:
                 async with self.open_channel() as channel:
                     self.channel = channel
-                    self.info = await self._shake_hands(channel)
+                    self.info = await self._checked_handshake(channel)
                     await _check_serving(channel)
-                    await self._prepare(channel)
+                    await self.prepare(channel)
                     self.refusal = None
                     opened = time.monotonic()
                     await self._stream(channel)
@@ -174,7 +202,7 @@ class Link(ABC, Generic[Info, Frame]):
                     log.error("%s", error.message)
                 self.refusal = error
                 self._settled.set()
-                wait = _LONGEST_WAIT
+                wait = _MAX_WAIT
             except grpc.aio.AioRpcError as error:
                 log.debug("%s at %s: %s", self.service, self.address, error.details())
             except Unavailable as error:
@@ -182,27 +210,27 @@ class Link(ABC, Generic[Info, Frame]):
             except OutriderError as error:
                 log.warning("%s at %s: %s", self.service, self.address, error.message)
             except Exception:  # a bug must not end the link
-                log.exception("a frame of the %s at %s was not understood", self.service, self.address)
+                log.exception("a frame of the %s at %s could not be processed", self.service, self.address)
             finally:
                 self._lost()
-            # A service whose streams do not last is not asked again and again.
-            wait = _FIRST_WAIT if time.monotonic() - opened > _LASTING else min(2 * wait, _LONGEST_WAIT)
+            # Attempts slow down while streams end soon after they open.
+            wait = _MIN_WAIT if time.monotonic() - opened > _STABLE_AFTER else min(2 * wait, _MAX_WAIT)
             await asyncio.sleep(wait)
 
     def _lost(self) -> None:
-        self._clear()
+        self.clear()
         self.channel = None
         if self.up:
             self.up = False
             log.warning("the stream to the %s at %s is lost", self.service, self.address)
             try:
                 self.on_down()
-            except Exception:  # nor may this one
-                log.exception("not all sessions of the %s at %s could go on", self.service, self.address)
+            except Exception:  # a bug here must not end the link either
+                log.exception("some sessions of the %s at %s could not be moved", self.service, self.address)
 
     async def _stream(self, channel: grpc.aio.Channel) -> None:
-        call = await self._call(channel)
-        self._clear()
+        call = await self.start_call(channel)
+        self.clear()
         self.up = True
         log.info("connected to the %s at %s", self.service, self.address)
         self._settled.set()
@@ -214,35 +242,33 @@ class Link(ABC, Generic[Info, Frame]):
         finally:
             writer.cancel()
             call.cancel()
-            # What ended the writer is not told; what ends this task meanwhile must be, or it would go on for ever.
+            # The writer's error is dropped; a cancellation of this task must not be, or the task would run forever.
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def _call(self, channel: grpc.aio.Channel) -> Any:
-        """The stream call, with frames past it where the service is on this machine."""
+    async def start_call(self, channel: grpc.aio.Channel) -> Any:
+        """Open the stream; its frames bypass gRPC over a Unix socket if the service runs on this machine."""
         key = await connect_beside(self.address)
         if key is None:
-            return self._open_stream(channel, ())
-        return SocketCall(self._open_stream(channel, key.metadata), key.pipe, self.frame)
+            return self.open_stream(channel, ())
+        return SocketCall(self.open_stream(channel, key.metadata), key.pipe, self.frame)
 
     async def _write(self, call: Any) -> None:
+        outgoing = self.outgoing
         while True:
-            await self._pending.wait()
-            self._pending.clear()
-            if self._later is not None:
-                self._later.cancel()
-                self._later = None
+            await outgoing.wait()
+            outgoing.clear()
             try:
-                await call.write(self._take())
+                await call.write(self.take_frame())
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                return  # the reader sees why
+                return  # the reader receives the reason
 
 
-async def _unheard(_: Any) -> None:
-    """Nobody listens."""
+async def _ignore(_: Any) -> None:
+    """The default handler of frames."""
 
 
 async def _check_serving(channel: grpc.aio.Channel) -> None:
-    """Raise Unavailable until the service has warmed up and says so."""
+    """Raise Unavailable until the service's health is SERVING, which follows its warm-up."""
     stub: Any = HealthStub(channel)
     answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=CALL_TIMEOUT)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:

@@ -22,11 +22,16 @@ log = logging.getLogger(__name__)
 
 
 class OtherWeights(ConfigError):
-    """A target fits but for an update of its weights that it has missed, or that others have."""
+    """A target fits except for its weights: it missed an update, or others did."""
 
 
 class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyResponse]):
-    """Opens, proposals and closes go out; commits come in. Replicas of a pool must serve the same checkpoint."""
+    """Sends opens, proposals and closes; receives commits. Replicas of a pool must serve the same checkpoint.
+
+    features: ids of the FeatureSpecs that the target knows
+    paused: what the target must be set to before it is used again: True to pause, False to continue, None for nothing.
+        It may have restarted, or have lost no more than its stream.
+    """
 
     service = "target"
     frame = target_pb2.VerifyResponse
@@ -34,55 +39,52 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
     def __init__(self, address: str, tls: ClientTls | None = None) -> None:
         super().__init__(address, tls)
         self.tokenizer_files: dict[str, bytes] = {}
-        self.features: set[int] = set()  # ids of the specifications that it knows
-        self._wanted: dict[int, Features] = {}
+        self.features: set[int] = set()
+        self._wanted: dict[int, Features] = {}  # that drafts need, by id
         self._expected: target_pb2.GetTargetInfoResponse | None = None
-        # What it is told before it is used again: True to pause, False to go on, None for nothing. It may have been
-        # started anew, or have lost no more than its stream.
         self.paused: bool | None = None
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """As in Link."""
         self._opens: list[common_pb2.OpenSession] = []
         self._proposals: list[common_pb2.ProposalBatch] = []
         self._closes: list[int] = []
 
     def expect(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Refuse what would give other texts from now on. Raises ConfigError if it is such a one already, unless an
-        update can mend it.
-        """
+        """Refuse a target whose texts would differ. Raises ConfigError if they differ now, unless an update helps."""
         self._expected = target_pb2.GetTargetInfoResponse.FromString(facts.SerializeToString())
         if self.info is None:
             return
         try:
             self._check(self.info)
         except OtherWeights:
-            self.shake_hands_again()
+            self.reconnect()
 
     def expects(self, fingerprint: str) -> bool:
-        """True if weights of this fingerprint are those that it must have to be used."""
+        """True if the target must have weights of this fingerprint to be used."""
         return self._expected is not None and self._expected.model.fingerprint == fingerprint
 
     def weights_changed(self, fingerprint: str, version: str, *, here: bool = True) -> None:
-        """It has weights of this fingerprint and label now. here: False if it must get them before it is used again."""
-        assert self._expected is not None, "weights change only once a target has been met"
+        """The served weights have this fingerprint and label now. here: False if this target does not have them yet."""
+        assert self._expected is not None, "weights change only after the first handshake"
         self._expected.model.fingerprint = fingerprint
         if not here:
-            self.shake_hands_again()
+            self.reconnect()
         elif self.info is not None:
             self.info.model.fingerprint, self.info.weight_version = fingerprint, version
 
     def _check(self, facts: target_pb2.GetTargetInfoResponse) -> None:
-        """Raise ConfigError for another model than the expected one, other number formats, or other weights."""
+        """Raise ConfigError for a model, number format or weights that differ from the expected ones."""
         expected = self._expected
         if expected is None:
             return
         model, served = facts.model, expected.model
         first, others = facts.first_fingerprint, expected.first_fingerprint
-        updated = first != "" and first == others  # began as the same
+        updated = first != "" and first == others  # same weights at start
         if model.fingerprint != served.fingerprint and not updated:
             raise ConfigError(
-                self._serves(facts) + "restart the gateway to change the model, or update the target's weights"
+                self._mismatch(facts) + "restart the gateway to change the model, or update the target's weights"
             )
         for flag, own, others in (
             ("--dtype", model.dtype, served.dtype),
@@ -94,49 +96,51 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
                     "sessions may move between them, so give all the same"
                 )
         if model.fingerprint != served.fingerprint:
-            raise OtherWeights(self._serves(facts) + "update the target's weights")
+            raise OtherWeights(self._mismatch(facts) + "update the target's weights")
 
-    def _serves(self, facts: target_pb2.GetTargetInfoResponse) -> str:
-        assert self._expected is not None, "it is compared with what is expected"
+    def _mismatch(self, facts: target_pb2.GetTargetInfoResponse) -> str:
+        assert self._expected is not None, "a mismatch needs an expectation"
         model, served = facts.model, self._expected.model
         return (
             f"the target at {self.address} serves {model.model_path}, fingerprint {model.fingerprint}; the model "
             f"that this gateway serves is {served.model_path}, fingerprint {served.fingerprint}; "
         )
 
-    def heard(self, load: common_pb2.EngineLoad) -> None:
-        """Its engine tells how it is; it is believed also where another gateway was asked to pause it or to go on."""
+    def update_load(self, load: common_pb2.EngineLoad) -> None:
+        """Take the engine's report. Its pause holds even if another gateway asked for it."""
         self.load = load
         self.paused = load.paused or None
 
     def open(self, request: common_pb2.OpenSession) -> None:
-        """Open a session. In a frame closes come behind opens; one that was said of it before would end it."""
+        """Open a session. A frame applies closes after opens, so an earlier close of this session is dropped."""
         if request.session_id in self._closes:
             self._closes.remove(request.session_id)
         self._opens.append(request)
-        self.wake()
+        self.outgoing.set()
 
     def propose(self, batch: common_pb2.ProposalBatch) -> None:
-        """Pass hints on."""
+        """Relay proposals."""
         self._proposals.append(batch)
-        self.wake()
+        self.outgoing.set()
 
     def close(self, session_id: int) -> None:
         """Close a session."""
         self._closes.append(session_id)
-        self.wake()
+        self.outgoing.set()
 
-    def _take(self) -> target_pb2.VerifyRequest:
+    def take_frame(self) -> target_pb2.VerifyRequest:
+        """As in Link."""
         opens, later = cut_opens(self._opens)
-        if later:  # all else is said of sessions that are open
+        if later:  # all other messages refer to open sessions
             self._opens = later
-            self.wake()
+            self.outgoing.set()
             return target_pb2.VerifyRequest(opens=opens)
         frame = target_pb2.VerifyRequest(opens=opens, proposals=join(self._proposals), closes=pack(self._closes, U64))
-        self._clear()
+        self.clear()
         return frame
 
-    async def _handshake(self, channel: grpc.aio.Channel) -> target_pb2.GetTargetInfoResponse:
+    async def handshake(self, channel: grpc.aio.Channel) -> target_pb2.GetTargetInfoResponse:
+        """As in Link."""
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         info: target_pb2.GetTargetInfoResponse = await stub.GetTargetInfo(
             target_pb2.GetTargetInfoRequest(), timeout=CALL_TIMEOUT
@@ -149,19 +153,20 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
         await self._configure_all(channel)
         return info
 
-    async def _prepare(self, channel: grpc.aio.Channel) -> None:
-        told: bool | None = None
-        while (paused := self.paused) is not None and paused is not told:
+    async def prepare(self, channel: grpc.aio.Channel) -> None:
+        """Pause the target, or let it continue; again if the wanted state changes meanwhile."""
+        done: bool | None = None
+        while (paused := self.paused) is not None and paused is not done:
             stub: Any = target_pb2_grpc.TargetServiceStub(channel)
-            if paused:  # nobody ends, for those who wait there may be another gateway's
+            if paused:  # in place: sessions of other gateways may be running there
                 request = target_pb2.PauseGenerationRequest(mode=common_pb2.PAUSE_MODE_IN_PLACE)
                 await stub.PauseGeneration(request, timeout=CALL_TIMEOUT)
             else:
                 await stub.ContinueGeneration(target_pb2.ContinueGenerationRequest(), timeout=CALL_TIMEOUT)
-            told = paused
+            done = paused
 
     async def configure(self, features: Features) -> None:
-        """Let it know what a draft's sessions will ask for, now or once it is up. Raises ConfigError if it refuses."""
+        """Register hidden states that a draft needs, now or at the next handshake. Raises ConfigError if refused."""
         self._wanted[features.spec.spec_id] = features
         if self.channel is None:
             return
@@ -169,21 +174,21 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             await self._configure(self.channel, features)
         except grpc.aio.AioRpcError:
             if self.up:
-                raise  # otherwise the handshake will do it
+                raise  # otherwise the next handshake does it
 
-    def configure_no_more(self, wanted: Collection[int]) -> None:
-        """Forget what no draft feeds on any more. wanted: ids of what they do."""
+    def drop_features(self, wanted: Collection[int]) -> None:
+        """Drop the specifications that no draft needs any more. wanted: ids of the needed ones."""
         for spec_id in self._wanted.keys() - wanted:
             del self._wanted[spec_id]
             self.features.discard(spec_id)
 
     async def _configure_all(self, channel: grpc.aio.Channel) -> None:
-        self.features.clear()  # it may have been started anew
-        for features in list(self._wanted.values()):  # a draft that comes meanwhile brings its own
+        self.features.clear()  # the target may have restarted
+        for features in list(self._wanted.values()):  # a copy: a draft that connects meanwhile registers its own
             try:
                 await self._configure(channel, features)
             except ConfigError as error:
-                log.warning("%s; its sessions go without features", error.message)
+                log.warning("%s; its sessions get no hidden states", error.message)
 
     async def _configure(self, channel: grpc.aio.Channel, features: Features) -> None:
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
@@ -201,15 +206,16 @@ class TargetLink(Link[target_pb2.GetTargetInfoResponse, target_pb2.VerifyRespons
             raise ConfigError(f"the target at {self.address} cannot serve the drafter: {error.details()}") from None
         self.features.add(features.spec.spec_id)
 
-    def _open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+    def open_stream(self, channel: grpc.aio.Channel, metadata: Metadata) -> Any:
+        """As in Link."""
         stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         return stub.Verify(metadata=metadata)
 
 
 def logprobs_of(frame: target_pb2.VerifyResponse) -> dict[int, list[Logprobs]]:
-    """Log-probabilities in a frame, by the place of their commit. Raises InvalidRequest."""
+    """Log-probabilities in a frame, by the index of their commit. Raises InvalidRequest."""
     groups: dict[int, list[Logprobs]] = {}
     if frame.HasField("logprobs"):
-        for place, group in codec.logprobs_from_pb(frame.logprobs):
-            groups.setdefault(place, []).append(group)
+        for index, group in codec.logprobs_from_pb(frame.logprobs):
+            groups.setdefault(index, []).append(group)
     return groups

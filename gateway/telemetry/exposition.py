@@ -1,7 +1,7 @@
-"""One page of metrics of several workers: whichever is asked tells those of all, each sample with its worker.
+"""Metrics of all workers on one page: any worker returns the samples of all, each labelled with its worker.
 
-Sums over workers are left to the reader, as they are for replicas: a worker that starts again begins at 0, which
-Prometheus understands of a series of its own, and would not of a sum.
+Sums over workers are left to the reader, as for replicas: a worker that restarts begins at 0, which Prometheus handles
+for a series of its own but not for a sum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gateway.workers.peers import Peers
 
 
 async def collect(metrics: Metrics, peers: Peers) -> bytes:
-    """The page of this worker and of the others; of a gateway in one process, its own as it is."""
+    """The page of this worker and of the others; for a gateway in one process, its own page unchanged."""
     own = metrics.render()
     if not peers.several:
         return own
@@ -22,15 +22,15 @@ async def collect(metrics: Metrics, peers: Peers) -> bytes:
 
 
 def merge(pages: Mapping[int, str], count: int) -> str:
-    """Pages in Prometheus' text format, by worker, as one. count: of the workers, those that are away included."""
-    families: dict[str, list[str]] = {}  # samples, by the comments before them: HELP, and TYPE behind it
+    """Pages in Prometheus' text format, by worker, as one page. count: number of workers, absent ones included."""
+    families: dict[str, list[str]] = {}  # samples, by the HELP and TYPE comments before them
     for worker, page in sorted(pages.items()):
-        label, told = f'worker="{worker}"', ""
+        label, comment = f'worker="{worker}"', ""
         for line in page.splitlines():
             if line.startswith("# HELP"):
-                told = line
+                comment = line
             elif line.startswith("# TYPE"):
-                samples = families.setdefault(f"{told}\n{line}", [])
+                samples = families.setdefault(f"{comment}\n{line}", [])
             elif not line.startswith("#"):
                 samples.append(_labelled(line, label))
     lines = [

@@ -1,4 +1,4 @@
-"""A log line for every answer that ends: how it went, never what it said."""
+"""One log line per answer: its outcome and figures, never its text."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ import time
 from gateway.sessions.session import Session
 
 log = logging.getLogger(__name__)
-log.disabled = True  # until somebody wants it
+log.disabled = True  # until --enable-log-requests
 
 
-def enable(wanted: bool) -> None:
-    """Whether answers are logged."""
-    log.disabled = not wanted
+def enable(enabled: bool) -> None:
+    """Switch the log of answers on or off."""
+    log.disabled = not enabled
 
 
-def ended(session: Session, outcome: str) -> None:
-    """An answer has ended. In JSON its figures are fields of their own."""
-    if log.disabled or not session.counted:
+def answer_ended(session: Session, outcome: str) -> None:
+    """Log the end of an answer. As JSON, its figures are fields."""
+    if log.disabled or not session.request.counted:
         return
-    now = time.perf_counter()
+    stats, now = session.stats, time.perf_counter()
     figures = {
         "outcome": outcome,
         "prompt_tokens": session.prompt_length,
-        "cached_tokens": session.cached_tokens,
+        "cached_tokens": stats.cached_tokens,
         "completion_tokens": session.new_tokens,
-        "seconds": round(now - session.opened_at, 6),
-        "first_token_seconds": round(session.first_at - session.opened_at, 6) if session.steps else None,
-        "steps": session.steps,
-        "verified_draft_tokens": session.verified,
-        "accepted_draft_tokens": session.accepted,
+        "seconds": round(now - stats.opened_at, 6),
+        "first_token_seconds": round(stats.first_at - stats.opened_at, 6) if stats.steps else None,
+        "steps": len(stats.steps),
+        "verified_draft_tokens": stats.verified,
+        "accepted_draft_tokens": stats.accepted,
         "session_id": session.id,
     }
     log.info(
         "an answer ended (%s): %d + %d tokens in %.3f s, %d steps, %d of %d draft tokens accepted",
-        outcome, session.prompt_length, session.new_tokens, figures["seconds"], session.steps,
-        session.accepted, session.verified, extra=figures,
+        outcome, session.prompt_length, session.new_tokens, figures["seconds"], len(stats.steps),
+        stats.accepted, stats.verified, extra=figures,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The span of a request at the gateway, whose children are the spans of its sessions on the services.
 
-It begins with the request's first generation, as the request's headers say, and ends once its answer has been sent and
-its generations are over. Attributes follow OpenTelemetry's conventions for generative AI; texts are never among them.
+It begins with the request's first generation, below the span that the request's headers name, and ends once the answer
+was sent and all generations ended. Attributes follow OpenTelemetry's conventions for generative AI and hold no text.
 """
 
 from __future__ import annotations
@@ -27,50 +27,50 @@ CURRENT: ContextVar[RequestSpan | None] = ContextVar("request_span", default=Non
 
 
 class RequestSpan:
-    """One request. `leave` it when its answer has been sent."""
+    """The span of one request. Call `leave` when its answer has been sent."""
 
     def __init__(self, tracing: Tracing, operation: str, headers: Mapping[str, str], request_id: str) -> None:
-        """operation: chat or text_completion. headers: by small names, the caller's traceparent among them."""
+        """operation: chat or text_completion. headers: by lower-case name, including the caller's traceparent."""
         self._tracing = tracing
         self._operation = operation
         self._headers = headers
         self._request_id = request_id
         self._began, self._began_ns = time.perf_counter(), time.time_ns()
         self._span: Span | None = None
-        self._holders = 1  # the request itself, and its generations
+        self._holders = 1  # the request and its generations
         self._prompts: list[Sequence[int]] = []
         self._firsts: list[float] = []
         self._reasons: list[str] = []
         self._counts = dict.fromkeys(("output", "cached", "steps", "verified", "accepted"), 0)
         self.attributes: dict[str, Value] = {}
 
-    def join(self, wanted: GenerationRequest, model: str) -> str:
-        """A generation is about to begin. Returns what names the span to the services."""
+    def join(self, request: GenerationRequest, model: str) -> str:
+        """A generation is about to begin. Returns the traceparent for the services."""
         if self._span is None:
             self._span = self._tracing.begin(f"{self._operation} {model}", self._headers, self._began_ns)
-            self._span.set_attributes(self._asked(wanted, model))
-        if not any(prompt is wanted.prompt for prompt in self._prompts):  # choices may share one
-            self._prompts.append(wanted.prompt)
+            self._span.set_attributes(self._request_attributes(request, model))
+        if not any(prompt is request.prompt for prompt in self._prompts):  # choices may share one
+            self._prompts.append(request.prompt)
         return self._tracing.traceparent(self._span)
 
     def hold(self) -> None:
-        """A generation has begun."""
+        """A generation has begun; the span stays open until it ends."""
         self._holders += 1
 
     def leave(self, session: Session | None = None, outcome: str = "") -> None:
-        """The answer has been sent, or a generation is over: its session, and how it ended."""
+        """The answer was sent, or a generation ended, with this session and outcome."""
         if session is not None:
             self._reasons.append(outcome)
             if outcome in _FAILED:
                 self.attributes.setdefault("error.type", outcome)
-            if session.steps:
-                self._firsts.append(session.first_at - self._began)
+            if session.stats.steps:
+                self._firsts.append(session.stats.first_at - self._began)
             for name, count in (
                 ("output", session.new_tokens),
-                ("cached", session.cached_tokens),
-                ("steps", session.steps),
-                ("verified", session.verified),
-                ("accepted", session.accepted),
+                ("cached", session.stats.cached_tokens),
+                ("steps", len(session.stats.steps)),
+                ("verified", session.stats.verified),
+                ("accepted", session.stats.accepted),
             ):
                 self._counts[name] += count
         self._holders -= 1
@@ -81,8 +81,8 @@ class RequestSpan:
         """The request ended with an error."""
         self.attributes["error.type"] = kind
 
-    def _asked(self, wanted: GenerationRequest, model: str) -> dict[str, Value]:
-        sampling = wanted.sampling
+    def _request_attributes(self, request: GenerationRequest, model: str) -> dict[str, Value]:
+        sampling = request.sampling
         attributes: dict[str, Value] = {
             "gen_ai.operation.name": self._operation,
             "gen_ai.provider.name": "outrider",
@@ -93,12 +93,12 @@ class RequestSpan:
             "gen_ai.request.top_p": sampling.top_p,
         }
         given: tuple[tuple[str, Any], ...] = (
-            ("max_tokens", wanted.max_tokens),
-            ("seed", wanted.seed),
+            ("max_tokens", request.stop.max_tokens),
+            ("seed", request.seed),
             ("top_k", sampling.top_k or None),
             ("frequency_penalty", sampling.frequency_penalty or None),
             ("presence_penalty", sampling.presence_penalty or None),
-            ("stop_sequences", list(wanted.stops) or None),
+            ("stop_sequences", list(request.stop.strings) or None),
         )
         return attributes | {f"gen_ai.request.{name}": value for name, value in given if value is not None}
 
@@ -132,11 +132,11 @@ class RequestSpan:
 
 @contextlib.contextmanager
 def spanning(
-    tracing: Tracing, operation: str, headers: Mapping[str, str], request_id: str, told: Mapping[str, Value]
+    tracing: Tracing, operation: str, headers: Mapping[str, str], request_id: str, attributes: Mapping[str, Value]
 ) -> Iterator[RequestSpan]:
-    """A request's span, while its answer is being made. told: how it came; the other arguments are RequestSpan's."""
+    """A request's span, while its answer is being made. attributes: of the span; others as in RequestSpan."""
     span = RequestSpan(tracing, operation, headers, request_id)
-    span.attributes |= told
+    span.attributes |= attributes
     try:
         yield span
     except Exception as error:
@@ -149,12 +149,12 @@ def spanning(
 def spanning_call(
     tracing: Tracing | None, context: Any, method: str, request_id: str, *, chat: bool = False, stream: bool = True
 ) -> AbstractContextManager[RequestSpan | None]:
-    """The same for a gRPC call, whose metadata are its headers; no span without tracing.
+    """The span of a gRPC call, whose metadata are its headers; none without tracing.
 
-    context: of the call. method: in full, package.Service/Method. stream: whether its answer comes in parts
+    context: of the call. method: package.Service/Method. stream: True if the answer is streamed
     """
     if tracing is None:
         return nullcontext()
     headers = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-    told: dict[str, Value] = {"rpc.system.name": "grpc", "rpc.method": method, "gen_ai.request.stream": stream}
-    return spanning(tracing, "chat" if chat else "text_completion", headers, request_id, told)
+    attributes: dict[str, Value] = {"rpc.system.name": "grpc", "rpc.method": method, "gen_ai.request.stream": stream}
+    return spanning(tracing, "chat" if chat else "text_completion", headers, request_id, attributes)

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, chat template, incremental detokenizing, stop strings."""
+"""Text in and out: tokenizer, chat template, incremental detokenization, stop strings."""

@@ -1,4 +1,4 @@
-"""What single tokens stand for, as bytes: for log-probabilities, which are told token by token."""
+"""Bytes of single tokens, for log-probabilities, which are reported token by token."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from tokenizers import Tokenizer
 
 from gateway.text.detokenizer import byte_alphabet
 
-_SPACE = "\u2581"  # stands for a space in tokens of SentencePiece
+_SPACE = "\u2581"  # the space in SentencePiece tokens
 
 
 class Pieces(dict[int, bytes]):
-    """Bytes of each token, filled as tokens are met; a special token is its name, an unknown one is nothing."""
+    """Bytes of each token, computed on first use; a special token is its name, an unknown one is empty."""
 
     def __init__(self, tokenizer: Tokenizer, decoder_type: str | None) -> None:
         """decoder_type: as named in tokenizer.json."""
@@ -37,7 +37,7 @@ class Pieces(dict[int, bytes]):
         return value
 
     def text(self, token: int) -> str:
-        """The token as text; one that is no text by itself as "bytes:" and its bytes, as OpenAI has it."""
+        """The token as text; a part of a character as "bytes:" and its bytes, as in OpenAI's API."""
         piece = self[token]
         try:
             return piece.decode()

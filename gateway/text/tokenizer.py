@@ -25,7 +25,7 @@ class ModelTokenizer(Tokenizer):
 
     @cached_property
     def special(self) -> frozenset[str]:
-        """Special tokens, by name."""
+        """Names of the special tokens."""
         return frozenset(
             added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special
         )
@@ -36,15 +36,12 @@ class ModelTokenizer(Tokenizer):
         return found
 
     def detokenizer(self, before: Sequence[int] = (), *, verbatim: bool = False) -> Detokenizer:
-        """A fresh detokenizer. before: tokens of the text that goes on.
-
-        verbatim: special tokens are given out by their names, too
-        """
+        """A new detokenizer. before: tokens of the text that it continues. verbatim: special tokens become names."""
         return (self._new_verbatim if verbatim else self._new_detokenizer)(before)
 
 
 def _decoder_type(decoder: Any) -> str | None:
-    """Type of a decoder as tokenizer.json describes it; a sequence of one is that one."""
+    """Type of a decoder in tokenizer.json; a sequence of one decoder has its type."""
     if isinstance(decoder, dict) and decoder.get("type") == "Sequence" and len(decoder.get("decoders", ())) == 1:
         decoder = decoder["decoders"][0]
     return decoder.get("type") if isinstance(decoder, dict) else None

@@ -1,1 +1,1 @@
-"""Several processes as one gateway: they share its ports, and a parent that keeps them alive."""
+"""Several worker processes as one gateway: a parent keeps them alive, and they share its ports."""

@@ -1,11 +1,11 @@
 """The parent of several gateway processes that share its ports.
 
-    reserve the ports, so that nobody else takes them
-    start the workers ──► one that dies is started again; one that cannot start at all ends all
-    a signal ──► all workers at once refuse what is new, and let what is under way end
+    reserve the ports
+    start the workers ──► a worker that dies is restarted; one that cannot start ends all
+    a signal ──► all workers refuse new requests, and finish the running ones
 
-The kernel spreads connections over the workers that listen (SO_REUSEPORT). The parent itself serves no client; where
---health-listen is given it answers there, for all.
+The kernel distributes connections over the listening workers (SO_REUSEPORT). The parent serves no client; with
+--health-listen it answers health checks for all workers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from outrider.transport.rpc import GrpcServer
 
 log = logging.getLogger(__name__)
 
-_GLANCE = 1.0  # seconds between two looks at whether workers that serve still do
-_START_UP = 60.0  # seconds in which services that do not fit end all; later, only the worker that finds them
+_HEALTH_INTERVAL = 1.0  # seconds between health checks of serving workers
+_START_UP = 60.0  # seconds in which a service that does not fit ends all workers; later only the worker that meets it
 
 
 async def oversee(config: GatewayConfig) -> int:
@@ -38,7 +38,7 @@ async def oversee(config: GatewayConfig) -> int:
     config.check()
     stop, hurry = stop_and_hurry()
     health = GrpcServer() if config.health_listen is not None else None
-    with _reserved(config), socket_folder("outrider-gateway-") as folder:
+    with reserved_ports(config), socket_folder("outrider-gateway-") as folder:
         children = _children(config, folder)
         if health is not None:
             await health.start(config.health_listen or "", ())
@@ -56,11 +56,11 @@ async def oversee(config: GatewayConfig) -> int:
 
 
 def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayConfig:
-    """What one worker is told: its share of the bound, a health of its own, and one of them to test the drafts."""
+    """Flags of one worker: its share of the request limit, a health address, and the self-test in worker 0 only."""
     return replace(
         config,
         gateway_workers=1,
-        niceness=0,  # it has the parent's
+        niceness=0,  # inherited from the parent
         max_pending_requests=-(-config.max_pending_requests // config.gateway_workers),
         disable_draft_self_test=config.disable_draft_self_test or index > 0,
         health_listen=health_address(folder, index),
@@ -70,7 +70,7 @@ def worker_config(config: GatewayConfig, index: int, folder: Path) -> GatewayCon
 def _children(config: GatewayConfig, folder: Path) -> list[Child]:
     children = []
     for index in range(config.gateway_workers):
-        command = python("-um", "gateway.workers", str(index), str(config.gateway_workers), str(folder))
+        command = python("-um", "gateway.process.worker", str(index), str(config.gateway_workers), str(folder))
         command += to_argv(worker_config(config, index, folder))
         child = Child(f"worker {index}", command, health_address(folder, index), say)
         child.extra_grace = config.drain_timeout
@@ -79,23 +79,23 @@ def _children(config: GatewayConfig, folder: Path) -> list[Child]:
 
 
 async def _watch_both(children: Sequence[Child], folder: Path, health: GrpcServer) -> None:
-    await asyncio.gather(_watch(children, folder), _answer_health(children, health))
+    await asyncio.gather(_watch(children, folder), answer_health(children, health))
 
 
-async def _answer_health(children: Sequence[Child], health: GrpcServer) -> None:
-    """Say SERVING while some worker does, for as long as they are to."""
+async def answer_health(children: Sequence[Child], health: GrpcServer) -> None:
+    """Answer health checks: SERVING while any worker is, until cancelled."""
     try:
         while True:
             asked = [is_healthy(child.address) for child in children if child.pid is not None]
             serving = any(await asyncio.gather(*asked))
             await health.set_serving(serving)
-            await asyncio.sleep(_GLANCE if serving else POLL_SECONDS)
+            await asyncio.sleep(_HEALTH_INTERVAL if serving else POLL_SECONDS)
     finally:
         await health.set_serving(False)
 
 
 async def _watch(children: Sequence[Child], folder: Path) -> None:
-    """Say when the first worker serves, and when all do; some time later, what still dies is only started again."""
+    """Wait until all workers serve; _START_UP later, a worker that dies is only restarted."""
     loop, waiting = asyncio.get_running_loop(), list(children)
     until: float | None = None
     while waiting or loop.time() < (until or 0.0):
@@ -112,10 +112,10 @@ async def _watch(children: Sequence[Child], folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _reserved(config: GatewayConfig) -> Iterator[None]:
-    """Hold the ports that the workers will share, without listening. Raises ConfigError for one that is in use."""
+def reserved_ports(config: GatewayConfig) -> Iterator[None]:
+    """Bind the ports that the workers share, without listening. Raises ConfigError for a port in use."""
     with contextlib.ExitStack() as held:
         for port, flag in ((config.port, "--port"), (config.grpc_port, "--grpc-port")):
-            take_port(config.host, port, flag).close()  # also refused where others share it
+            take_port(config.host, port, flag).close()  # fails even if other processes share the port
             held.enter_context(take_port(config.host, port, flag, shared=True))
         yield

@@ -1,7 +1,7 @@
-"""What the workers of one gateway ask one another: figures, and what a client told only one of them.
+"""Requests between the workers of one gateway: metrics, and calls that a client made on one of them.
 
-Each listens on a socket in a folder of their own. A question is a line of JSON, the answer all that follows. Who does
-not answer in time, as it is being started again, is left out.
+Each worker listens on a Unix socket in a shared private folder. A request is a line of JSON, the answer is the rest of
+the stream. A worker that does not answer in time, for instance while it restarts, is omitted.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import orjson
 log = logging.getLogger(__name__)
 
 _SECONDS = 2.0  # for an answer
-_PAUSE = 0.05  # seconds until it is tried again to be alone
-_LONGEST = 1 << 20  # bytes of a question
+_LOCK_POLL = 0.05  # seconds between attempts to take a lock
+_MAX_REQUEST = 1 << 20  # bytes
 
 Answers = Mapping[str, Callable[[Any], Any]]
 
 
 class Peers:
-    """The place of a worker among others; of a gateway in one process, which has none, by default."""
+    """The other workers; by default none, for a gateway in one process."""
 
     def __init__(self, index: int = 0, count: int = 1, folder: Path | None = None) -> None:
-        """folder: private to the workers; needed if they are several."""
+        """index: of this worker. folder: private to the workers; needed if count > 1."""
         self.index = index
         self.count = count
         self._folder = folder
@@ -42,14 +42,14 @@ class Peers:
 
     @property
     def opened(self) -> bool:
-        """True once some worker serves: those that start later share the ports only when they can serve, too."""
+        """True once any worker serves. Workers that start later listen only when they can serve as well."""
         return self._folder is not None and open_mark(self._folder).exists()
 
     async def serve(self, answers: Answers) -> None:
-        """Answer the others. answers: by question; they are called with its content, and give what JSON can say."""
+        """Answer the other workers. answers: handlers by request name; they take its content and return JSON values."""
         if self._folder is not None:
             path = _socket(self._folder, self.index)
-            path.unlink(missing_ok=True)  # of an earlier life
+            path.unlink(missing_ok=True)  # of an earlier process
 
             async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 with contextlib.closing(writer), contextlib.suppress(OSError):
@@ -58,37 +58,37 @@ class Peers:
                         writer.write(orjson.dumps(answers[question](content)))
                         await writer.drain()
 
-            self._server = await asyncio.start_unix_server(answer, path, limit=_LONGEST)
+            self._server = await asyncio.start_unix_server(answer, path, limit=_MAX_REQUEST)
 
     async def ask(self, question: str, content: Any = None) -> dict[int, Any]:
-        """What the others answer, by their index."""
+        """The other workers' answers, by index."""
         others = [index for index in range(self.count) if index != self.index]
         answers = await asyncio.gather(*(self._ask(index, question, content) for index in others))
         return {index: answer[0] for index, answer in zip(others, answers, strict=True) if answer}
 
     @contextlib.asynccontextmanager
-    async def alone(self, what: str) -> AsyncIterator[None]:
-        """While no other worker does a thing of this name. One that dies meanwhile is waited for no longer."""
+    async def lock(self, name: str) -> AsyncIterator[None]:
+        """Hold a lock shared by all workers, which a worker releases when it dies."""
         if self._folder is None:
             yield
             return
-        with (self._folder / f"{what}.lock").open("w") as mark:
+        with (self._folder / f"{name}.lock").open("w") as file:
             while True:
                 try:
-                    fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(_LOCK_POLL)
                 else:
                     break
             yield
 
     async def stop(self) -> None:
-        """Answer no longer."""
+        """Stop answering."""
         if self._server is not None:
             self._server.close()
 
     async def _ask(self, index: int, question: str, content: Any) -> tuple[Any, ...]:
-        """The answer, or nothing."""
+        """The answer as a tuple of one; empty if there is none."""
         assert self._folder is not None, "workers have a folder"
         try:
             async with asyncio.timeout(_SECONDS):
@@ -104,12 +104,12 @@ class Peers:
 
 
 def open_mark(folder: Path) -> Path:
-    """The file that is there once some worker serves."""
+    """The file that exists once any worker serves."""
     return folder / "open"
 
 
 def health_address(folder: Path, index: int) -> str:
-    """Where a worker's own health is asked."""
+    """Address of a worker's own health service."""
     return f"unix:{folder}/{index}.health"
 
 

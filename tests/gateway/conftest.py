@@ -1,4 +1,4 @@
-"""One gateway over one fake target and one fake draft, shared by the tests of a module that do not break it."""
+"""One gateway with a fake target and a fake draft, shared by the tests of a module that keep it running."""
 
 import grpc
 import pytest
@@ -13,7 +13,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def target(folder):
-    service = Service(Target, f"unix:{folder}/target", delay=0.002).start()  # hints need time to come
+    service = Service(Target, f"unix:{folder}/target", delay=0.002).start()  # proposals need time to arrive
     yield service
     service.stop()
 
@@ -34,12 +34,12 @@ def gateway(folder, target, draft):
 
 @pytest.fixture(scope="module")
 def channel(gateway):
-    """To the gRPC port of the module's gateway."""
+    """A channel to the gRPC port of the module's gateway."""
     with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
         yield channel
 
 
 @pytest.fixture
-def hints_in_time(target, monkeypatch):
-    """Steps so slow that hints are there, whatever else the machine does."""
+def proposals_in_time(target, monkeypatch):
+    """Steps slow enough for proposals to arrive in time on a loaded machine."""
     monkeypatch.setattr(target.engine, "delay", 0.03)

@@ -42,7 +42,7 @@ def exposed(tmp_path_factory):
 
     def hinted():
         system.ask("a b a b a b", max_tokens=200)
-        return sum(sample.value for sample in samples().get("outrider_drafted_tokens_total", ()))
+        return sum(sample.value for sample in samples().get("outrider_received_draft_tokens_total", ()))
 
     try:
         system.ask_all()
@@ -72,13 +72,13 @@ def test_hints_are_accounted_for(exposed):
     def total(name):
         return sum(sample.value for sample in exposed[name])
 
-    misses = {s.labels["cause"]: s.value for s in exposed["outrider_hint_misses_by_cause_total"]}
+    misses = {s.labels["cause"]: s.value for s in exposed["outrider_steps_without_draft_by_cause_total"]}
     assert set(misses) == {"without_drafter", "paused", "late", "empty", "not_selected"}
-    assert total("outrider_drafted_tokens_total") > 0
+    assert total("outrider_received_draft_tokens_total") > 0
     verified = total("outrider_verified_draft_tokens_total")
-    assert verified + total("outrider_wasted_draft_tokens_total") == total("outrider_drafted_tokens_total")
+    assert verified + total("outrider_unverified_draft_tokens_total") == total("outrider_received_draft_tokens_total")
     accepted = total("outrider_accepted_draft_tokens_total")
-    assert total("outrider_wasted_verification_tokens_total") == verified - accepted
+    assert total("outrider_rejected_draft_tokens_total") == verified - accepted
     assert total("outrider_accepted_draft_tokens_by_position_total") == accepted
     assert total("outrider_draft_lag_tokens_count") > 0
     same = ("vllm:generation_tokens_total", "sglang:generation_tokens_total", "outrider_generated_tokens_total")

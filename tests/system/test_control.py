@@ -221,7 +221,7 @@ def test_a_flush_waits_for_what_runs(shared):
 
 def test_a_flush_reaches_the_draft(shared):
     running = shared
-    offered = re.compile(r'outrider_drafter_offered_nodes{address="unix:[^"]*",drafter="NGRAM"} [1-9]')
+    offered = re.compile(r'outrider_drafter_proposed_tokens{address="unix:[^"]*",drafter="NGRAM"} [1-9]')
     # a text so short may be over before the draft has read its beginning
     until(
         lambda: (

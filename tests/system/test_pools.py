@@ -3,8 +3,8 @@
 import pytest
 
 from services.draft.drafters.ngram import NgramDrafter, NgramOptions
-from tests.gateway.orchestration.test_resume import Stream, started
 from tests.support.gateway.services import Gateway, until
+from tests.support.gateway.streaming import Stream, started
 from tests.support.system.services import draft_service, target_service
 from tests.support.tiny import write_model, write_tokenizer
 

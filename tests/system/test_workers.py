@@ -84,8 +84,8 @@ def gateway_processes(system):
     found = {}
     for row in rows.splitlines():
         words = row.split()
-        if "gateway.workers" in words:
-            found[int(words[words.index("gateway.workers") + 1])] = int(words[0])
+        if "gateway.process.worker" in words:
+            found[int(words[words.index("gateway.process.worker") + 1])] = int(words[0])
     return parent, found
 
 

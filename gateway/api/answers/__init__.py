@@ -1,1 +1,1 @@
-"""Response bodies: completions, streaming chunks, log-probabilities, errors."""
+"""Replies: response bodies, streams of chunks, log-probabilities, errors."""

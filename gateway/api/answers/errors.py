@@ -1,4 +1,4 @@
-"""Errors as OpenAI-style clients expect them: {"error": {"message", "type", "param", "code"}}."""
+"""Error bodies of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KINDS = {
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong."""
+    """One error."""
 
     message: str
     type: str
@@ -39,33 +39,33 @@ class ErrorBody(BaseModel):
     error: ErrorDetails
 
 
-# What any route may answer, for the OpenAPI page.
+# Errors of all routes, for the OpenAPI page.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is wrong; `param` names the field."},
     401: {"model": ErrorBody, "description": "The key is missing or wrong."},
     404: {"model": ErrorBody, "description": "There is no such route or model."},
     413: {"model": ErrorBody, "description": "The body is too large."},
-    415: {"model": ErrorBody, "description": "The body is not said to be JSON."},
-    429: {"model": ErrorBody, "description": "Too many requests of this key are under way; see `Retry-After`."},
-    503: {"model": ErrorBody, "description": "No room or no target at present; `Retry-After` says when to come back."},
-    504: {"model": ErrorBody, "description": "The time that the request gave is over."},
+    415: {"model": ErrorBody, "description": "The content type is not JSON."},
+    429: {"model": ErrorBody, "description": "Too many requests of this key are running; see `Retry-After`."},
+    503: {"model": ErrorBody, "description": "No room or no target at present; see `Retry-After`."},
+    504: {"model": ErrorBody, "description": "The timeout of the request has passed."},
 }
 
 
 def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    """The JSON body of an error. What it quotes of the request may be no Unicode."""
+    """The JSON body of an error. Quotes of the request may contain lone surrogates, which are escaped."""
     return orjson.dumps(
-        {"error": {"message": _told(message), "type": kind, "param": param and _told(param), "code": code}}
+        {"error": {"message": _escaped(message), "type": kind, "param": param and _escaped(param), "code": code}}
     )
 
 
 def body_of(error: OutriderError) -> bytes:
-    """The JSON body of one of our errors."""
+    """The JSON body of an OutriderError."""
     return error_body(error.message, error.status.kind, error.status.code, error.param)
 
 
 def response_to(error: OutriderError) -> Response:
-    """The response for one of our errors. Overload and absence invite a retry, other server errors do not."""
+    """The response for an OutriderError. Overload and absence ask for a retry, other server errors forbid it."""
     headers = {}
     if error.status.http in (429, 503):
         headers["retry-after"] = str(error.retry_after or 1)
@@ -77,11 +77,11 @@ def response_to(error: OutriderError) -> Response:
 
 
 def describe(app: FastAPI) -> None:
-    """Leave the framework's own errors out of the OpenAPI page: ours stand in their place."""
-    made = app.openapi
+    """Remove the framework's errors from the OpenAPI page, where RESPONSES replaces them."""
+    make_page = app.openapi
 
     def openapi() -> dict[str, Any]:
-        page = made()
+        page = make_page()
         for route in page["paths"].values():
             for operation in route.values():
                 operation["responses"].pop("422", None)
@@ -91,7 +91,7 @@ def describe(app: FastAPI) -> None:
 
 
 def install(app: FastAPI) -> None:
-    """Give an app these error bodies for everything that goes wrong."""
+    """Use these error bodies for all errors of an app."""
 
     @app.exception_handler(OutriderError)
     async def ours(_: Request, error: Exception) -> Response:
@@ -106,7 +106,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RecursionError)
     async def deep(request: Request, error: Exception) -> Response:
-        # Tools, schemas and arguments are walked, and said as JSON, by functions that call themselves.
+        # Tools, schemas and arguments are traversed and serialized by recursive functions.
         where = traceback.extract_tb(error.__traceback__)[-1]
         log.warning("%s %s: %s, in %s", request.method, request.url.path, error, where.name)
         return _json(
@@ -117,7 +117,7 @@ def install(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {error.detail}"
-        if error.status_code == 400:  # that of a body which could not be parsed, and does not say why
+        if error.status_code == 400:  # the framework's error for a body that it cannot parse, without a reason
             message = (
                 "the body cannot be read as JSON; is it UTF-8, with numbers of a sensible length, and not too deep?"
             )
@@ -128,11 +128,11 @@ def install(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         body = error_body("the gateway failed; see its log", "server_error", "internal_error")
-        # The server closes the connection behind it, and who did not know would send the next request there.
+        # The server closes the connection, so the client must not send its next request there.
         return _json(500, body, {"x-should-retry": "false", "connection": "close"})
 
 
-def _told(text: str) -> str:
+def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -141,20 +141,20 @@ def _json(status: int, body: bytes, headers: dict[str, str] | None = None) -> Re
 
 
 def _of_validation(error: RequestValidationError) -> tuple[int, bytes]:
-    """Status and body for what is wrong with a request's form."""
+    """Status and body of a validation error."""
     first: dict[str, Any] = dict(error.errors()[0])
     if first["type"] == "json_invalid":
         message = f"the body is no valid JSON: {first.get('ctx', {}).get('error', '')}"
         return 400, error_body(message, "invalid_request_error", _KINDS[400])
     if first["loc"] == ("body",):
         return _of_body(first)
-    meant = _meant([dict(one) for one in error.errors()])
-    param, message = ".".join(_place(meant)) or None, str(meant["msg"])
+    error_meant = _likeliest_error([dict(one) for one in error.errors()])
+    param, message = ".".join(_field_path(error_meant)) or None, str(error_meant["msg"])
     return 400, error_body(f"{param}: {message}" if param else message, "invalid_request_error", "invalid_value", param)
 
 
 def _of_body(error: dict[str, Any]) -> tuple[int, bytes]:
-    """For a body that is no object. One that is not said to be JSON has come as it is."""
+    """Status and body for a body that is not a JSON object. Without a JSON content type it arrives as bytes."""
     if isinstance(error.get("input"), bytes):
         message = "send the body as JSON, with the header `Content-Type: application/json`"
         return 415, error_body(message, "invalid_request_error", _KINDS[415])
@@ -164,21 +164,21 @@ def _of_body(error: dict[str, Any]) -> tuple[int, bytes]:
     return 400, error_body(message, "invalid_request_error", "invalid_value")
 
 
-def _meant(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The first error; of a field that may be one thing or another the deepest, for that is of the one that was meant.
+def _likeliest_error(errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The first error; for a field of several types the deepest one, which belongs to the type that was meant.
 
-    Where several of them are as deep it is the first again.
+    If several types have errors of that depth, the first error again.
     """
-    place = _place(errors[0])
-    of_field = [error for error in errors if _place(error)[: len(place)] == place]
-    depth = max(len(_place(error)) for error in of_field)
-    deepest = [error for error in of_field if len(_place(error)) == depth]
-    members = {tuple(part for part in error["loc"] if str(part) not in _place(error)) for error in deepest}
+    path = _field_path(errors[0])
+    of_field = [error for error in errors if _field_path(error)[: len(path)] == path]
+    depth = max(len(_field_path(error)) for error in of_field)
+    deepest = [error for error in of_field if len(_field_path(error)) == depth]
+    members = {tuple(part for part in error["loc"] if str(part) not in _field_path(error)) for error in deepest}
     return deepest[0] if len(members) == 1 else errors[0]
 
 
-def _place(error: dict[str, Any]) -> list[str]:
-    """The field as the caller knows it, such as messages, 0, role: without the union's members that pydantic names."""
+def _field_path(error: dict[str, Any]) -> list[str]:
+    """Path of a field, such as messages, 0, role, without the union members that pydantic adds."""
     members = ("str", "int", "float", "bool", "TextPart", "InputItem")
-    place = [str(part) for part in error["loc"][1:]]  # behind body or query
-    return [part for part in place if "[" not in part and part not in members]
+    path = [str(part) for part in error["loc"][1:]]  # without "body" or "query"
+    return [part for part in path if "[" not in part and part not in members]

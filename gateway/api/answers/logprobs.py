@@ -1,4 +1,4 @@
-"""Log-probabilities as bodies tell them: a chat's, a completion's, and those of a prompt."""
+"""Log-prob formatters: the shapes of chats, completions and prompts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from gateway.text.pieces import Pieces
 from outrider.speculation.proposal import Logprobs
 
-_LEAST = -9999.0  # instead of minus infinity, which JSON does not know
+_MIN_LOGPROB = -9999.0  # for minus infinity, which JSON has not
 
 
-class Teller(ABC):
-    """Tells the log-probabilities of one choice, part after part."""
+class LogprobFormatter(ABC):
+    """Formats the log-probabilities of one choice, part by part."""
 
     def __init__(self, pieces: Pieces, *, by_id: bool = False) -> None:
-        """by_id: tokens are called `token_id:` and their number, which tells apart those of the same text."""
+        """by_id: tokens are named `token_id:` and their id, because several tokens may have the same text."""
         self._pieces = pieces
         self._by_id = by_id
 
@@ -25,36 +25,36 @@ class Teller(ABC):
         return f"token_id:{token}" if self._by_id else self._pieces.text(token)
 
     @abstractmethod
-    def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
-        """`logprobs` of tokens, the first ones that are told of."""
+    def part(self, tokens: Sequence[int], logprobs: Logprobs) -> dict[str, Any]:
+        """`logprobs` of tokens, which are the first ones of `logprobs`."""
 
     @abstractmethod
-    def nothing(self) -> dict[str, Any]:
+    def empty(self) -> dict[str, Any]:
         """`logprobs` of no tokens."""
 
     @abstractmethod
-    def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
-        """`logprobs` of a prompt that the answer repeats. told: of all tokens but the first; None if there is one."""
+    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
+        """`logprobs` of a prompt that the answer echoes. logprobs: of all tokens but the first; None for one token."""
 
 
-class ChatTeller(Teller):
+class ChatLogprobs(LogprobFormatter):
     """An object for each token."""
 
-    def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
-        """As in Teller."""
+    def part(self, tokens: Sequence[int], logprobs: Logprobs) -> dict[str, Any]:
+        """As in LogprobFormatter."""
         content = [
             self._entry(token, logprob) | {"top_logprobs": [self._entry(*pair) for pair in top]}
-            for token, logprob, top in rows(tokens, told)
+            for token, logprob, top in token_logprobs(tokens, logprobs)
         ]
         return {"content": content, "refusal": None}
 
-    def nothing(self) -> dict[str, Any]:
-        """As in Teller."""
+    def empty(self) -> dict[str, Any]:
+        """As in LogprobFormatter."""
         return {"content": [], "refusal": None}
 
-    def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
-        """As in Teller, without the first token."""
-        return self.nothing() if told is None else self.part(tokens[1:], told)
+    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
+        """As in LogprobFormatter, without the first token."""
+        return self.empty() if logprobs is None else self.part(tokens[1:], logprobs)
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -64,29 +64,29 @@ class ChatTeller(Teller):
         }
 
 
-class CompletionTeller(Teller):
+class CompletionLogprobs(LogprobFormatter):
     """Parallel lists; offsets count characters from the beginning of the choice's text."""
 
     def __init__(self, pieces: Pieces, *, by_id: bool = False) -> None:
         super().__init__(pieces, by_id=by_id)
         self._offset = 0
 
-    def part(self, tokens: Sequence[int], told: Logprobs) -> dict[str, Any]:
-        """As in Teller."""
-        return self._lists(rows(tokens, told))
+    def part(self, tokens: Sequence[int], logprobs: Logprobs) -> dict[str, Any]:
+        """As in LogprobFormatter."""
+        return self._lists(token_logprobs(tokens, logprobs))
 
-    def nothing(self) -> dict[str, Any]:
-        """As in Teller."""
+    def empty(self) -> dict[str, Any]:
+        """As in LogprobFormatter."""
         return self._lists([])
 
-    def prompt(self, tokens: Sequence[int], told: Logprobs | None) -> dict[str, Any]:
-        """As in Teller; the first token has no log-probability."""
+    def prompt(self, tokens: Sequence[int], logprobs: Logprobs | None) -> dict[str, Any]:
+        """As in LogprobFormatter; the first token has no log-probability."""
         head = self._lists([(tokens[0], None, [])])
-        return head if told is None else joined([head, self.part(tokens[1:], told)])
+        return head if logprobs is None else joined([head, self.part(tokens[1:], logprobs)])
 
-    def _lists(self, rows: Sequence[tuple[int, float | None, list[tuple[int, float]]]]) -> dict[str, Any]:
+    def _lists(self, entries: Sequence[tuple[int, float | None, list[tuple[int, float]]]]) -> dict[str, Any]:
         lists: dict[str, Any] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-        for token, logprob, top in rows:
+        for token, logprob, top in entries:
             name = self._name(token)
             own = None if logprob is None else finite(logprob)
             best: dict[str, float | None] = {self._name(other): finite(value) for other, value in top}
@@ -99,15 +99,15 @@ class CompletionTeller(Teller):
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several parts of a choice as one."""
+    """The concatenation of several parts of a choice."""
     lists = [key for key, value in parts[0].items() if isinstance(value, list)]
     return parts[0] | {key: [entry for part in parts for entry in part[key]] for key in lists}
 
 
-def prompt_entries(pieces: Pieces, tokens: Sequence[int], told: Logprobs | None) -> list[dict[str, Any] | None]:
-    """`prompt_logprobs`, as vLLM has it: for each token but the first, by id, those likely in its place and itself."""
+def prompt_entries(pieces: Pieces, tokens: Sequence[int], logprobs: Logprobs | None) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token but the first, itself and the likeliest tokens there, by id."""
     entries: list[dict[str, Any] | None] = [None]
-    for token, logprob, top in [] if told is None else rows(tokens[1:], told):
+    for token, logprob, top in [] if logprobs is None else token_logprobs(tokens[1:], logprobs):
         named: dict[int, tuple[float, int | None]] = {
             other: (value, rank) for rank, (other, value) in enumerate(top, start=1)
         }
@@ -121,13 +121,13 @@ def prompt_entries(pieces: Pieces, tokens: Sequence[int], told: Logprobs | None)
     return entries
 
 
-def rows(tokens: Sequence[int], told: Logprobs) -> list[tuple[int, float, list[tuple[int, float]]]]:
-    """Of each token: itself, its log-probability, and the likeliest tokens with theirs."""
-    tops = zip(told.top_tokens.tolist(), told.top_values.tolist(), strict=True)
-    rows = zip(tokens, told.values.tolist(), tops, strict=False)
-    return [(token, value, list(zip(*top, strict=True))) for token, value, top in rows]
+def token_logprobs(tokens: Sequence[int], logprobs: Logprobs) -> list[tuple[int, float, list[tuple[int, float]]]]:
+    """For each token: its id, its log-probability, and the likeliest tokens at its position with theirs."""
+    tops = zip(logprobs.top_tokens.tolist(), logprobs.top_values.tolist(), strict=True)
+    entries = zip(tokens, logprobs.values.tolist(), tops, strict=False)
+    return [(token, value, list(zip(*top, strict=True))) for token, value, top in entries]
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON knows."""
-    return logprob if math.isfinite(logprob) else _LEAST
+    """A finite number, which JSON can represent."""
+    return logprob if math.isfinite(logprob) else _MIN_LOGPROB

@@ -1,11 +1,11 @@
-"""Answers on their way to clients that may go away at any moment. Plain ASGI, for every chunk passes here."""
+"""Sends replies to clients, which may disconnect at any moment. Plain ASGI, because every chunk passes here."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api.answers.errors import body_of
-from gateway.orchestration.generator import Generator
+from gateway.orchestration.generation import Generation
 from outrider.errors import EngineFault, OutriderError
 
 log = logging.getLogger(__name__)
@@ -22,9 +22,10 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-_COMMENT = b": keep-alive\n\n"  # which clients skip
-_SILENCE = 15.0  # seconds; proxies cut streams that say nothing for 30 or 60
+_COMMENT = b": keep-alive\n\n"  # ignored by clients
+_SILENCE = 15.0  # seconds; proxies close streams that are silent for 30 or 60
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientGone(Exception):
@@ -32,11 +33,11 @@ class ClientGone(Exception):
 
 
 async def unless_gone(
-    receive: Receive, work: Coroutine[Any, Any, Result], beside: Callable[[], Awaitable[float]] | None = None
+    receive: Receive, work: Coroutine[Any, Any, Result], periodic: Callable[[], Awaitable[float]] | None = None
 ) -> Result:
-    """The work's result. Raises ClientGone if the client goes away first, which cancels the work.
+    """The work's result. Raises ClientGone if the client disconnects first, which cancels the work.
 
-    beside: awaited meanwhile; says after how many seconds it is to be awaited again
+    periodic: awaited meanwhile; returns the seconds until it is awaited again
     """
 
     async def gone() -> None:
@@ -48,7 +49,7 @@ async def unless_gone(
     try:
         done: set[asyncio.Task[Any]] = set()
         while not done:
-            seconds = await beside() if beside is not None else None
+            seconds = await periodic() if periodic is not None else None
             done, _ = await asyncio.wait({task, watch}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
@@ -60,92 +61,90 @@ async def unless_gone(
 
 
 class Reply(Protocol):
-    """An answer that can be told whole or in events. Whoever starts it must close it."""
+    """Formats the answer of some generations, whole or as events."""
 
-    async def start(self, generator: Generator) -> None:
-        """Open its sessions. Raises InvalidRequest, Unavailable."""
+    async def whole(self, generations: Sequence[Generation]) -> bytes:
+        """The whole answer, as JSON."""
 
-    async def whole(self) -> bytes:
-        """All of it, as JSON."""
-
-    def events(self) -> AsyncIterator[bytes]:
+    def events(self, generations: Sequence[Generation]) -> AsyncIterator[bytes]:
         """Server-sent events. Raises the error that ends them."""
-
-    def close(self) -> None:
-        """Free its sessions."""
 
 
 def failed(error: OutriderError) -> bytes:
-    """What ends a stream that fails on its way: the status has been sent."""
+    """The events that end a stream after an error; its status has been sent already."""
     return b"data: " + body_of(error) + b"\n\n" + DONE
 
 
 async def respond(
     request: Request,
     reply: Reply,
-    generator: Generator,
+    generations: Sequence[Generation],
     *,
     stream: bool,
     failed: Callable[[OutriderError], bytes] = failed,
 ) -> Response:
-    """Start a reply, and answer with it. Raises what is wrong before anything has been said; then `failed` says it."""
+    """The HTTP response, whole or streamed. Closes the generations. Raises errors that precede a whole answer.
+
+    failed: formats an error that ends a stream
+    """
+    if stream:
+        return EventStream(reply, generations, failed)
     try:
-        await reply.start(generator)
-        if stream:
-            return EventStream(reply, failed)
-        whole = await unless_gone(request.receive, reply.whole())
+        whole = await unless_gone(request.receive, reply.whole(generations))
     except ClientGone:
-        reply.close()
-        return _nobody_reads_it()
-    except BaseException:
-        reply.close()
-        raise
-    reply.close()
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+    finally:
+        _close(generations)
     return Response(whole, media_type="application/json")
 
 
-def _nobody_reads_it() -> Response:
-    return Response(status_code=499)
+def _close(generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        generation.close()
 
 
 class EventStream(Response):
-    """Server-sent events of a reply, one message an event. Closes the reply, however it ends.
+    """Server-sent events of a reply, one ASGI message per event. Closes the generations, however it ends.
 
-    It begins with the first event, or when that has been waited for long; from then on no silence lasts longer.
+    The response starts with the first event, or with a keep-alive comment if the first event takes long; comments then
+    fill every silence.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, reply: Reply, failed: Callable[[OutriderError], bytes] = failed, *, silence: float = _SILENCE
+        self,
+        reply: Reply,
+        generations: Sequence[Generation],
+        failed: Callable[[OutriderError], bytes] = failed,
+        *,
+        silence: float = _SILENCE,
     ) -> None:
-        """reply: has been started. failed: what is said instead of further events, if an error ends them.
-
-        silence: seconds after which a comment is sent where nothing else is
-        """
+        """failed: formats an error that ends the events. silence: seconds after which a comment is sent."""
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._reply = reply
+        self._generations = generations
         self._failed = failed
         self._silence = silence
         self._started = False
-        self._due = 0.0  # when a comment is, by the event loop's clock; never while something else is being sent
+        self._due = 0.0  # time of the next comment, by the event loop's clock; infinite while anything is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until there are no more, or the client is gone. Raises what is wrong before it begins."""
+        """Send all events, unless the client disconnects. Raises errors that precede the first event."""
         self._due = asyncio.get_running_loop().time() + self._silence
         try:
             await unless_gone(receive, self._send(send), partial(self._keep_alive, send))
         except ClientGone:
             if not self._started:
-                await _nobody_reads_it()(scope, receive, send)
+                await Response(status_code=_CLIENT_CLOSED_REQUEST)(scope, receive, send)
         finally:
-            self._reply.close()
+            _close(self._generations)
 
     async def _send(self, send: Send) -> None:
         clock, silence = asyncio.get_running_loop().time, self._silence
         try:
-            async for event in self._reply.events():
+            async for event in self._reply.events(self._generations):
                 self._due = math.inf
                 if not self._started:
                     await self._start(send)
@@ -154,7 +153,7 @@ class EventStream(Response):
         except Exception as error:
             self._due = math.inf
             if not self._started:
-                raise  # it still has a status of its own
+                raise  # the response can still have the error's status
             if not isinstance(error, OutriderError):
                 log.error("a stream failed", exc_info=error)
                 error = EngineFault("the gateway failed; see its log")
@@ -167,7 +166,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _keep_alive(self, send: Send) -> float:
-        """Send a comment if it is due. Returns seconds until one may be."""
+        """Send a comment if it is due. Returns the seconds until the next one may be."""
         clock = asyncio.get_running_loop().time
         if clock() >= self._due:
             self._due = clock() + self._silence

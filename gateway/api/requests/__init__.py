@@ -1,1 +1,1 @@
-"""Request bodies: schemas, messages, grammars, tools, and their checks."""
+"""Request bodies: schemas, messages, grammars, tools, and their validation."""

@@ -1,4 +1,4 @@
-"""Types of fields in bodies: strict, for a number in quotes is a mistake; and bounds of what must be looked at."""
+"""Types of body fields: strict, because a number in quotes is a mistake, and bounded in size."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ Count = Annotated[int, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Item = TypeVar("Item")
-# The first wrong entry is told of, and no other is looked for: telling of a million of them takes half a minute, in
-# which nobody else is answered.
+# Validation stops at the first wrong entry: reporting a million of them would block the event loop for half a minute.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 
 
-def few(most: int) -> BeforeValidator:
-    """Refuses an object of more entries before it looks at each, for the same reason."""
+def few(limit: int) -> BeforeValidator:
+    """Refuses an object with more entries before each is validated, for the same reason."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError("too_many", f"at most {most} entries are allowed")
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_many", f"at most {limit} entries are allowed")
         return value
 
     return BeforeValidator(check)
 
 
 def _bounded(value: Any) -> Any:
-    """Refuses a conversation of more pieces, messages and what they consist of, before it looks at each."""
+    """Refuses a conversation with too many messages, parts and calls before each is validated."""
     if isinstance(value, list):
         parts = (message.get(name) for message in value if isinstance(message, dict) for name in _PIECES)
         if len(value) + sum(len(part) for part in parts if isinstance(part, list)) > MAX_PIECES:

@@ -1,4 +1,4 @@
-"""What a request's answer must look like, from the fields with which OpenAI's, SGLang's and vLLM's clients say so."""
+"""Grammars of answers, from the request fields of OpenAI, SGLang and vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPACT = "disable_any_whitespace"  # in structured_outputs
 
 
 def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
-    """The grammar of a request. Raises InvalidRequest for one that cannot be read, and for more than one."""
+    """The grammar of a request. Raises InvalidRequest for an invalid one, or for more than one."""
     found: list[tuple[str, Grammar]] = []
     for name in FIELDS:
         value = fields.get(name)
@@ -30,19 +30,19 @@ def grammar_of(fields: Mapping[str, Any]) -> Grammar | None:
         raise InvalidRequest(f"{names} cannot be combined; send one of them", param=found[1][0])
     if not found:
         return None
-    asked = fields.get("structured_outputs")
-    compact = isinstance(asked, dict) and asked.get(_COMPACT) is True
+    options = fields.get("structured_outputs")
+    compact = isinstance(options, dict) and options.get(_COMPACT) is True
     return _compact(found[0][1]) if compact else found[0][1]
 
 
 def _compact(grammar: Grammar) -> Grammar:
-    """A JSON schema without any whitespace between its parts, in the words of the compiler of grammars."""
+    """A JSON schema whose texts have no whitespace between tokens, by an option of the grammar compiler."""
     schema = json.loads(grammar.text) if grammar.kind is GrammarKind.JSON_SCHEMA else False
     if schema is False:
         return grammar
-    told = {} if schema is True else schema
-    guidance = {**told.get("x-guidance", {}), "whitespace_flexible": False}
-    return Grammar(grammar.kind, json.dumps({**told, "x-guidance": guidance}))
+    options = {} if schema is True else schema
+    guidance = {**options.get("x-guidance", {}), "whitespace_flexible": False}
+    return Grammar(grammar.kind, json.dumps({**options, "x-guidance": guidance}))
 
 
 def _json_schema(value: Any, name: str) -> Grammar:
@@ -81,7 +81,7 @@ def _response_format(value: Any, name: str) -> Grammar | None:
     match kind:
         case "text":
             return None
-        case "json_object":  # llama.cpp's clients, and others, put a schema beside it
+        case "json_object":  # clients of llama.cpp and others add a schema
             schema = value.get("schema")
             return _json_object(name) if schema is None else _json_schema(schema, f"{name}.schema")
         case "json_schema":

@@ -1,4 +1,4 @@
-"""Messages of a conversation, as OpenAI's clients send them, and what chat templates are told of one."""
+"""Messages of a conversation in OpenAI's API, and the variables of chat templates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class TextPart(BaseModel):
 
 
 class FunctionBody(BaseModel):
-    """What an earlier answer called."""
+    """The function in a call of an earlier answer."""
 
     name: str
-    arguments: str | dict[str, Any] | None = "{}"  # null, too, where a function has none
+    arguments: str | dict[str, Any] | None = "{}"  # some clients send null for none
 
 
 class CallBody(BaseModel):
@@ -35,13 +35,13 @@ class CallBody(BaseModel):
     function: FunctionBody
 
     def rendered(self) -> dict[str, Any]:
-        """As chat templates take it. Raises InvalidRequest."""
+        """The call as chat templates expect it."""
         arguments = self.function.arguments or "{}"
         try:
-            known = json.loads(arguments) if isinstance(arguments, str) else arguments
+            parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
-            known = arguments  # the model's own text, whatever it is
-        return {"type": self.type, "id": self.id, "function": {"name": self.function.name, "arguments": known}}
+            parsed = arguments  # the model's own text
+        return {"type": self.type, "id": self.id, "function": {"name": self.function.name, "arguments": parsed}}
 
 
 class Message(BaseModel):
@@ -54,7 +54,7 @@ class Message(BaseModel):
     tool_calls: Items[CallBody] | None = None
 
     def rendered(self) -> dict[str, Any]:
-        """The message as chat templates take it: content as one text, its parts on lines, arguments as objects."""
+        """The message as chat templates expect it: content as one text, a line per part, arguments as objects."""
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
@@ -67,7 +67,7 @@ def conversation_options(
     continue_final_message: bool | None,
     kwargs: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What a chat template is told besides the messages. Raises InvalidRequest."""
+    """Variables of the chat template besides the messages. Raises InvalidRequest."""
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest(
             "`continue_final_message` and `add_generation_prompt` exclude one another", param="continue_final_message"

@@ -1,10 +1,11 @@
-"""Bodies of requests, as OpenAI's clients send them. Unknown fields are ignored.
+"""Bodies of OpenAI's /v1/completions and /v1/chat/completions. Unknown fields are ignored.
 
-A field that would change the text and is not supported is refused by name, never ignored.
+An unsupported field that would change the text is refused by name, never ignored.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,16 +15,16 @@ from gateway.api.requests.grammars import grammar_of
 from gateway.api.requests.messages import Message, conversation_options
 from gateway.api.requests.tools import Tools, tools_of
 from gateway.orchestration.sampling_defaults import SamplingDefaults
-from gateway.sessions.request import PROMPT, GenerationRequest
+from gateway.sessions.request import PROMPT, GenerationRequest, StopOptions, TextOptions
 from gateway.text import encoding
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import MAX_LOGPROBS, Grammar
 
-MAX_CHOICES = 128  # as OpenAI has it
+MAX_CHOICES = 128  # OpenAI's limit
 MAX_GENERATIONS = 128  # of all prompts of a request
-COMPLETION_TOKENS = 16  # of /v1/completions where max_tokens is not given, as OpenAI has it
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI's API
 
-# Fields that are not supported, and the values with which they change nothing.
+# Unsupported fields, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guided_decoding_backend": (None,),
     "structural_tag": (None,),
@@ -54,16 +55,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides text. continuous_usage_stats: with every chunk."""
+    """Optional parts of a stream. continuous_usage_stats: the usage in every chunk."""
 
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
 
 
 class SpeculationBody(BaseModel):
-    """How a request's text is found, which is the same text in any case.
+    """Speculation for a request, which does not change its text.
 
-    max_draft_tokens: most draft nodes that a step verifies. report: tell which tokens were drafted, step by step.
+    max_draft_tokens: draft tokens that a step verifies at most. report: return statistics of every step.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -74,7 +75,7 @@ class SpeculationBody(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What both kinds of requests share."""
+    """Fields that all request bodies share."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
     prompt_field: ClassVar[str] = PROMPT
@@ -114,12 +115,12 @@ class GenerationBody(BaseModel):
 
     @property
     def choices(self) -> int:
-        """Number of answers."""
+        """Number of choices per prompt."""
         return self.n or 1
 
     @property
-    def tries(self) -> int:
-        """Answers that are generated for a prompt; the likeliest of them are told."""
+    def candidates(self) -> int:
+        """Number of generations per prompt, of which the likeliest are returned as choices."""
         return max(self.choices, self.best_of or 1)
 
     @property
@@ -129,23 +130,23 @@ class GenerationBody(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        """True if every chunk of a stream tells the usage so far."""
+        """True if every chunk of a stream has the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def reports_steps(self) -> bool:
-        """True if the answer tells which tokens were drafted."""
+        """True if the answer has statistics of every step."""
         return isinstance(self.speculation, SpeculationBody) and self.speculation.report
 
     def cut(self, prompt: list[int], context: int) -> list[int]:
-        """The part of a prompt that is wanted: its last tokens. Raises InvalidRequest.
+        """The requested part of a prompt: its last tokens. Raises InvalidRequest.
 
-        context: tokens that prompt and answer may have
+        context: tokens of prompt and answer together
         """
-        return encoding.cut(prompt, self.truncate_prompt_tokens, context - (self.limit() or 1))
+        return encoding.cut(prompt, self.truncate_prompt_tokens, context - (self.max_new_tokens() or 1))
 
     def check_supported(self) -> None:
-        """Raise InvalidRequest for a field that is not supported and not neutral."""
+        """Raise InvalidRequest for an unsupported field whose value is not neutral."""
         for name, value in (self.model_extra or {}).items():
             if name in _NEUTRAL and value not in _NEUTRAL[name]:
                 raise InvalidRequest(f"`{name}` is not supported by this server; leave it out", param=name)
@@ -153,8 +154,8 @@ class GenerationBody(BaseModel):
             raise InvalidRequest("`stream_options` is allowed only where `stream` is true", param="stream_options")
         if self.best_of is not None and self.best_of < self.choices:
             raise InvalidRequest("`best_of` must not be smaller than `n`", param="best_of")
-        if self.tries > self.choices and self.stream:
-            message = "`best_of` above `n` cannot be streamed: which answers are the best is known at their end"
+        if self.candidates > self.choices and self.stream:
+            message = "`best_of` above `n` cannot be streamed: the best answers are known only at the end"
             raise InvalidRequest(message, param="best_of")
 
     @property
@@ -163,25 +164,30 @@ class GenerationBody(BaseModel):
         return False
 
     @property
-    def begins(self) -> bool:
-        """True if the answer is a text of its own, and does not go on where the prompt ends."""
+    def new_text(self) -> bool:
+        """True if the answer is a text of its own; False if it continues the prompt."""
         return False
 
-    def likeliest(self) -> int | None:
-        """Likeliest tokens told beside each new one; None if no log-probabilities are told."""
+    def top_logprobs_count(self) -> int | None:
+        """Likeliest tokens to return for each new token; None for no log-probabilities."""
         return None
 
-    def asked_limit(self) -> int | None:
-        """New tokens at most, as the request says under whichever name; None if it says nothing."""
+    def requested_max_tokens(self) -> int | None:
+        """New tokens at most, by any of the field's names; None if omitted."""
         return self.max_tokens
 
-    def limit(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """New tokens at most; None is the rest of the context."""
-        return self.asked_limit()
+        return self.requested_max_tokens()
 
-    def request(self, prompt: list[int], defaults: SamplingDefaults) -> GenerationRequest:
-        """What the first choice of a prompt asks for. defaults: of what it leaves out. Raises InvalidRequest."""
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def request(
+        self, prompt: list[int], defaults: SamplingDefaults, timeout: float | None, *, verbatim: bool = False
+    ) -> GenerationRequest:
+        """The first generation of a prompt. Raises InvalidRequest.
+
+        defaults: of omitted sampling parameters. timeout: in seconds, if the body has none
+        verbatim: special tokens are part of the text, whatever the body says
+        """
         sampling = defaults.sampling(
             self.temperature,
             self.top_k,
@@ -192,46 +198,52 @@ class GenerationBody(BaseModel):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=biases(self.logit_bias),
         )
+        stop = StopOptions(
+            self.max_new_tokens(),
+            clamp=self.requested_max_tokens() is None,
+            min_tokens=self.min_tokens or 0,
+            strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            timeout=self.timeout or timeout,
+        )
+        text = TextOptions(
+            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            verbatim=verbatim or self.skip_special_tokens is False,
+            new_text=self.new_text,
+        )
         return GenerationRequest(
             prompt,
             sampling,
-            self.limit(),
-            clamp=self.asked_limit() is None,
-            min_tokens=self.min_tokens or 0,
+            stop,
+            text,
             seed=self.seed,
-            stops=stops,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
             grammar=self.grammar(),
-            logprobs=self.likeliest(),
-            prompt_logprobs=self._prompt_likeliest(),
-            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
-            verbatim=self.skip_special_tokens is False,
-            timeout=self.timeout,
+            logprobs=self.top_logprobs_count(),
+            prompt_logprobs=self._prompt_logprobs_count(),
             priority=self.priority or 0,
-            max_draft_tokens=self._most_drafted(),
-            watched=self.reports_steps,
-            begins=self.begins,
+            max_draft_tokens=self._max_draft_tokens(),
+            watch_draft=self.reports_steps,
             prompt_field=self.prompt_field,
         )
 
     def grammar(self) -> Grammar | None:
-        """What the answer must look like. Raises InvalidRequest."""
+        """The grammar of the answer. Raises InvalidRequest."""
         return grammar_of(self.model_extra or {})
 
-    def _most_drafted(self) -> int | None:
+    def _max_draft_tokens(self) -> int | None:
         if isinstance(self.speculation, SpeculationBody):
             return self.speculation.max_draft_tokens if self.speculation.enabled else 0
         return 0 if self.speculation == "off" else None
 
-    def _prompt_likeliest(self) -> int | None:
-        echoed = self.likeliest() if self.echoes else None
+    def _prompt_logprobs_count(self) -> int | None:
+        echoed = self.top_logprobs_count() if self.echoes else None
         return max((n for n in (self.prompt_logprobs, echoed) if n is not None), default=None)
 
 
 def biases(given: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
-    """Pairs of token ids and what is added to their logits. Raises InvalidRequest."""
+    """Pairs of token id and logit bias. Raises InvalidRequest."""
     return tuple((_token_id(key), bias) for key, bias in (given or {}).items())
 
 
@@ -254,20 +266,20 @@ class CompletionBody(GenerationBody):
         """As in GenerationBody."""
         super().check_supported()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            message = "`max_tokens` must be 1 or more, unless `echo` or `prompt_logprobs` tell of the prompt"
+            message = "`max_tokens` must be 1 or more, unless `echo` or `prompt_logprobs` is set"
             raise InvalidRequest(message, param="max_tokens")
 
     @property
     def echoes(self) -> bool:
-        """As the request says."""
+        """As in GenerationBody."""
         return bool(self.echo)
 
-    def likeliest(self) -> int | None:
-        """As the request says."""
+    def top_logprobs_count(self) -> int | None:
+        """As in GenerationBody."""
         return self.logprobs
 
-    def limit(self) -> int | None:
-        """OpenAI's default is short."""
+    def max_new_tokens(self) -> int | None:
+        """As in GenerationBody, with OpenAI's short default."""
         return COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     def prompts(self) -> list[str | list[int]]:
@@ -276,7 +288,7 @@ class CompletionBody(GenerationBody):
         prompts = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else list(prompt)
         if not prompts:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if (count := len(prompts) * self.tries) > MAX_GENERATIONS:
+        if (count := len(prompts) * self.candidates) > MAX_GENERATIONS:
             raise InvalidRequest(f"prompts times n must be at most {MAX_GENERATIONS}, not {count}", param="prompt")
         return prompts
 
@@ -302,36 +314,37 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: Flag | None = None
 
     def template_options(self) -> dict[str, Any]:
-        """What the template is told besides the messages. Raises InvalidRequest."""
+        """Variables of the chat template besides the messages. Raises InvalidRequest."""
         options = conversation_options(
             self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs
         )
         named = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
         return {name: value for name, value in named.items() if value is not None} | options
 
+    @cached_property
     def offered(self) -> Tools | None:
-        """The tools that may be called. Raises InvalidRequest."""
+        """The tools that the model may call. Raises InvalidRequest."""
         return tools_of(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def grammar(self) -> Grammar | None:
-        """What the answer must look like: calls, if it must be one. Raises InvalidRequest."""
-        tools, own = self.offered(), super().grammar()
+        """As in GenerationBody; a forced call has a grammar of its own."""
+        tools, own = self.offered, super().grammar()
         forced = tools.grammar() if tools is not None else None
         if forced is not None and own is not None:
-            raise InvalidRequest("a call that must come and another form exclude one another", param="tool_choice")
+            raise InvalidRequest("a forced call and another grammar exclude one another", param="tool_choice")
         return forced or own
 
-    def likeliest(self) -> int | None:
-        """Told if `logprobs` is true. Raises InvalidRequest if only their number is given."""
+    def top_logprobs_count(self) -> int | None:
+        """As in GenerationBody. Raises InvalidRequest for `top_logprobs` without `logprobs`."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` is allowed only where `logprobs` is true", param="top_logprobs")
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def begins(self) -> bool:
+    def new_text(self) -> bool:
         """As in GenerationBody."""
         return not self.continue_final_message
 
-    def asked_limit(self) -> int | None:
-        """The newer name goes before the older one."""
+    def requested_max_tokens(self) -> int | None:
+        """As in GenerationBody; `max_completion_tokens` precedes `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

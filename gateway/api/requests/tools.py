@@ -1,4 +1,4 @@
-"""Tools as a chat offers them: what of it is wrong, what the template is told, and what the answer must look like."""
+"""Tools of a chat: validation, the variables of the chat template, and the grammar of forced calls."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.parsers.base import CallReader
-from gateway.parsers.parser import Form, reader_of
-from gateway.parsers.tool_calls import NamedReader, ObjectsReader
+from gateway.parsers.base import CallParser
+from gateway.parsers.output import CallFormat, call_parser
+from gateway.parsers.tool_calls import JsonCallsParser, NamedCallParser
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
 
 MAX_TOOLS = 128
-# Spaces as json.dumps sets them: where any are allowed, weak models write nothing else.
+# Whitespace as written by json.dumps: with free whitespace, weak models write nothing else.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_VALUES = {"const", "enum", "default", "examples"}  # whose contents are no schemas
+_VALUES = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 
 _INTRODUCTION = (
     "You can call these tools, each described as JSON on a line of its own:\n{tools}\n"
@@ -27,7 +27,7 @@ _INTRODUCTION = (
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request. required: one must be called. named: this one."""
+    """The tools of a request. required: the model must call one. named: it must call this one."""
 
     functions: Sequence[dict[str, Any]]
     required: bool = False
@@ -36,24 +36,24 @@ class Tools:
 
     @property
     def forced(self) -> bool:
-        """True if the answer is calls and nothing else."""
+        """True if the answer consists of calls only."""
         return self.required or self.named is not None
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """As chat templates take them."""
+        """The tools as chat templates expect them."""
         return [{"type": "function", "function": function} for function in self.functions]
 
     def grammar(self) -> Grammar | None:
-        """What a call that must come looks like."""
+        """The grammar of forced calls; None if calls are optional."""
         if self.named is not None:
             schema = _arguments(next(f for f in self.functions if f["name"] == self.named))
             return _grammar(schema)
         if not self.required:
             return None
         calls: list[dict[str, Any]] = []
-        for place, function in enumerate(self.functions):
-            parameters = _moved(_arguments(function), f"#/items/anyOf/{place}/properties/parameters")
+        for index, function in enumerate(self.functions):
+            parameters = _relocated(_arguments(function), f"#/items/anyOf/{index}/properties/parameters")
             calls.append({
                 "type": "object",
                 "properties": {"name": {"const": function["name"]}, "parameters": parameters},
@@ -64,36 +64,36 @@ class Tools:
         schema |= {} if self.parallel else {"maxItems": 1}
         return _grammar(schema)
 
-    def reader(self, form: Form) -> CallReader:
-        """What takes the calls out of the text."""
+    def parser(self, form: CallFormat) -> CallParser:
+        """A parser of the calls in an answer."""
         if self.named is not None:
-            return NamedReader(self.named)
-        return ObjectsReader() if self.required else reader_of(form, {function["name"] for function in self.functions})
+            return NamedCallParser(self.named)
+        return JsonCallsParser() if self.required else call_parser(form, {one["name"] for one in self.functions})
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a function's arguments, which are an object, whether it says so or not.
+    """Schema of a function's arguments, which are an object even if the schema omits that.
 
-    There are no others than it names, unless it says so; weak models would invent some.
+    Additional properties are forbidden unless the schema allows them, because weak models invent some.
     """
     parameters = function.get("parameters") or {}
     closed = {"additionalProperties": False} if parameters.get("properties") else {}
     return {"type": "object"} | closed | parameters
 
 
-def _moved(schema: Any, to: str) -> Any:
-    """A schema that stands within another one: what it refers to in itself, it finds there."""
+def _relocated(schema: Any, to: str) -> Any:
+    """A schema embedded in another one at a JSON pointer, with its internal references adapted."""
     if isinstance(schema, list):
-        return [_moved(part, to) for part in schema]
+        return [_relocated(part, to) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {key: part if key in _VALUES else _moved(part, to) for key, part in schema.items()}
+    relocated = {key: part if key in _VALUES else _relocated(part, to) for key, part in schema.items()}
     match schema.get("$ref"):
         case "#":
-            moved["$ref"] = to
-        case str(place) if place.startswith("#/"):
-            moved["$ref"] = to + place[1:]
-    return moved
+            relocated["$ref"] = to
+        case str(pointer) if pointer.startswith("#/"):
+            relocated["$ref"] = to + pointer[1:]
+    return relocated
 
 
 def _grammar(schema: dict[str, Any]) -> Grammar:
@@ -101,13 +101,13 @@ def _grammar(schema: dict[str, Any]) -> Grammar:
 
 
 def tools_of(tools: Any, choice: Any, parallel: bool | None) -> Tools | None:
-    """The tools of a request; None if there are none or none may be called. Raises InvalidRequest."""
+    """The tools of a request; None if the model may call none. Raises InvalidRequest."""
     functions = _functions(tools)
     if not functions:
         if choice in (None, "none", "auto"):
             return None
         raise InvalidRequest("`tool_choice` is allowed only where there are `tools`", param="tool_choice")
-    # A function may be named without saying that it is one, as vLLM takes it.
+    # As in vLLM, a named function needs no `type`.
     kind = (choice.get("type") or "function") if isinstance(choice, dict) else choice
     several = parallel is not False
     match kind:
@@ -132,8 +132,8 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"`tools` must be a list of at most {MAX_TOOLS}", param="tools")
     functions: list[dict[str, Any]] = []
-    for place, tool in enumerate(tools):
-        param = f"tools.{place}"
+    for index, tool in enumerate(tools):
+        param = f"tools.{index}"
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise InvalidRequest(f"{param}.type must be function", param=param)
         function = tool.get("function", {key: value for key, value in tool.items() if key != "type"})
@@ -147,9 +147,9 @@ def _functions(tools: Any) -> list[dict[str, Any]]:
     return functions
 
 
-def introduced(messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
-    """Messages for a template that knows no tools: these are described in the first message, and calls are text."""
-    plain = [_told(message) for message in messages]
+def describe_tools(messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[dict[str, Any]]:
+    """Messages for a template without tools: the first message describes them, and calls are text."""
+    plain = [_with_calls_as_text(message) for message in messages]
     if tools is None or tools.forced:
         return plain
     text = _INTRODUCTION.format(tools="\n".join(map(json.dumps, tools.functions)))
@@ -158,7 +158,7 @@ def introduced(messages: Sequence[dict[str, Any]], tools: Tools | None) -> list[
     return [{"role": "system", "content": text}, *plain]
 
 
-def _told(message: dict[str, Any]) -> dict[str, Any]:
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     texts = [
         f"<tool_call>{json.dumps({'name': call['name'], 'arguments': call['arguments']})}</tool_call>" for call in calls

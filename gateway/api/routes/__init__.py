@@ -1,1 +1,1 @@
-"""The HTTP routes."""
+"""The HTTP routes: from a body to running generations."""

@@ -1,7 +1,7 @@
-"""REST routes that control the targets, under SGLang's names. With --admin-api-key they ask for it.
+"""Routes that control the targets, under SGLang's names. With --admin-api-key they require that key.
 
-Unlike there, tensors come as the body of the request itself, a safetensors file, and what qualifies them as the query:
-pickled tensors would run whatever they contain.
+Unlike in SGLang, tensors are sent as a safetensors file in the body, with options in the query, because unpickling
+tensors can run arbitrary code.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from gateway.admission.admission import check_admin
-from gateway.api.requests.unicode import WHOLE
-from gateway.control.control import Control, PauseMode, Updated
+from gateway.api.requests.http import VALID_UNICODE
+from gateway.control.control import Control, PauseMode, UpdateResult
 from gateway.control.server_info import Facts
 from gateway.control.worker_answers import abort_everywhere
 from gateway.orchestration.generator import Generator
 from outrider.errors import InvalidRequest
 from outrider.wire.v1 import common_pb2
 
-_PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")  # before the request's own name in the id of its answer
+_PREFIX = re.compile("^(chatcmpl-|cmpl-|resp_)")  # of answer ids, before the request id
 _FORMATS = (None, "auto", "safetensors")
 
 
 class UpdateBody(BaseModel):
-    """What update_weights_* have in common."""
+    """Options of all update_weights_* routes."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
@@ -38,7 +38,7 @@ class UpdateBody(BaseModel):
     load_format: str | None = None
 
     def update(self) -> common_pb2.WeightUpdate:
-        """How the weights are taken over. Raises InvalidRequest."""
+        """The options as a message. Raises InvalidRequest."""
         if self.load_format not in _FORMATS:
             raise InvalidRequest(
                 f"`load_format` {self.load_format} is not supported; leave it out", param="load_format"
@@ -62,9 +62,9 @@ class PauseBody(BaseModel):
 
 
 class AbortBody(BaseModel):
-    """POST /abort_request. rid: what the request was called, by the field `rid` or the header X-Request-Id.
+    """POST /abort_request. rid: id of the request, from its field `rid` or its header X-Request-Id.
 
-    prefix: all requests whose names begin so.
+    prefix: abort all requests whose ids begin with rid
     """
 
     rid: str | None = None
@@ -72,19 +72,19 @@ class AbortBody(BaseModel):
     abort_all: bool = False
 
     def names(self) -> list[str]:
-        """What it may be called: a request's own name may begin like the id of an answer. Raises InvalidRequest."""
+        """Possible request ids: rid, and rid without the prefix of an answer's id. Raises InvalidRequest."""
         names = [name for name in (self.rid, _PREFIX.sub("", self.rid or "")) if name]
         if not names:
-            raise InvalidRequest("send `rid`, the name of the request, or `abort_all`", param="rid")
+            raise InvalidRequest("send `rid`, the id of the request, or `abort_all`", param="rid")
         return list(dict.fromkeys(names))
 
 
 def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) -> None:
-    """Give an app these routes."""
+    """Add the routes to an app."""
     check_key = _key_check(facts.config.admin_api_key)
     admin = [Depends(check_key)]
 
-    @app.post("/update_weights_from_disk", dependencies=[*admin, WHOLE], tags=["control"])
+    @app.post("/update_weights_from_disk", dependencies=[*admin, VALID_UNICODE], tags=["control"])
     async def update_weights_from_disk(body: DiskBody) -> Response:
         return _updated(await control.update_from_disk(body.model_path, body.update()))
 
@@ -111,14 +111,14 @@ def install(app: FastAPI, control: Control, generator: Generator, facts: Facts) 
 
     @app.post("/continue_generation", dependencies=admin, tags=["control"])
     async def continue_generation() -> Response:
-        await control.proceed()
-        return _json({"status": "ok", "message": "Generation goes on."})
+        await control.resume()
+        return _json({"status": "ok", "message": "Generation continues."})
 
-    @app.post("/abort_request", tags=["control"], dependencies=[WHOLE])
+    @app.post("/abort_request", tags=["control"], dependencies=[VALID_UNICODE])
     async def abort_request(body: AbortBody, request: Request) -> Response:
-        """End one request. Several, by the beginning of their names, and all ask for the key of --admin-api-key.
+        """Abort one request. Aborting by prefix, and aborting all, requires the key of --admin-api-key.
 
-        Clients keep what they have got.
+        Clients keep the text so far.
         """
         if body.abort_all or body.prefix:
             await check_key(request)
@@ -158,13 +158,11 @@ def _key_check(key: str | None) -> Any:
     return check
 
 
-def _updated(updated: Updated) -> Response:
+def _updated(updated: UpdateResult) -> Response:
     weights = updated.weights
     message = f"{weights.replaced_tensors} tensors replaced; weight version {weights.weight_version}."
-    if updated.resting:
-        message += (
-            f" {updated.resting} of {updated.targets} targets lack weights of earlier updates, and rest until all come."
-        )
+    if updated.unused:
+        message += f" {updated.unused} of {updated.targets} targets lack earlier weights, and are unused until then."
     return _json({
         "success": True,
         "message": message,

@@ -1,4 +1,4 @@
-"""The page at `/docs`, which shows the routes and asks them. Its script comes along, and nothing from elsewhere."""
+"""The page at `/docs`: Swagger UI, served from this process without external resources."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from starlette.responses import FileResponse, Response
 
 _ASSETS = Path(str(resources.files("fastapi_offline"))) / "static"
 _FILES = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css", "favicon.png": "image/png"}
-# Swagger's page has a script and styles within it.
+# Swagger's page has an inline script and inline styles.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
 
 
 def install(app: FastAPI) -> None:
-    """Add the routes."""
+    """Add the routes to an app."""
 
     @app.get("/docs", include_in_schema=False)
     async def docs(request: Request) -> Response:
-        root = request.scope.get("root_path", "").rstrip("/")  # where a proxy stands before us
+        root = request.scope.get("root_path", "").rstrip("/")  # behind a proxy
         page = get_swagger_ui_html(
             openapi_url=f"{root}{app.openapi_url}",
             title=app.title,

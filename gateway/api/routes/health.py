@@ -1,4 +1,4 @@
-"""REST routes that tell whether the gateway lives, can serve, and does."""
+"""Health routes: liveness, readiness, and a generated token."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from gateway.orchestration.generator import Generator
+from gateway.sessions.request import GenerationRequest, StopOptions
 from outrider.errors import OutriderError
-from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.sampling import SamplingParams
 
 _DRAINING = "it is shutting down"
-_PROBE_SECONDS = 20.0  # that the token of a probe may take
+_PROBE_SECONDS = 20.0  # for the token of a probe
 
 
 def install(app: FastAPI, generator: Generator) -> None:
-    """Give an app these routes. They ask for no key."""
+    """Add the routes to an app. They require no key."""
 
     @app.get("/health", tags=["health"])
     async def health() -> Response:
-        """200 if all services are up; otherwise 503, and what is missing."""
+        """200 if all services are up; otherwise 503 with the missing ones."""
         missing = generator.orchestrator.missing() + (["gateway: " + _DRAINING] if generator.admission.draining else [])
         return _json({"status": "ok"} if not missing else {"status": "unavailable", "missing": missing}, bool(missing))
 
     @app.get("/health/live", tags=["health"])
     @app.get("/live", tags=["health"], include_in_schema=False)
     async def live() -> Response:
-        """200 as long as the process answers."""
+        """200 while the process answers."""
         return _json({"status": "ok"}, False)
 
     @app.get("/health/ready", tags=["health"])
     @app.get("/ready", tags=["health"], include_in_schema=False)
     async def ready() -> Response:
-        """200 if requests can be served, with a draft or without one; otherwise 503."""
+        """200 if requests can be served, with or without a draft; otherwise 503."""
         serves = any(target.up for target in generator.orchestrator.targets) and not generator.admission.draining
         return _json({"status": "ok" if serves else "unavailable"}, not serves)
 
     @app.get("/health_generate", tags=["health"])
     async def health_generate() -> Response:
-        """200 once a target has generated a token for this call; otherwise 503, and why."""
-        orchestrator = generator.orchestrator
+        """200 after a target has generated a token for this call; otherwise 503 with the reason."""
+        sessions = generator.orchestrator.sessions
         reason = f"no token came within {_PROBE_SECONDS:.0f} s"
         try:
-            session = orchestrator.open(
-                [0], SamplingParams(temperature=0.0), StopConditions(1), counted=False, max_draft_tokens=0
-            )
+            sampling = SamplingParams(temperature=0.0)
+            session = sessions.open(GenerationRequest([0], sampling, StopOptions(1), max_draft_tokens=0, counted=False))
             try:
                 async with asyncio.timeout(_PROBE_SECONDS):
-                    if (await session.next()).tokens:
+                    if (await session.inbox.next()).tokens:
                         return _json({"status": "ok"}, False)
                     reason = "the probe was aborted"
             finally:
-                orchestrator.close(session)
+                sessions.close(session)
         except OutriderError as error:
             reason = error.message
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""The page at `/`: a chat that shows how answers come about. Static files, which ask the same routes as all clients."""
+"""The page at `/`: a chat that shows the speculation of every answer. Static files that use the public API."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HEADERS = {"content-security-policy": "default-src 'self'; img-src 'self' data:
 
 
 def starting_page() -> bytes:
-    """What stands in the page's place until there is something to ask; it looks again by itself."""
+    """The page while the gateway starts; it reloads itself."""
     return (_FOLDER / "starting.html").read_bytes()
 
 
 def install(app: FastAPI) -> None:
-    """Add the routes."""
+    """Add the routes to an app."""
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:

@@ -1,4 +1,4 @@
-"""REST routes of the tokenizer, with the fields and answers of both vLLM and SGLang."""
+"""Tokenizer routes, with the fields and answers of both vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.requests.fields import BOUNDED, Count, Flag, Items
+from gateway.api.requests.http import VALID_UNICODE
 from gateway.api.requests.messages import Message, conversation_options
 from gateway.api.requests.tools import tools_of
-from gateway.api.requests.unicode import WHOLE
-from gateway.api.routes.chats import Chats
+from gateway.api.routes.conversations import Conversations
 from gateway.orchestration.generator import Generator
-from gateway.text.encoding import worked
+from gateway.text.encoding import encode, encode_all, run_in_thread_if_long
 from outrider.errors import InvalidRequest
 
 
@@ -45,37 +45,39 @@ class DetokenizeBody(BaseModel):
     skip_special_tokens: Flag = True
 
 
-def install(app: FastAPI, generator: Generator, chats: Chats) -> None:
-    """Give an app these routes."""
+def install(app: FastAPI, generator: Generator, conversations: Conversations) -> None:
+    """Add the routes to an app."""
 
-    @app.post("/tokenize", tags=["tokens"], dependencies=[WHOLE])
-    @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False, dependencies=[WHOLE])
+    @app.post("/tokenize", tags=["tokens"], dependencies=[VALID_UNICODE])
+    @app.post("/v1/tokenize", tags=["tokens"], include_in_schema=False, dependencies=[VALID_UNICODE])
     async def tokenize(body: TokenizeBody) -> Response:
-        """Token ids of a text, of several, or of a conversation, with its tools, as a chat has them."""
+        """Token ids of a text, of several texts, or of a conversation with its tools."""
         generator.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either `prompt` or `messages`", param="prompt")
         limit = {"max_model_len": generator.max_session_tokens}
         if isinstance(body.prompt, list):
-            lists = await generator.encode_all(body.prompt, special=body.add_special_tokens)
+            lists = await encode_all(generator.tokenizer, body.prompt, special=body.add_special_tokens)
             return _json({"tokens": lists, "count": [len(tokens) for tokens in lists], **limit})
         if body.messages is not None:
             options = conversation_options(
                 body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
             )
-            tokens = await chats.prompt(body.messages, tools_of(body.tools, None, None), options)
+            tokens = await conversations.prompt(body.messages, tools_of(body.tools, None, None), options)
         else:
-            tokens = await generator.encode(body.prompt or "", special=body.add_special_tokens)
+            tokens = await encode(generator.tokenizer, body.prompt or "", special=body.add_special_tokens)
         strings: dict[str, Any] = {}
         if body.return_token_strs:
             pieces = generator.tokenizer.pieces
-            strings["token_strs"] = await worked([tokens], lambda: [pieces.text(token) for token in tokens])
+            strings["token_strs"] = await run_in_thread_if_long(
+                [tokens], lambda: [pieces.text(token) for token in tokens]
+            )
         return _json({"tokens": tokens, "count": len(tokens), **limit, **strings})
 
     @app.post("/detokenize", tags=["tokens"])
     @app.post("/v1/detokenize", tags=["tokens"], include_in_schema=False)
     async def detokenize(body: DetokenizeBody) -> Response:
-        """The text of token ids: `prompt` with special tokens, `text` without them unless they are asked for."""
+        """The text of token ids: `prompt` with special tokens, `text` without them by default."""
         generator.check_model(body.model)
         several = bool(body.tokens) and isinstance(body.tokens[0], list)
         lists: list[Any] = list(body.tokens) if several else [body.tokens]
@@ -85,8 +87,10 @@ def install(app: FastAPI, generator: Generator, chats: Chats) -> None:
 
     @app.get("/tokenizer_info", tags=["tokens"])
     async def tokenizer_info() -> Response:
-        """What the tokenizer's own settings say, its chat template included."""
-        return JSONResponse(generator.tokenizer.settings)  # many have integers of more than 64 bits: no orjson
+        """The tokenizer's settings, including its chat template."""
+        return JSONResponse(
+            generator.tokenizer.settings
+        )  # settings may have integers beyond 64 bits, which orjson refuses
 
 
 def _json(content: Any) -> Response:

@@ -394,7 +394,7 @@ def test_metrics_of_online_training(learnt):
     assert "online" not in metrics.render().decode().replace("# HELP outrider_online", "").replace(
         "# TYPE outrider_online", ""
     )
-    metrics.load("draft", "here", load_to_pb(load))
+    metrics.services.update("draft", "here", load_to_pb(load))
     text = metrics.render().decode()
     assert f'outrider_online_steps_total{{address="here"}} {float(load.online.steps)}' in text
     assert f'outrider_online_kept_total{{address="here"}} {float(load.online.kept)}' in text

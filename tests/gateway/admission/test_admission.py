@@ -1,4 +1,4 @@
-"""Who is let in: keys, origins, how many at a time, and how the gateway takes its leave."""
+"""Admission: API keys, origins, request limits, and draining."""
 
 import json
 import signal
@@ -56,7 +56,7 @@ def guarded(folder, target, draft):
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer gamma"}, {"authorization": "alpha"}])
 @pytest.mark.parametrize("path", ["/v1/models", "/tokenizer_info", "/openapi.json", "/get_server_info", "/nowhere"])
-def test_every_route_asks_for_a_key(guarded, path, headers):
+def test_routes_require_a_key(guarded, path, headers):
     response = guarded.client.get(path, headers=headers)
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -65,11 +65,11 @@ def test_every_route_asks_for_a_key(guarded, path, headers):
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health_generate", "/metrics"])
-def test_health_and_metrics_do_not(guarded, path):
+def test_health_and_metrics_require_no_key(guarded, path):
     assert guarded.client.get(path).status_code == 200
 
 
-def test_keys_open_what_they_should(guarded):
+def test_each_key_opens_its_routes(guarded):
     for key in ("alpha", "beta", "superior"):
         with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as client:
             answer = client.completions.create(model="default", prompt="A", max_tokens=1, temperature=0)
@@ -80,7 +80,7 @@ def test_keys_open_what_they_should(guarded):
     root = {"authorization": "Bearer superior"}
     for many in ({"abort_all": True}, {"rid": "a", "prefix": True}):
         abort = partial(guarded.client.post, "/abort_request", json=many)
-        assert abort(headers=KEY).status_code == 401  # the administrator's key is another one
+        assert abort(headers=KEY).status_code == 401  # the administrator has another key
         assert abort(headers=root).status_code == 200
     assert guarded.client.post("/abort_request", json={"rid": "a"}, headers=KEY).status_code == 200
     info = guarded.client.get("/get_server_info", headers=KEY).text
@@ -88,7 +88,7 @@ def test_keys_open_what_they_should(guarded):
     assert "superior" not in info
 
 
-def test_the_administrator_s_key_is_shown_as_others_are(folder, target, draft):
+def test_the_administrator_key_is_sent_like_other_keys(folder, target, draft):
     with gateway_with(folder, target, draft, admin_api_key="chef") as gateway:
         post = partial(gateway.client.post, "/abort_request", json={"abort_all": True})
         for given in ({}, {"authorization": "Bearer koch"}, {"authorization": "chef"}):
@@ -100,7 +100,7 @@ def test_the_administrator_s_key_is_shown_as_others_are(folder, target, draft):
             assert post(headers={"authorization": given}).status_code == 200
 
 
-def test_the_grpc_edge_asks_for_a_key_too(guarded):
+def test_grpc_requires_a_key(guarded):
     address = f"127.0.0.1:{guarded.grpc_port}"
     with Client(address, api_key="beta") as client:
         assert client.info().served_model_name == "counting"
@@ -124,7 +124,7 @@ def test_keys_can_come_from_the_environment(folder, target, draft, monkeypatch):
 # --- browsers ---
 
 
-def test_pages_of_allowed_origins_alone_may_ask(guarded, gateway):
+def test_only_allowed_origins_get_cors_headers(guarded, gateway):
     ask = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
 
     def preflight(process, origin):
@@ -141,8 +141,8 @@ def test_pages_of_allowed_origins_alone_may_ask(guarded, gateway):
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", b" " * (5 << 20)), ("/v1/models", b"")])
-def test_pages_are_told_why_they_are_refused(guarded, path, body):
-    """Of whatever lies before the routes, and where there are none yet; browsers hide what does not name its origin."""
+def test_refusals_have_cors_headers(guarded, path, body):
+    """Refusals of the middleware as well, because browsers hide answers without these headers."""
     refused = guarded.client.request("POST", path, content=body, headers={"origin": "https://page.example"})
     assert refused.status_code == (413 if body else 401)
     assert refused.headers["access-control-allow-origin"] == "https://page.example"
@@ -150,8 +150,8 @@ def test_pages_are_told_why_they_are_refused(guarded, path, body):
     assert refused.headers["x-request-id"]
 
 
-def test_pages_are_told_that_the_gateway_starts(folder):
-    gateway = Gateway(folder, [f"unix:{folder}/nobody"], allowed_origins=["https://page.example"])
+def test_the_starting_gateway_answers_with_cors_headers(folder):
+    gateway = Gateway(folder, [f"unix:{folder}/absent"], allowed_origins=["https://page.example"])
     origin = {"origin": "https://page.example"}
     try:
         until(lambda: answers(gateway, "/health/live") == 200, seconds=60)
@@ -167,7 +167,7 @@ def test_pages_are_told_that_the_gateway_starts(folder):
 # --- how many at a time ---
 
 
-def test_one_key_cannot_take_all_room(guarded, target):
+def test_running_requests_of_a_key_are_limited(guarded, target):
     with (
         slow(target, 0.03),
         httpx.stream(
@@ -180,7 +180,7 @@ def test_one_key_cannot_take_all_room(guarded, target):
         assert int(response.headers["retry-after"]) >= 1
         other = {"authorization": "Bearer beta"}
         assert guarded.client.post("/v1/completions", json={"prompt": "A", "max_tokens": 1}, headers=other).is_success
-        # Two generations at a time is the most, over all keys.
+        # At most two generations run together, over all keys.
         response = guarded.client.post("/v1/completions", json={"prompt": "A", "n": 2}, headers=other)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
         assert response.headers["retry-after"]
@@ -189,7 +189,7 @@ def test_one_key_cannot_take_all_room(guarded, target):
     until(lambda: guarded.client.post("/v1/completions", json={"prompt": "A"}, headers=KEY).status_code == 200)
 
 
-def test_no_answer_takes_longer_than_the_server_allows(folder, target, draft):
+def test_the_server_timeout_ends_answers(folder, target, draft):
     with gateway_with(folder, target, draft, request_timeout=1.5) as gateway, slow(target, 0.05):
         for options in ({}, {"timeout": 30}):
             response = gateway.client.post("/v1/completions", json={**LONG, **options})
@@ -201,15 +201,15 @@ def test_no_answer_takes_longer_than_the_server_allows(folder, target, draft):
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_ctrl_c_behind_a_signal_ends_it_at_once(folder, target, draft, first):
+def test_ctrl_c_after_a_signal_ends_the_gateway_at_once(folder, target, draft, first):
     gateway = Gateway(folder, [target.address], [draft.address], drain_timeout=600).wait()
     asked = {**LONG, "stream": True}
     try:
         with slow(target, 1.0), httpx.stream("POST", f"{gateway.url}/v1/completions", json=asked, timeout=60) as answer:
             assert answer.status_code == 200
             gateway.process.send_signal(first)
-            until(lambda: gateway.client.get("/health/ready").status_code == 503)  # signals at once have no order
-            gateway.process.send_signal(signal.SIGTERM)  # once more, as from a supervisor, is no hurry
+            until(lambda: gateway.client.get("/health/ready").status_code == 503)  # concurrent signals have no order
+            gateway.process.send_signal(signal.SIGTERM)  # a second one, as from a supervisor, does not end it
             assert gateway.client.get("/health/ready").status_code == 503
             gateway.process.send_signal(signal.SIGINT)
             assert gateway.process.wait(30) == 0
@@ -219,7 +219,7 @@ def test_a_ctrl_c_behind_a_signal_ends_it_at_once(folder, target, draft, first):
     until(lambda: target.sessions == 0)
 
 
-def test_who_is_in_finishes_and_nobody_else_comes_in(folder, target, draft):
+def test_draining_finishes_running_requests_and_refuses_new_ones(folder, target, draft):
     with gateway_with(folder, target, draft, drain_timeout=20) as gateway, slow(target, 0.02):
         answers = []
 
@@ -246,4 +246,4 @@ def test_who_is_in_finishes_and_nobody_else_comes_in(folder, target, draft):
         try:
             assert gateway.process.wait(10) == 0
         except subprocess.TimeoutExpired:
-            pytest.fail("the gateway stays although nobody is in")
+            pytest.fail("the gateway stays without running requests")

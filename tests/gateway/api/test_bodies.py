@@ -1,4 +1,4 @@
-"""How the bodies of requests are read."""
+"""Parsing of request http."""
 
 import asyncio
 import json
@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from gateway.api.requests import bodies
-from tests.gateway.api.test_errors import error_of
+from gateway.api.requests import http
+from tests.support.gateway.http import error_of
 
-LARGE = bodies._LARGE
+LARGE = http.LARGE
 JSON = {"Content-Type": "application/json"}
 
 
@@ -21,38 +21,38 @@ JSON = {"Content-Type": "application/json"}
         "7",
     ],
 )
-def test_large_bodies_are_read_as_others(text):
-    """Types, too: a 1.0 is no integer."""
-    assert repr(bodies.patiently(text.encode())) == repr(json.loads(text))
+def test_large_bodies_are_parsed_like_small_ones(text):
+    """With the same types: 1.0 is not an integer."""
+    assert repr(http.parse_yielding(text.encode())) == repr(json.loads(text))
 
 
 @pytest.mark.parametrize("text", ["", "[1,", '{"a": 01}', "[" + "9" * 5000 + "]", '"\n"'])
-def test_large_bodies_are_refused_as_others(text):
+def test_large_bodies_are_refused_like_small_ones(text):
     with pytest.raises(ValueError, match=r"\w") as one:
-        bodies.patiently(text.encode())
+        http.parse_yielding(text.encode())
     with pytest.raises(ValueError, match=r"\w") as other:
         json.loads(text)
     assert repr(one.value) == repr(other.value)
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_only_large_bodies_are_read_in_a_thread_which_lets_others_in(monkeypatch, large):
-    """By calling Python for what there may be many of."""
+def test_only_large_bodies_are_parsed_in_a_yielding_thread(monkeypatch, large):
+    """The thread yields through Python callbacks for numbers and objects."""
     calls = []
 
     def note(value):
         calls.append(threading.current_thread())
         return value
 
-    monkeypatch.setattr(bodies, "_integer", note)
-    monkeypatch.setattr(bodies, "_object", note)
+    monkeypatch.setattr(http, "_integer", note)
+    monkeypatch.setattr(http, "_object", note)
     body = json.dumps({"prompt": [5] * 3, "x": " " * LARGE * large}).encode()
 
     async def receive():
         return {"type": "http.request", "body": body}
 
     async def read():
-        content = await bodies._Request({"type": "http", "headers": []}, receive).json()
+        content = await http._Request({"type": "http", "headers": []}, receive).json()
         return content, threading.current_thread()
 
     content, loop = asyncio.run(read())

@@ -1,4 +1,4 @@
-"""What requests leave out is as the model's makers say, at every door."""
+"""Sampling parameters that requests omit are those of the model, in every API."""
 
 import json
 from dataclasses import replace
@@ -9,9 +9,8 @@ from gateway.orchestration.sampling_defaults import OPENAI, SamplingDefaults, of
 from outrider.client import Client
 from outrider.errors import ConfigError
 from outrider.speculation.sampling import SamplingParams
-from tests.gateway.process.test_startup import refused
 from tests.support.gateway.engines import tokenizer_files
-from tests.support.gateway.services import Gateway, Service, Target
+from tests.support.gateway.services import Gateway, Service, Target, refused
 
 MAKERS = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
 USUAL = SamplingParams(0.6, 20, 0.9, repetition_penalty=1.05)
@@ -48,7 +47,7 @@ def served(request, target, tmp_path_factory):
         ("/generate", {"text": "A"}, "sampling_params"),
     ],
 )
-def test_over_rest(served, target, route, body, inside):
+def test_defaults_in_rest(served, target, route, body, inside):
     gateway, usual = served
     for own, expected in (({}, usual), (OWN, ASKED), ({"top_k": 0}, replace(usual, top_k=0))):
         more = {inside: {"max_new_tokens": 1, **own}} if inside else own
@@ -56,11 +55,11 @@ def test_over_rest(served, target, route, body, inside):
         assert response.status_code == 200, response.text
         assert replace(target.engine.seen[-1].sampling, seed=0) == expected
         if route == "/v1/responses":
-            told = response.json()
-            assert (told["temperature"], told["top_p"]) == (expected.temperature, expected.top_p)
+            returned = response.json()
+            assert (returned["temperature"], returned["top_p"]) == (expected.temperature, expected.top_p)
 
 
-def test_over_grpc(served, target):
+def test_defaults_in_grpc(served, target):
     gateway, usual = served
     with Client(f"127.0.0.1:{gateway.grpc_port}") as client:
         for own, expected in (({}, usual), (OWN | {"top_k": 0}, ASKED)):
@@ -68,16 +67,16 @@ def test_over_grpc(served, target):
             assert replace(target.engine.seen[-1].sampling, seed=0) == expected
 
 
-def test_what_makers_do_not_say_is_off():
+def test_missing_defaults_are_neutral():
     assert of_model({}) == OPENAI
     assert of_model(files_with({"eos_token_id": 2, "temperature": None})) == OPENAI
     assert of_model(files_with({"temperature": 0.6, "top_k": -1})) == SamplingDefaults(0.6)
 
 
 @pytest.mark.parametrize(("written", "meant"), [(50.0, 50), (-1.0, 0), (0.0, 0)])
-def test_a_whole_number_may_be_written_with_a_point(written, meant):
-    told = of_model(files_with({"top_k": written})).top_k
-    assert (told, type(told)) == (meant, int)
+def test_an_integer_default_may_be_written_as_a_float(written, meant):
+    returned = of_model(files_with({"top_k": written})).top_k
+    assert (returned, type(returned)) == (meant, int)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_whole_number_may_be_written_with_a_point(written, meant):
         {"top_k": "many"}, {"top_k": 50.5}, {"top_k": float("inf")}, {"min_p": {}}, {"repetition_penalty": 99},
     ],
 )  # fmt: skip
-def test_what_makers_cannot_mean_is_refused_at_start_up(wrong, tmp_path):
+def test_invalid_defaults_are_refused_at_start_up(wrong, tmp_path):
     with pytest.raises(ConfigError, match=f"generation_config.json: {next(iter(wrong))} must"):
         of_model(files_with(wrong))
     if "top_p" in wrong:

@@ -1,9 +1,9 @@
-"""The page at `/docs` works where nothing else can be reached."""
+"""The page at `/docs` works without external resources."""
 
 import re
 
 
-def test_everything_that_it_needs_comes_from_here(gateway):
+def test_the_docs_page_has_no_external_resources(gateway):
     page = gateway.client.get("/docs")
     assert page.status_code == 200
     assert "http" not in re.sub(r"<!--.*?-->", "", page.text), "an address of somewhere else"
@@ -16,7 +16,7 @@ def test_everything_that_it_needs_comes_from_here(gateway):
     assert "/v1/chat/completions" in gateway.client.get("/openapi.json").json()["paths"]
 
 
-def test_there_is_nothing_else(gateway):
+def test_other_files_of_the_docs_page_are_404(gateway):
     assert gateway.client.get("/redoc").status_code == 404
     for name in ("redoc.standalone.js", "..%2Fcore.py", "nothing"):
         assert gateway.client.get(f"/docs/{name}").status_code == 404

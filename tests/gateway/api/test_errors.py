@@ -1,4 +1,4 @@
-"""Every kind of bad input has its status, its code and the name of the field, in OpenAI's form."""
+"""Every kind of invalid input has a status, a code and the name of the field, in OpenAI's form."""
 
 import asyncio
 import json
@@ -13,26 +13,18 @@ from starlette.exceptions import HTTPException
 from gateway.api.answers import errors
 from gateway.api.answers.streaming import EventStream
 from gateway.api.middleware import Edge
-from gateway.api.requests import unicode
+from gateway.api.requests import http
+from gateway.api.requests.native import NativeBody
+from gateway.api.requests.responses import ResponsesBody
 from gateway.api.requests.schemas import ChatBody, CompletionBody
-from gateway.api.routes.native import NativeBody
-from gateway.api.routes.responses import ResponsesBody
 from gateway.api.routes.tokens import DetokenizeBody, TokenizeBody
 from gateway.text.encoding import MAX_PIECES
 from tests.support.gateway.engines import BUSY, REFUSED, VOCAB
+from tests.support.gateway.http import error_of
 from tests.support.gateway.services import Gateway, Service, Target, tokenizer_files, until
 
 LONG = [5] * 500
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-def error_of(response, status):
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert error["code"] is None or isinstance(error["code"], str)
-    return error
 
 
 @pytest.mark.parametrize(
@@ -112,7 +104,7 @@ def test_bad_completions_are_refused_by_name(gateway, changes, param):
         ({"messages": "hello"}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),  # the template says so
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),  # refused by the template
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
@@ -153,7 +145,7 @@ def test_values_that_change_nothing_are_allowed(gateway, changes):
 @pytest.mark.parametrize(
     ("prompt", "options", "count"), [(LONG, {}, "500"), ([5] * 390, {"max_tokens": 11}, "390"), ([5] * 400, {}, "400")]
 )
-def test_too_long_for_the_context(gateway, prompt, options, count):
+def test_prompts_beyond_the_context_are_refused(gateway, prompt, options, count):
     error = error_of(gateway.client.post("/v1/completions", json={"prompt": prompt, **options}), 400)
     assert error["code"] == "context_length_exceeded"
     assert "400" in error["message"]
@@ -162,7 +154,7 @@ def test_too_long_for_the_context(gateway, prompt, options, count):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("route", "asked", "param"),
+    ("route", "sent", "param"),
     [
         ("/v1/completions", {"prompt": LONG}, "prompt"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 500}]}, "messages"),
@@ -170,8 +162,8 @@ def test_too_long_for_the_context(gateway, prompt, options, count):
         ("/generate", {"input_ids": LONG}, "input_ids"),
     ],
 )
-def test_prompts_that_are_too_long_have_the_names_that_they_came_by(gateway, route, asked, param, stream):
-    error = error_of(gateway.client.post(route, json=asked | {"stream": stream}), 400)
+def test_errors_of_long_prompts_name_the_request_field(gateway, route, sent, param, stream):
+    error = error_of(gateway.client.post(route, json=sent | {"stream": stream}), 400)
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
 
 
@@ -186,7 +178,7 @@ def test_prompts_that_are_too_long_have_the_names_that_they_came_by(gateway, rou
         ("/v1/responses", "max_output_tokens"),
     ],
 )
-def test_answers_that_cannot_fit_are_refused_whatever_their_limit_is_called(gateway, route, name, limit):
+def test_limits_beyond_the_context_are_refused_under_each_name(gateway, route, name, limit):
     given = {
         "/v1/completions": {"prompt": "A"},
         "/v1/chat/completions": {"messages": HELLO},
@@ -229,7 +221,7 @@ def test_unknown_models_are_404_also_for_the_openai_client(gateway):
         (b'{"x": ' + b"[" * 99999 + b"]" * 99999 + b"}", "deep", "invalid_json"),
     ],
 )
-def test_bodies_that_are_no_json_object_are_400(gateway, content, words, code):
+def test_bodies_other_than_json_objects_are_400(gateway, content, words, code):
     headers = {"Content-Type": "application/json"}
     for path in ("/v1/completions", "/v1/chat/completions"):
         error = error_of(gateway.client.post(path, content=content, headers=headers), 400)
@@ -265,8 +257,8 @@ WRONG = dict.fromkeys(map(str, range(MANY)))
         (DetokenizeBody, {"tokens": [""] * MANY}),
     ],
 )
-def test_of_many_wrong_values_one_is_told_of(body, fields):
-    """To find and to tell all of them would take the longer the more there are, and hold up everybody else."""
+def test_of_many_wrong_values_one_is_reported(body, fields):
+    """Reporting all of them would block the event loop, the longer the more there are."""
     with pytest.raises(ValidationError) as error:
         body.model_validate(fields)
     assert error.value.error_count() < 10
@@ -282,13 +274,13 @@ def test_too_many_entries_are_refused_by_name(gateway):
         ("/v1/completions", {"speculation": WRONG}, "speculation"),
         ("/generate", {"sampling_params": WRONG}, "sampling_params"),
     ):
-        asked = {"prompt": "A", "text": "A"} | changes
-        error = error_of(gateway.client.post(path, json=asked), 400)
+        sent = {"prompt": "A", "text": "A"} | changes
+        error = error_of(gateway.client.post(path, json=sent), 400)
         assert (error["param"], "at most" in error["message"]) == (param, True)
 
 
 def pieces(name, piece):
-    """A conversation of as many pieces as there may be, of one message."""
+    """One message with the largest number of pieces."""
     return [{"role": "user", name: [piece] * (MAX_PIECES - 1)}]
 
 
@@ -308,13 +300,13 @@ CALLS = pieces("tool_calls", {"function": {"name": "f"}})
         (ResponsesBody, "input", PARTS),
     ],
 )
-def test_conversations_are_bounded_before_anybody_looks_at_their_messages(body, param, fits):
-    """A million of them would take the event loop seconds."""
+def test_conversations_are_bounded_before_validation(body, param, fits):
+    """A million of them would block the event loop for seconds."""
     body.model_validate({param: fits})
     with pytest.raises(ValidationError) as error:
         body.model_validate({param: [*fits, 5]})
-    (told,) = error.value.errors()
-    assert (told["loc"], str(MAX_PIECES) in told["msg"]) == ((param,), True)
+    (returned,) = error.value.errors()
+    assert (returned["loc"], str(MAX_PIECES) in returned["msg"]) == ((param,), True)
 
 
 def nested(count):
@@ -336,13 +328,13 @@ TOO_DEEP = {"type": "function", "function": {"name": "f", "parameters": nested(4
         ("/generate", {"sampling_params": {"json_schema": BRACKETS}}, "json_schema"),
     ],
 )
-def test_what_is_nested_too_deep_is_refused(gateway, path, changes, param):
-    asked = {"messages": HELLO} if "chat" in path else {"prompt": "A", "text": "A"}
-    error = error_of(gateway.client.post(path, json=asked | changes), 400)
+def test_deep_nesting_is_refused(gateway, path, changes, param):
+    sent = {"messages": HELLO} if "chat" in path else {"prompt": "A", "text": "A"}
+    error = error_of(gateway.client.post(path, json=sent | changes), 400)
     assert ("too deep" in error["message"], error["param"]) == (True, param)
 
 
-def test_arguments_that_cannot_be_read_are_text_however_deep(gateway):
+def test_unparsable_arguments_are_passed_as_text(gateway):
     call = {"id": "c", "function": {"name": "f", "arguments": BRACKETS}}
     body = {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
     error = error_of(gateway.client.post("/v1/chat/completions", json=body), 400)
@@ -350,14 +342,14 @@ def test_arguments_that_cannot_be_read_are_text_however_deep(gateway):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Type": "application/x-www-form-urlencoded"}])
-def test_bodies_that_are_not_said_to_be_json_are_415(gateway, headers):
-    """As curl sends them with -d alone. A page elsewhere may send them without asking first."""
+def test_other_content_types_are_415(gateway, headers):
+    """curl -d sends another type. Other sites can send it without a preflight request."""
     error = error_of(gateway.client.post("/v1/completions", content=b'{"prompt": "A"}', headers=headers), 415)
     assert error["code"] == "unsupported_media_type"
     assert "Content-Type: application/json" in error["message"]
 
 
-def test_parameters_of_a_query_have_their_own_names(gateway):
+def test_errors_name_query_parameters(gateway):
     error = error_of(gateway.client.post("/flush_cache?timeout=long"), 400)
     assert error["param"] == "timeout"
 
@@ -383,8 +375,8 @@ def test_parameters_of_a_query_have_their_own_names(gateway):
         ("/generate", {"text": "A", "x": [{"a": [], "b": [1, "a", ["\ud83d"]]}, "\ude00"]}, "x.0.b.2.0"),
     ],
 )
-def test_half_of_a_character_is_refused_by_name(gateway, path, body, param):
-    """As a client sends it that has cut a text within a pair of surrogates."""
+def test_lone_surrogates_are_refused_by_name(gateway, path, body, param):
+    """A client that cuts a text within a surrogate pair sends them."""
     headers = {"Content-Type": "application/json"}
     answer = gateway.client.post(path, content=json.dumps(body).encode(), headers=headers)
     assert error_of(answer, 400)["param"] == param
@@ -419,37 +411,37 @@ TEXT = {"type": "text", "text": "x"}
         ),
     ],
 )
-def test_of_what_may_be_several_things_the_one_that_was_meant_is_told_of(gateway, path, body, message):
+def test_errors_of_union_fields_name_the_intended_type(gateway, path, body, message):
     error = error_of(gateway.client.post(path, json=body), 400)
     assert error["message"].startswith(message)
     assert error["param"] == message.split(":")[0]
 
 
-def test_half_of_a_character_is_refused_in_other_encodings_too(gateway):
+def test_lone_surrogates_are_refused_in_utf_16(gateway):
     headers = {"Content-Type": "application/json"}
     content = json.dumps({"prompt": "\ud83d"}).encode("utf-16")
     assert error_of(gateway.client.post("/v1/completions", content=content, headers=headers), 400)["param"] == "prompt"
 
 
-def test_an_error_may_quote_half_of_a_character(gateway):
+def test_an_error_may_quote_a_lone_surrogate(gateway):
     content = json.dumps({"tokens": [5], "model": "\ud83d"}).encode()
     headers = {"Content-Type": "application/json"}
     error = error_of(gateway.client.post("/detokenize", content=content, headers=headers), 404)
     assert (error["code"], "\\ud83d" in error["message"]) == ("model_not_found", True)
 
 
-def test_half_of_a_character_is_found_in_one_pass(monkeypatch):
-    """However deep it stands: what the whole body takes once must not be taken at every level."""
+def test_lone_surrogates_are_found_in_one_pass(monkeypatch):
+    """Deep nesting must not multiply the time."""
     seen = []
-    monkeypatch.setattr(unicode, "_is_whole", lambda text: seen.append(text) or text.isascii())
+    monkeypatch.setattr(http, "is_valid", lambda text: seen.append(text) or text.isascii())
     content = ["a", "\ud83d"]
     for _ in range(500):
         content = ["a", content]
-    assert unicode._place_of_half(content) == ".".join(["1"] * 501)
+    assert http.surrogate_path(content) == ".".join(["1"] * 501)
     assert len([text for text in seen if not text.isdigit()]) == 502
 
 
-def test_whole_characters_may_be_written_as_two_halves(gateway):
+def test_surrogate_pairs_are_accepted(gateway):
     body = json.dumps({"prompt": "\U0001f600 \\ud83d", "max_tokens": 1}).encode()
     assert b"\\ud83d\\ude00" in body
     headers = {"Content-Type": "application/json"}
@@ -477,11 +469,11 @@ def test_bodies_that_are_too_large_are_413(gateway):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/generate"])
-def test_bodies_that_grow_too_large_behind_a_whole_request_are_not_acted_on(gateway, target, route, stream):
-    asked = {"prompt": "A", "messages": HELLO, "input": "A", "text": "A", "stream": stream}
+def test_a_body_that_grows_too_large_after_valid_json_is_not_processed(gateway, target, route, stream):
+    sent = {"prompt": "A", "messages": HELLO, "input": "A", "text": "A", "stream": stream}
 
     def parts():
-        yield json.dumps(asked).encode()
+        yield json.dumps(sent).encode()
         for _ in range(5):
             yield b" " * (1 << 20)
 
@@ -493,7 +485,7 @@ def test_bodies_that_grow_too_large_behind_a_whole_request_are_not_acted_on(gate
     assert target.engine.opened == before + 1
 
 
-async def test_behind_a_body_that_is_too_large_a_disconnect_is_still_told():
+async def test_a_disconnect_is_reported_after_a_body_that_is_too_large():
     messages = [{"type": "http.request", "body": b"12345678", "more_body": True}, {"type": "http.disconnect"}]
     heard, sent = [], []
 
@@ -517,8 +509,8 @@ async def test_behind_a_body_that_is_too_large_a_disconnect_is_still_told():
 
 
 @pytest.mark.parametrize("started", [False, True])
-async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(started):
-    """One whose body does not come, or whose client does not read."""
+async def test_a_request_cut_by_shutdown_gets_503(started):
+    """The client stalls while it sends the body or reads the answer."""
     edge, begun, sent = Edge(max_body_bytes=7), asyncio.Event(), []
 
     async def app(scope, receive, send):
@@ -534,7 +526,7 @@ async def test_a_request_that_the_end_of_the_server_cuts_is_told_so(started):
     scope = {"type": "http", "path": "/v1/completions", "headers": []}
     task = asyncio.create_task(edge(scope, None, send))
     await begun.wait()
-    task.cancel()  # as uvicorn does; what comes out, it logs with its traceback
+    task.cancel()  # as uvicorn does, which logs errors with their traceback
     await task
     assert sent[0]["status"] == (200 if started else 503)
     assert len(sent) == (1 if started else 2)
@@ -550,7 +542,7 @@ def test_errors_of_the_target_keep_their_status_in_streams(gateway):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_queue_is_told_before_the_answer_begins(gateway, stream):
+def test_a_full_queue_is_reported_before_the_answer_begins(gateway, stream):
     before = gateway.metric("outrider_requests_total", outcome="overloaded")
     response = gateway.client.post("/v1/completions", json={"prompt": [5, BUSY], "stream": stream})
     error = error_of(response, 503)
@@ -566,7 +558,7 @@ def test_bad_requests_leave_no_session_behind(gateway, target, draft):
     until(lambda: target.sessions == 0 and draft.sessions == 0)
 
 
-async def test_what_nobody_expected_is_told_without_details_and_ends_the_connection():
+async def test_unexpected_errors_are_reported_without_details_and_close_the_connection():
     app = FastAPI()
     errors.install(app)
 
@@ -582,7 +574,7 @@ async def test_what_nobody_expected_is_told_without_details_and_ends_the_connect
     assert (response.headers["connection"], response.headers["x-should-retry"]) == ("close", "false")
 
 
-async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
+async def test_unexpected_errors_end_a_stream_like_other_errors():
     async def receive():
         await asyncio.Event().wait()
 
@@ -594,7 +586,7 @@ async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
     class Failing:
         closed = False
 
-        async def events(self):
+        async def events(self, generations):
             yield b"data: {}\n\n"
             raise ValueError("a path of this machine")
 
@@ -602,11 +594,11 @@ async def test_what_nobody_expected_ends_a_stream_as_other_errors_do():
             self.closed = True
 
     reply = Failing()
-    await EventStream(reply)({"type": "http"}, receive, send)
-    first, told, done, end = b"".join(message.get("body", b"") for message in sent).split(b"\n\n")
+    await EventStream(reply, [reply])({"type": "http"}, receive, send)
+    first, returned, done, end = b"".join(message.get("body", b"") for message in sent).split(b"\n\n")
     assert (first, done, end) == (b"data: {}", b"data: [DONE]", b"")
-    assert json.loads(told.removeprefix(b"data: "))["error"]["code"] == "internal_error"
-    assert b"path" not in told
+    assert json.loads(returned.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+    assert b"path" not in returned
     assert reply.closed
     assert not sent[-1].get("more_body")
 
@@ -616,10 +608,10 @@ def test_a_model_without_chat_template(folder):
     gateway = Gateway(folder, [service.address])
     try:
         gateway.wait()
-        for route, asked in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": HELLO})):
-            error = error_of(gateway.client.post(route, json=asked), 400)
+        for route, sent in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/responses", {"input": HELLO})):
+            error = error_of(gateway.client.post(route, json=sent), 400)
             assert "chat template" in error["message"]
-            assert error["param"] in asked
+            assert error["param"] in sent
         assert gateway.text("A", max_tokens=2) == "BC"
     finally:
         assert gateway.stop() == 0

@@ -1,4 +1,4 @@
-"""Whitespace in JSON that must match a schema: the model's choice, or none."""
+"""Whitespace in JSON that must match a schema: free or disabled."""
 
 import json
 
@@ -29,13 +29,13 @@ def allows(grammar, text):
         ({"response_format": FORMAT}, False),
     ],
 )
-def test_whitespace_can_be_left_out(fields, compact):
+def test_whitespace_can_be_disabled(fields, compact):
     text = grammar_of(fields).text
     assert allows(text, '{"a":1}')
     assert allows(text, '{"a": 1}') is not compact
 
 
-def test_an_object_may_come_with_a_schema():
+def test_json_object_may_have_a_schema():
     """As llama.cpp has it; an object of any kind would not be what was asked for."""
     grammar = grammar_of({"response_format": {"type": "json_object", "schema": SCHEMA}})
     assert json.loads(grammar.text) == SCHEMA
@@ -44,7 +44,7 @@ def test_an_object_may_come_with_a_schema():
         grammar_of({"response_format": {"type": "json_object", "schema": 7}})
 
 
-def test_other_forms_have_none_to_leave_out():
+def test_other_grammars_ignore_the_whitespace_option():
     assert grammar_of({"structured_outputs": {"regex": "a +b", **COMPACT}}).text == "a +b"
     assert grammar_of({"structured_outputs": COMPACT}) is None
     assert json.loads(grammar_of({"structured_outputs": {"json": True, **COMPACT}}).text)["x-guidance"]

@@ -1,4 +1,4 @@
-"""Log-probabilities and grammars over REST and gRPC: shapes, alignment with the text, and what reaches the target."""
+"""Log-probabilities and grammars in REST and gRPC: shapes, alignment with the text, and the target's requests."""
 
 import json
 
@@ -10,8 +10,8 @@ from gateway.text.pieces import Pieces
 from outrider.client import Client
 from outrider.errors import InvalidRequest
 from outrider.serving.messages import Grammar, GrammarKind
-from tests.gateway.api.test_rest import events
 from tests.support.gateway.engines import EOS, VOCAB, expected, tokenizer
+from tests.support.gateway.http import events
 
 TOKENIZER = tokenizer()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -51,8 +51,8 @@ def test_chats_have_an_object_for_each_token(client):
     assert {round(entry.logprob - entry.top_logprobs[1].logprob, 6) for entry in content} == {1.0}
 
 
-@pytest.mark.usefixtures("hints_in_time")
-def test_streamed_chats_tell_the_same(client):
+@pytest.mark.usefixtures("proposals_in_time")
+def test_streamed_chats_have_the_same_logprobs(client):
     ask = {"model": "default", "messages": HELLO, "max_tokens": 30, "temperature": 0, "logprobs": True}
     whole = client.chat.completions.create(**ask).choices[0]
     chunks = [c.choices[0] for c in client.chat.completions.create(**ask, stream=True)]
@@ -63,7 +63,7 @@ def test_streamed_chats_tell_the_same(client):
     assert 1 < sum(c.logprobs is not None for c in chunks) < 30
 
 
-def test_without_asking_there_are_none(client, target):
+def test_logprobs_are_absent_by_default(client, target):
     answer = client.chat.completions.create(model="default", messages=HELLO, max_tokens=3, logprobs=False)
     assert answer.choices[0].logprobs is None
     assert target.engine.seen[-1].logprobs is None
@@ -74,29 +74,29 @@ def test_without_asking_there_are_none(client, target):
 
 def test_completions_have_parallel_lists(client):
     choice = client.completions.create(model="default", prompt="A", max_tokens=20, temperature=0, logprobs=2).choices[0]
-    told = choice.logprobs
-    assert told.tokens == list("BCDEFGHIJKLMNOPQRSTU")
-    assert told.token_logprobs == values(1, 20)
-    assert told.text_offset == list(range(20))
-    assert told.top_logprobs[0] == {"B": -0.25, "C": -1.25}
+    parts = choice.logprobs
+    assert parts.tokens == list("BCDEFGHIJKLMNOPQRSTU")
+    assert parts.token_logprobs == values(1, 20)
+    assert parts.text_offset == list(range(20))
+    assert parts.top_logprobs[0] == {"B": -0.25, "C": -1.25}
     none = client.completions.create(model="default", prompt="A", max_tokens=2, temperature=0, logprobs=0).choices[0]
-    assert none.logprobs.top_logprobs == [{"B": -0.25}, {"C": told.token_logprobs[1]}]
+    assert none.logprobs.top_logprobs == [{"B": -0.25}, {"C": parts.token_logprobs[1]}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_can_be_called_by_their_ids(gateway, stream):
+def test_logprobs_can_name_tokens_by_id(gateway, stream):
     names = [f"token_id:{token}" for token in TOKENIZER.encode("ABC").ids]
-    asked = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True, "stream": stream}
-    response = gateway.client.post("/v1/completions", json={"prompt": "A", "echo": True, "logprobs": 1, **asked})
-    told = [part["choices"][0]["logprobs"] for part in (events(response) if stream else [response.json()])]
-    assert [name for one in told if one for name in one["tokens"]] == names
-    assert [offset for one in told if one for offset in one["text_offset"]] == [0, 1, 2]
-    assert [list(top) for one in told if one for top in one["top_logprobs"] if top] == [[name] for name in names[1:]]
-    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, **asked}
+    sent = {"max_tokens": 2, "temperature": 0, "return_tokens_as_token_ids": True, "stream": stream}
+    response = gateway.client.post("/v1/completions", json={"prompt": "A", "echo": True, "logprobs": 1, **sent})
+    parts = [part["choices"][0]["logprobs"] for part in (events(response) if stream else [response.json()])]
+    assert [name for one in parts if one for name in one["tokens"]] == names
+    assert [offset for one in parts if one for offset in one["text_offset"]] == [0, 1, 2]
+    assert [list(top) for one in parts if one for top in one["top_logprobs"] if top] == [[name] for name in names[1:]]
+    body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, **sent}
     response = gateway.client.post("/v1/chat/completions", json=body)
-    told = [part["choices"][0]["logprobs"] for part in (events(response) if stream else [response.json()])]
-    entries = [entry for one in told if one for entry in one["content"]]
-    tokens = expected([3], 2)  # behind the prompt's last one
+    parts = [part["choices"][0]["logprobs"] for part in (events(response) if stream else [response.json()])]
+    entries = [entry for one in parts if one for entry in one["content"]]
+    tokens = expected([3], 2)  # after the prompt's last token
     assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in tokens]
     assert entries[0]["top_logprobs"][1]["token"] == f"token_id:{tokens[0] + 1}"
     assert bytes(entries[0]["bytes"]).decode() == TOKENIZER.decode(tokens[:1])
@@ -104,7 +104,7 @@ def test_tokens_can_be_called_by_their_ids(gateway, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", ["hello A", TOKENIZER.encode("hello A").ids])
-def test_an_echo_tells_of_the_prompt_too(gateway, prompt, stream):
+def test_an_echo_has_logprobs_of_the_prompt(gateway, prompt, stream):
     body = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "echo": True, "logprobs": 1, "n": 2, "stream": stream}
     response = gateway.client.post("/v1/completions", json=body)
     parts = events(response) if stream else [response.json()]
@@ -112,42 +112,42 @@ def test_an_echo_tells_of_the_prompt_too(gateway, prompt, stream):
     for index in range(2):
         own = [choice for choice in choices if choice["index"] == index]
         assert "".join(choice["text"] for choice in own) == "hello ABCDEF"
-        told = {
+        lists = {
             key: [entry for choice in own if choice["logprobs"] for entry in choice["logprobs"][key]]
             for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         }
-        assert "".join(told["tokens"]) == "hello ABCDEF"
-        count = len(told["tokens"])
-        assert told["token_logprobs"] == [None, *values(1, count - 1)]
-        assert told["top_logprobs"][0] is None
-        assert list(told["top_logprobs"][-1].values()) == [-(count - 1) / 4]
-        starts = [sum(map(len, told["tokens"][:i])) for i in range(count)]
-        assert told["text_offset"] == starts
+        assert "".join(lists["tokens"]) == "hello ABCDEF"
+        count = len(lists["tokens"])
+        assert lists["token_logprobs"] == [None, *values(1, count - 1)]
+        assert lists["top_logprobs"][0] is None
+        assert list(lists["top_logprobs"][-1].values()) == [-(count - 1) / 4]
+        starts = [sum(map(len, lists["tokens"][:i])) for i in range(count)]
+        assert lists["text_offset"] == starts
 
 
 def test_an_echo_needs_no_logprobs_and_a_prompt_of_one_token_has_none(gateway):
     assert gateway.text("A", max_tokens=2, echo=True) == "ABC"
-    told = gateway.complete("A", max_tokens=1, echo=True, logprobs=1)["choices"][0]["logprobs"]
-    assert told["token_logprobs"] == [None, -0.25]
+    parts = gateway.complete("A", max_tokens=1, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert parts["token_logprobs"] == [None, -0.25]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [[7, 8, 0], [7, 8, 9]])
-def test_with_an_echo_the_new_token_is_told_of_also_if_it_ends_the_answer(gateway, prompt, stream):
-    """Who scores texts asks for one token, and sums up all but the last entry, as lm-eval does."""
+def test_with_echo_logprobs_include_a_stop_token(gateway, prompt, stream):
+    """Clients that score texts request one token and sum all entries but the last, as lm-eval does."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1, "stream": stream}
     response = gateway.client.post("/v1/completions", json=body)
     choices = [part["choices"][0] for part in (events(response) if stream else [response.json()])]
     assert choices[-1]["finish_reason"] == ("stop" if prompt[-1] + 1 == EOS else "length")
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert sum(len(choice["logprobs"][name]) for choice in choices if choice["logprobs"]) == 4
-    told = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
-    assert sum(told[1:-1]) == sum(values(1, 2))
+    parts = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
+    assert sum(parts[1:-1]) == sum(values(1, 2))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompt", [[7, 8, 0], [7, 8, 9]])
-def test_a_prompt_alone_can_be_told_of(gateway, prompt, stream):
+def test_logprobs_of_the_prompt_only(gateway, prompt, stream):
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1, "return_token_ids": True, "stream": stream}
     body |= {"stream_options": {"include_usage": True}} if stream else {}
     response = gateway.client.post("/v1/completions", json=body)
@@ -161,7 +161,7 @@ def test_a_prompt_alone_can_be_told_of(gateway, prompt, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_asks_for_logprobs_of_an_answer_without_tokens_gets_empty_lists(client, stream):
+def test_logprobs_of_an_empty_answer_are_empty_lists(client, stream):
     end = {"model": "default", "temperature": 0, "stream": stream}
     chat = client.chat.completions.create(
         **end, messages=[{"role": "user", "content": "x"}], logprobs=True, extra_body={"stop_token_ids": [4]}
@@ -176,7 +176,7 @@ def test_who_asks_for_logprobs_of_an_answer_without_tokens_gets_empty_lists(clie
     assert (lists.tokens, lists.token_logprobs, lists.top_logprobs, lists.text_offset) == ([], [], [], [])
 
 
-def test_prompt_logprobs_as_vllm_has_them(gateway):
+def test_prompt_logprobs_in_vllm_s_form(gateway):
     body = gateway.complete("AKL", max_tokens=1, prompt_logprobs=2)
     k, ell = (TOKENIZER.encode(letter).ids[0] for letter in "KL")
     first, second, third = body["choices"][0]["prompt_logprobs"]
@@ -191,7 +191,7 @@ def test_prompt_logprobs_as_vllm_has_them(gateway):
     assert [len(entry or ()) for entry in answer["choices"][0]["prompt_logprobs"]] == [0] + [1] * (CHAT_PROMPT - 1)
 
 
-def test_tokens_that_ended_the_answer_are_not_told_of(gateway):
+def test_logprobs_omit_a_stop_token(gateway):
     body = gateway.complete([VOCAB - 3], max_tokens=20, logprobs=0)
     assert len(body["choices"][0]["logprobs"]["tokens"]) == body["usage"]["completion_tokens"] - 1
     stopped = gateway.complete("A", max_tokens=20, logprobs=0, stop=["E"])["choices"][0]
@@ -200,15 +200,15 @@ def test_tokens_that_ended_the_answer_are_not_told_of(gateway):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_with_token_ids_each_token_is_told_of(gateway, route, stream):
+def test_with_token_ids_logprobs_include_each_token(gateway, route, stream):
     """As those read it who train on answers: the prompt's ids, and a log-probability for each id of the answer."""
     chat = "chat" in route
-    asked = (
+    sent = (
         {"messages": [{"role": "user", "content": "x"}], "logprobs": True}
         if chat
         else {"prompt": [7, 8], "logprobs": 0}
     )
-    body = {"model": "default", "temperature": 0, "max_tokens": 30, "return_token_ids": True, "stream": stream, **asked}
+    body = {"model": "default", "temperature": 0, "max_tokens": 30, "return_token_ids": True, "stream": stream, **sent}
     body["stop_token_ids"] = [12]
     response = gateway.client.post(route, json=body)
     parts = events(response) if stream else [response.json()]
@@ -218,8 +218,8 @@ def test_with_token_ids_each_token_is_told_of(gateway, route, stream):
     choices = [part["choices"][0] for part in parts]
     tokens = [token for choice in choices for token in choice["token_ids"]]
     assert tokens == list(range(4 if chat else 9, 13))
-    told = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content" if chat else "tokens"]]
-    assert len(told) == len(tokens)
+    parts = [entry for c in choices if c["logprobs"] for entry in c["logprobs"]["content" if chat else "tokens"]]
+    assert len(parts) == len(tokens)
 
 
 def test_pieces_are_bytes():
@@ -232,7 +232,7 @@ def test_pieces_are_bytes():
     assert [other[token] for token in range(3)] == [b" a", b"\xe4", b"b"]
 
 
-def test_grpc_tells_of_tokens_and_prompt(grpc_client):
+def test_grpc_returns_logprobs_of_tokens_and_prompt(grpc_client):
     answer = grpc_client.complete("AK", max_tokens=12, temperature=0, logprobs=2, prompt_logprobs=1)
     assert answer.logprobs.logprobs == values(2, 12)
     assert [len(top) for top in answer.logprobs.top] == [2] * 12
@@ -299,14 +299,14 @@ def test_grammars_reach_the_target(client, target, fields, grammar):
         ({"guided_choice": []}, "guided_choice"),
         ({"structural_tag": "a"}, "structural_tag"),
         ({"regex": "a" * 200_000}, "regex"),
-        ({"regex": "wrong"}, "regex"),  # the target says so
+        ({"regex": "wrong"}, "regex"),  # refused by the target
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(client, fields, param):
+def test_invalid_logprobs_and_grammars_are_refused_by_name(client, fields, param):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(model="default", messages=HELLO, max_tokens=2, extra_body=fields)
     assert error.value.param == param

@@ -1,4 +1,4 @@
-"""SGLang's own routes: /generate, and those of the tokenizer, of control and of health."""
+"""SGLang's native routes: /generate, tokenizer, control and health."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def greedy(count, **options):
     return {"temperature": 0, "max_new_tokens": count, **options}
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 @pytest.mark.parametrize("prompt", [{"text": "A"}, {"input_ids": A}])
 def test_text_and_token_ids(gateway, prompt):
     body = generate(gateway, **prompt, sampling_params=greedy(90), rid="mine")
@@ -45,7 +45,7 @@ def test_text_and_token_ids(gateway, prompt):
     assert "output_token_logprobs" not in info
 
 
-def test_128_tokens_by_default_and_ends(gateway):
+def test_default_limit_and_finish_reasons(gateway):
     assert generate(gateway, text="A", sampling_params={"temperature": 0})["meta_info"]["completion_tokens"] == 128
     body = generate(gateway, text="A", sampling_params=greedy(9, stop=["DE"]))
     assert (body["text"], body["meta_info"]["finish_reason"]) == ("BC", {"type": "stop", "matched": "DE"})
@@ -56,7 +56,7 @@ def test_128_tokens_by_default_and_ends(gateway):
     assert body["text"] == "BCDE"
 
 
-def test_what_is_not_supported_may_be_null(gateway):
+def test_unsupported_fields_may_be_null(gateway):
     nothing = {
         "stop_regex": None,
         "structural_tag": None,
@@ -67,7 +67,7 @@ def test_what_is_not_supported_may_be_null(gateway):
     assert generate(gateway, text="A", sampling_params=greedy(2, **nothing))["text"] == "BC"
 
 
-def test_batches_have_parameters_of_their_own(gateway):
+def test_each_prompt_of_a_batch_has_its_parameters(gateway):
     body = generate(
         gateway, text=["A", "K"], rid=["a", "k"], sampling_params=[greedy(3), greedy(2)], return_logprob=[True, False]
     )
@@ -96,8 +96,8 @@ def test_log_probabilities(gateway):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_the_prompt_alone(gateway, stream):
-    """As those ask who score texts that others made."""
+def test_log_probabilities_of_the_prompt_only(gateway, stream):
+    """Clients that score given texts send this request."""
     options = {"sampling_params": greedy(0), "return_logprob": True, "logprob_start_len": 0, "stream": stream}
     response = gateway.client.post("/generate", json={"input_ids": [20, 21, 22], **options})
     (body,) = [
@@ -110,17 +110,19 @@ def test_log_probabilities_of_the_prompt_alone(gateway, stream):
     assert info["output_token_logprobs"] == []
 
 
-def test_events_tell_everything_so_far(gateway):
+def test_events_repeat_everything_so_far(gateway):
     body = {"text": "A", "sampling_params": greedy(60), "stream": True, "return_logprob": True}
     response = gateway.client.post("/generate", json=body)
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
-    told = [json.loads(line) for line in lines]
-    assert len(told) > 1
-    assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(told))
-    assert all(one["meta_info"]["finish_reason"] is None for one in told[:-1])
-    assert told[-1]["output_ids"] == expected(A, 60)
-    assert [len(one["meta_info"]["output_token_logprobs"]) for one in told] == [len(one["output_ids"]) for one in told]
+    parsed = [json.loads(line) for line in lines]
+    assert len(parsed) > 1
+    assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(parsed))
+    assert all(one["meta_info"]["finish_reason"] is None for one in parsed[:-1])
+    assert parsed[-1]["output_ids"] == expected(A, 60)
+    assert [len(one["meta_info"]["output_token_logprobs"]) for one in parsed] == [
+        len(one["output_ids"]) for one in parsed
+    ]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_events_tell_everything_so_far(gateway):
         ({"text": "A", "return_logprob": True, "top_logprobs_num": 99}, "top_logprobs_num"),
     ],
 )
-def test_what_is_wrong_is_named(gateway, body, param):
+def test_errors_name_the_field(gateway, body, param):
     error = generate(gateway, 400, **body)["error"]
     assert error["param"] == param
 
@@ -159,9 +161,9 @@ def test_what_is_wrong_is_named(gateway, body, param):
         ("/generate", "q1"),
         ("/v1/completions", "cmpl-q1"),
         ("/v1/chat/completions", "q1"),
-    ],  # one is as answers have them
+    ],  # one with the prefix of an answer's id
 )
-def test_a_request_is_aborted_by_its_name(gateway, target, route, name):
+def test_a_request_is_aborted_by_id(gateway, target, route, name):
     limit = {"max_tokens": 350, "ignore_eos": True, "request_id": name}
     bodies = {
         "/generate": {"text": "A", "rid": name, "sampling_params": greedy(350, ignore_eos=True)},
@@ -188,7 +190,7 @@ def test_a_request_is_aborted_by_its_name(gateway, target, route, name):
     assert gateway.client.post("/abort_request", json={}).status_code == 400
 
 
-def test_requests_are_aborted_by_the_beginning_of_their_names(gateway, target, monkeypatch):
+def test_requests_are_aborted_by_id_prefix(gateway, target, monkeypatch):
     monkeypatch.setattr(target.engine, "delay", 0.03)
     ends = {}
 
@@ -206,7 +208,7 @@ def test_requests_are_aborted_by_the_beginning_of_their_names(gateway, target, m
         thread.start()
     until(lambda: target.sessions == 3)
     assert abort(rid="job-1", prefix=True) == 2
-    for nothing in ({"rid": ""}, {"rid": None}, {}):  # begins every name
+    for nothing in ({"rid": ""}, {"rid": None}, {}):  # a prefix of every id
         assert abort(**nothing, prefix=True) == 400
     assert abort(rid="cmpl-", prefix=True) == 0
     assert abort(rid="cmpl-jo", prefix=True) == 1
@@ -230,10 +232,10 @@ def test_tokenize_and_back(gateway):
     assert chat["tokens"] == [2, *A, 3]
     bare = {"messages": [{"role": "user", "content": "A"}], "add_generation_prompt": False}
     assert post("/tokenize", json=bare).json()["tokens"] == [2, *A]
-    tools = [{"type": "function", "function": {"name": "f"}}]  # of which this template knows nothing
+    tools = [{"type": "function", "function": {"name": "f"}}]  # this template takes no tools
     offered = {"messages": [{"role": "user", "content": "A"}], "tools": tools}
-    told = post("/v1/chat/completions", json={**offered, "max_tokens": 1, "return_token_ids": True}).json()
-    assert post("/tokenize", json=offered).json()["tokens"] == told["prompt_token_ids"]
+    parsed = post("/v1/chat/completions", json={**offered, "max_tokens": 1, "return_token_ids": True}).json()
+    assert post("/tokenize", json=offered).json()["tokens"] == parsed["prompt_token_ids"]
     assert post("/tokenize", json={**offered, "tools": [{}]}).json()["error"]["param"] == "tools.0"
     text = post("/detokenize", json={"tokens": chat["tokens"]}).json()
     assert text == {"prompt": "<|user|>A<|assistant|>", "text": "A"}
@@ -270,7 +272,7 @@ def test_the_openapi_page_describes_the_routes(gateway):
         assert "400" in operation["responses"]
         assert "422" not in operation["responses"]
         assert operation["description"]
-        told = set(operation["responses"]["200"]["content"])
-        assert told == {"application/json"} | ({"text/event-stream"} if "generat" in operation["tags"][0] else set())
+        parsed = set(operation["responses"]["200"]["content"])
+        assert parsed == {"application/json"} | ({"text/event-stream"} if "generat" in operation["tags"][0] else set())
     assert page["components"]["schemas"]["ErrorBody"]
     assert gateway.client.get("/docs").status_code == 200

@@ -18,7 +18,7 @@ def page_of(gateway):
     return None
 
 
-def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(folder, target, draft):
+def test_the_page_requires_no_key_and_no_external_resources(folder, target, draft):
     gateway = Gateway(folder, [target.address], [draft.address], api_key=["secret"]).wait()
     try:
         page = gateway.client.get("/")
@@ -35,7 +35,7 @@ def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(folder, t
         assert gateway.stop() == 0
 
 
-def test_until_a_target_is_there_a_page_says_so(folder):
+def test_the_starting_page_is_served_until_a_target_is_up(folder):
     gateway = Gateway(folder, [f"unix:{folder}/nobody"], [])
     try:
         until(lambda: page_of(gateway) is not None, seconds=60)
@@ -48,7 +48,7 @@ def test_until_a_target_is_there_a_page_says_so(folder):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 async def test_a_chat_shows_which_tokens_were_drafted(gateway, tmp_path):
     async with Browser(CHROMIUM, tmp_path) as browser:
         await browser.open(f"{gateway.url}/")

@@ -9,7 +9,7 @@ from tests.support.gateway.engines import CONTEXT, EOS, SPECIAL, VOCAB, expected
 from tests.support.gateway.services import until
 
 TOKENIZER = tokenizer()
-ASSISTANT = 3  # a rendered conversation ends in this token
+ASSISTANT = 3  # the last token of a rendered conversation
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +34,16 @@ def test_a_stop_string_can_be_part_of_the_answer(gateway, name):
     assert choice["logprobs"]["tokens"] == ["B", "C", "D", "E"]
 
 
-def test_what_ended_a_text_is_told(gateway):
+def test_stop_reason_names_the_stop(gateway):
     assert gateway.complete("A", max_tokens=3)["choices"][0]["stop_reason"] is None
-    assert gateway.complete([VOCAB - 3], max_tokens=20)["choices"][0]["stop_reason"] is None  # the model's own end
+    assert (
+        gateway.complete([VOCAB - 3], max_tokens=20)["choices"][0]["stop_reason"] is None
+    )  # the model's end-of-sequence token
     choice = gateway.complete("A", max_tokens=12, stop="DE")["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("BC", "stop", "DE")
 
 
-def test_special_tokens_can_be_text(gateway):
+def test_special_tokens_can_be_part_of_the_text(gateway):
     prompt = [VOCAB - 3]
     plain = gateway.text(prompt, max_tokens=6, ignore_eos=True)
     whole = gateway.text(prompt, max_tokens=6, ignore_eos=True, skip_special_tokens=False)
@@ -54,7 +56,7 @@ def test_special_tokens_can_be_text(gateway):
 # --- prompts ---
 
 
-def test_the_end_of_a_prompt_can_be_enough(gateway):
+def test_prompts_can_be_truncated(gateway):
     body = gateway.complete([5, 6, 7, 20], max_tokens=2, truncate_prompt_tokens=2, echo=True, return_token_ids=True)
     assert body["usage"]["prompt_tokens"] == 2
     assert body["choices"][0]["token_ids"] == [21, 22]
@@ -63,7 +65,7 @@ def test_the_end_of_a_prompt_can_be_enough(gateway):
 
 
 @pytest.mark.parametrize(
-    ("route", "asked", "rest"),
+    ("route", "sent", "rest"),
     [
         ("/v1/completions", {"prompt": [5] * 500}, 16),
         ("/v1/completions", {"prompt": [5] * 500, "max_tokens": 7}, 7),
@@ -73,13 +75,13 @@ def test_the_end_of_a_prompt_can_be_enough(gateway):
         ("/v1/responses", {"input": "x" * 500, "max_output_tokens": 7}, 7),
     ],
 )
-def test_as_much_of_a_prompt_as_fits_can_be_enough(gateway, target, route, asked, rest):
-    response = gateway.client.post(route, json=asked | {"truncate_prompt_tokens": -1})
+def test_prompts_can_be_truncated_to_the_context(gateway, target, route, sent, rest):
+    response = gateway.client.post(route, json=sent | {"truncate_prompt_tokens": -1})
     assert response.status_code == 200, response.text
     assert target.engine.seen[-1].prompt_length == CONTEXT - rest
 
 
-def test_an_answer_goes_on_from_the_last_message(gateway, target):
+def test_an_answer_can_continue_the_last_message(gateway, target):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "xA "}]
     body = {"messages": messages, "max_tokens": 3, "temperature": 0, "continue_final_message": True}
     answer = gateway.client.post("/v1/chat/completions", json=body).json()
@@ -92,8 +94,8 @@ def test_an_answer_goes_on_from_the_last_message(gateway, target):
 
 
 @pytest.mark.parametrize("top_k", [VOCAB, 2**31, 2**40, 2**70])
-def test_more_candidates_than_there_are_are_all_of_them(gateway, target, top_k):
-    """And none of the services' burden: the wire has no room for all numbers."""
+def test_top_k_above_the_vocabulary_keeps_all_tokens(gateway, target, top_k):
+    """The gateway reduces it, because the wire has no room for larger numbers."""
     assert gateway.complete("A", max_tokens=2, top_k=top_k)["choices"][0]["text"] == "BC"
     assert target.engine.seen[-1].sampling.top_k == VOCAB
     body = {"text": "A", "sampling_params": {"max_new_tokens": 2, "temperature": 0, "top_k": top_k}}
@@ -112,7 +114,7 @@ def test_priority_reaches_the_target(gateway, target):
 
 
 @pytest.mark.parametrize("by_header", [False, True])
-def test_an_answer_that_takes_too_long_ends_with_a_deadline(gateway, target, draft, by_header):
+def test_a_timeout_ends_an_answer(gateway, target, draft, by_header):
     body = {"prompt": "A", "max_tokens": 350, "ignore_eos": True, "temperature": 0}
     headers = {"X-Request-Timeout": "1.5"} if by_header else {}
     body |= {} if by_header else {"timeout": 1.5}
@@ -152,28 +154,29 @@ def test_a_request_without_speculation_is_not_opened_on_the_draft(client, target
     assert target.engine.seen[-1].max_draft_tokens == 2
     client.completions.create(model="default", prompt="A", max_tokens=4, extra_body={"speculation": "auto"})
     assert target.engine.seen[-1].max_draft_tokens is None
-    until(lambda: draft.engine.opened == opened + 2)  # the draft may hear of it once it is answered
+    until(lambda: draft.engine.opened == opened + 2)  # the draft may receive it after the answer
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 @pytest.mark.parametrize("stream", [False, True])
-def test_drafted_tokens_are_marked_on_request(client, stream):
+def test_step_statistics_are_returned_on_request(client, stream):
     options = {"model": "default", "prompt": "A", "max_tokens": 90, "temperature": 0, "stop": ["xyz"]}
     answer = client.completions.create(
         **options, stream=stream, extra_body={"speculation": {"report": True}, "return_token_ids": True}
     )
     choices = [chunk.choices[0] for chunk in answer if chunk.choices] if stream else answer.choices
-    steps = {"tokens": [], "verified": [], "accepted": [], "texts": [], "guesses": []}
+    steps = {"tokens": [], "verified": [], "accepted": [], "texts": [], "draft_texts": [], "guesses": []}
     for choice in choices:
         assert sum(choice.speculation["tokens"]) == len(choice.token_ids)
         for name, values in choice.speculation.items():
             steps[name] += values
     assert sum(steps["accepted"]) > 0
-    for count, verified, accepted, texts, guess in zip(*steps.values(), strict=True):
+    for count, verified, accepted, texts, draft, former in zip(*steps.values(), strict=True):
         assert accepted <= min(count, verified)
         assert len(texts) == count
-        assert guess[:accepted] == texts[:accepted], "what was accepted is what the draft believed in"
-        assert bool(guess) == bool(verified)
+        assert draft[:accepted] == texts[:accepted], "accepted tokens are those with the highest scores"
+        assert bool(draft) == bool(verified)
+        assert former == draft
 
 
 # --- usage as it grows ---

@@ -1,4 +1,4 @@
-"""/v1/responses through the `openai` client: bodies, events in their order, and what is refused."""
+"""/v1/responses through the `openai` client: bodies, order of events, and refusals."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.support.gateway.engines import VOCAB, expected, tokenizer
 from tests.support.gateway.services import until
 
 TOKENIZER = tokenizer()
-ASSISTANT = 3  # a rendered conversation ends in this token
+ASSISTANT = 3  # the last token of a rendered conversation
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def create(client, **options):
     return client.responses.create(**sent)
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 def test_a_response(client, target):
     response = create(client, instructions="be brief", metadata={"a": "b"})
     assert response.output_text == TOKENIZER.decode(expected([ASSISTANT], 30))
@@ -38,17 +38,17 @@ def test_a_response(client, target):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("user", "told"), [("me", "me"), (None, None), (2**70, None), ({"a": [2**70]}, None)])
-def test_users_are_told_by_their_names(gateway, user, told, stream):
+@pytest.mark.parametrize(("user", "returned"), [("me", "me"), (None, None), (2**70, None), ({"a": [2**70]}, None)])
+def test_the_user_field_is_returned(gateway, user, returned, stream):
     body = {"input": "hello", "max_output_tokens": 2, "user": user, "stream": stream}
     answer = gateway.client.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
     data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     response = json.loads(data[-1])["response"] if stream else answer.json()
-    assert (response["user"], response["usage"]["output_tokens"]) == (told, 2)
+    assert (response["user"], response["usage"]["output_tokens"]) == (returned, 2)
 
 
-def test_a_conversation_and_an_end_of_its_own(client, target):
+def test_a_conversation_with_a_token_limit(client, target):
     parts = [{"type": "input_text", "text": "he"}, {"type": "input_text", "text": "llo"}]
     turns = [
         {"role": "user", "content": "hi"},
@@ -80,22 +80,22 @@ def test_events_come_in_their_order(client):
 
 
 def test_log_probabilities_on_request(client):
-    told = create(client, max_output_tokens=3, include=["message.output_text.logprobs"], top_logprobs=2)
-    entries = told.output[0].content[0].logprobs
+    returned = create(client, max_output_tokens=3, include=["message.output_text.logprobs"], top_logprobs=2)
+    entries = returned.output[0].content[0].logprobs
     assert len(entries) == 3
     assert len(entries[0].top_logprobs) == 2
 
 
-def test_streams_tell_of_tokens_that_have_no_text_yet(client):
-    """Parts of a character, and what may be the beginning of a stop string."""
+def test_streams_have_logprobs_of_tokens_without_text(client):
+    """Parts of a character, and possible beginnings of a stop string."""
     sent = {"model": "default", "input": "hello", "max_output_tokens": 150, "temperature": 0}
     with client.responses.stream(**sent, include=["message.output_text.logprobs"]) as stream:
         events = list(stream)
-    told = [len(event.logprobs) for event in events if event.type == "response.output_text.delta"]
-    assert sum(told) == len(events[-1].response.output[0].content[0].logprobs) == 150
+    returned = [len(event.logprobs) for event in events if event.type == "response.output_text.delta"]
+    assert sum(returned) == len(events[-1].response.output[0].content[0].logprobs) == 150
 
 
-def test_a_form_reaches_the_target(client, target):
+def test_text_format_reaches_the_target(client, target):
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
     assert create(client, max_output_tokens=2, text={"format": form}).text.format.type == "json_schema"
     assert target.engine.seen[-1].grammar.text == '{"type": "object"}'
@@ -119,7 +119,7 @@ def test_a_form_reaches_the_target(client, target):
         ({"extra_body": {"n": 2}}, "n"),
     ],
 )
-def test_what_is_wrong_is_named(client, options, param):
+def test_errors_name_the_field(client, options, param):
     with pytest.raises(openai.BadRequestError) as error:
         create(client, **options)
     assert error.value.param.split(".")[0] == param
@@ -134,15 +134,15 @@ def test_errors_before_the_first_event_have_a_status(client, target, draft):
     until(lambda: target.sessions == 0 and draft.sessions == 0)
 
 
-def test_an_error_on_the_way_is_an_event_of_its_own(client, gateway, target, monkeypatch):
+def test_an_error_in_a_stream_is_an_event(client, gateway, target, monkeypatch):
     monkeypatch.setattr(target.engine, "delay", 0.1)  # the whole text takes far longer
     body = {"input": "hello", "max_output_tokens": 350, "temperature": 0, "stream": True, "timeout": 1.5}
     *events, last = gateway.client.post("/v1/responses", json=body).text.rstrip("\n").split("\n\n")
     name, data = last.split("\n")
-    told = json.loads(data.removeprefix("data: "))
-    assert (name, told["type"], told["code"]) == ("event: error", "error", "deadline_exceeded")
-    assert told["sequence_number"] == len(events)
-    assert told["message"] == told["error"]["message"]
+    returned = json.loads(data.removeprefix("data: "))
+    assert (name, returned["type"], returned["code"]) == ("event: error", "error", "deadline_exceeded")
+    assert returned["sequence_number"] == len(events)
+    assert returned["message"] == returned["error"]["message"]
     with pytest.raises(openai.APIError) as error:
         list(create(client, stream=True, max_output_tokens=350, extra_body={"timeout": 1.5}))
     assert error.value.code == "deadline_exceeded"

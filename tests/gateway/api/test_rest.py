@@ -1,4 +1,4 @@
-"""The OpenAI routes over real sockets: shapes, texts that can be worked out by hand, and sessions that come home."""
+"""The OpenAI routes over real sockets: shapes, texts that can be computed by hand, and sessions that are freed."""
 
 import concurrent.futures
 import json
@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from outrider.client import Client
 from outrider.speculation.proposal import FinishReason
 from tests.support.gateway.engines import EOS, VOCAB, expected, tokenizer, tokenizer_files
+from tests.support.gateway.http import events
 from tests.support.gateway.services import Gateway, Service, Target, until
 
 TOKENIZER = tokenizer()
 HELLO = [{"role": "user", "content": "hello"}]
-ASSISTANT = 3  # a rendered conversation ends in this token
+ASSISTANT = 3  # the last token of a rendered conversation
 
 
 def ids(text):
@@ -32,14 +33,6 @@ def decoded(tokens):
 def client(gateway):
     with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=30) as client:
         yield client
-
-
-def events(response):
-    """The payloads of a streamed answer; the last one must be [DONE]."""
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 # --- completions ---
@@ -58,7 +51,7 @@ def test_completion(gateway):
 def test_speculation_shows_in_the_usage(gateway):
     accepted = rejected = 0
 
-    def enough():  # not at once where much else runs: proposals come late
+    def enough():  # takes several requests on a loaded machine, where proposals are late
         nonlocal accepted, rejected
         details = gateway.complete("A", max_tokens=90)["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] < 90
@@ -79,13 +72,13 @@ def test_prompts_in_lists_are_answered_in_order(gateway, prompt):
     assert [(c["index"], c["text"]) for c in choices] == [(0, "BCD"), (1, "LMN")]
 
 
-def test_token_ids_are_taken_as_they_are(gateway):
+def test_token_ids_are_used_unchanged(gateway):
     body = gateway.complete([7, 8, 20], max_tokens=5, return_token_ids=True)
     assert body["choices"][0]["token_ids"] == [21, 22, 23, 24, 25]
     assert body["usage"]["prompt_tokens"] == 3
 
 
-def test_choices_have_seeds_that_follow_one_another(gateway):
+def test_choices_have_consecutive_seeds(gateway):
     body = gateway.complete("A", max_tokens=4, n=3, temperature=1, seed=6)  # strides 1, 2 and 3
     assert [c["text"] for c in body["choices"]] == ["BCDE", "CEGI", "DGJM"]
     assert body["usage"]["completion_tokens"] == 12
@@ -112,7 +105,7 @@ def test_negative_seeds_and_none_are_allowed(gateway, target):
     assert seeds[2] != seeds[3]
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 def test_streamed_completion_equals_the_plain_one(gateway):
     body = {"model": "default", "prompt": "A", "temperature": 0, "max_tokens": 120, "stream": True}
     response = gateway.client.post("/v1/completions", json=body)
@@ -123,7 +116,7 @@ def test_streamed_completion_equals_the_plain_one(gateway):
     assert len({(c["id"], c["created"], c["model"]) for c in chunks}) == 1
     assert "".join(c["choices"][0]["text"] for c in chunks) == gateway.text("A", max_tokens=120)
     assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["length"]
-    assert 1 < len(chunks) < 120  # a chunk a commit
+    assert 1 < len(chunks) < 120  # one chunk per commit
 
 
 def test_streams_of_several_choices_interleave_by_index(gateway):
@@ -140,7 +133,7 @@ def test_streams_of_several_choices_interleave_by_index(gateway):
 
 
 def test_half_characters_are_never_sent(gateway):
-    """The tokens run through bytes that are no text by themselves; pieces must add up to the whole."""
+    """Some tokens are single bytes of a character; the pieces must add up to the whole text."""
     prompt = ids("~")
     whole = decoded(expected(prompt, 150))
     assert "\ufffd" in whole
@@ -182,11 +175,11 @@ def test_a_session_ends_with_its_stop_string_and_not_with_the_last_of_its_answer
     assert ends == {0: "stop", 1: "length"}
 
 
-def test_what_looked_like_a_stop_string_is_given_out_at_the_end(gateway):
+def test_an_incomplete_stop_string_is_returned_at_the_end(gateway):
     assert gateway.text("A", max_tokens=4, stop="DEFG") == "BCDE"
 
 
-def test_end_of_sequence_token_ends_the_text_and_is_no_part_of_it(gateway):
+def test_the_end_of_sequence_token_is_not_part_of_the_text(gateway):
     near_end = [VOCAB - 3]
     body = gateway.complete(near_end, max_tokens=20, return_token_ids=True)
     choice = body["choices"][0]
@@ -241,8 +234,8 @@ def test_chat_fills_the_rest_of_the_context_by_default(client):
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_what_goes_on_keeps_its_first_space(tmp_path):
-    """With words that have their space before them, as Llama 2 has them; an answer in a chat begins without one."""
+def test_a_continued_text_keeps_its_first_space(tmp_path):
+    """Llama 2's words include the space before them; an answer in a chat begins without one."""
     words = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1} | {f"▁w{i}": i for i in range(2, VOCAB)}, "▁w2"))
     words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -268,7 +261,7 @@ def test_what_goes_on_keeps_its_first_space(tmp_path):
         service.stop()
 
 
-def test_documents_and_efforts_reach_the_template_and_a_prompt_can_go_without_its_begin_token(tmp_path):
+def test_documents_and_effort_reach_the_template_and_the_begin_token_is_optional(tmp_path):
     documents = "{% for document in documents or [] %}{{ document.text }}{% endfor %}"
     files = tokenizer_files(documents + "{{ messages[0].content }}{{ reasoning_effort }}")
     files["tokenizer_config.json"] = json.dumps(
@@ -276,22 +269,22 @@ def test_documents_and_efforts_reach_the_template_and_a_prompt_can_go_without_it
     ).encode()
     service = Service(Target, f"unix:{tmp_path}/target", files=files).start()
     gateway = Gateway(tmp_path, [service.address]).wait()
-    told = {"max_tokens": 1, "return_token_ids": True}
+    returned = {"max_tokens": 1, "return_token_ids": True}
     chat = {"messages": [{"role": "user", "content": "CD"}], "documents": [{"text": "AB"}]}
     try:
-        assert gateway.complete("AB", **told)["choices"][0]["prompt_token_ids"] == [0, *ids("AB")]
-        bare = gateway.complete("AB", **told, add_special_tokens=False)
+        assert gateway.complete("AB", **returned)["choices"][0]["prompt_token_ids"] == [0, *ids("AB")]
+        bare = gateway.complete("AB", **returned, add_special_tokens=False)
         assert bare["choices"][0]["prompt_token_ids"] == ids("AB")
-        answer = gateway.client.post("/v1/chat/completions", json=chat | told).json()
+        answer = gateway.client.post("/v1/chat/completions", json=chat | returned).json()
         assert answer["prompt_token_ids"] == ids("ABCD")
-        answer = gateway.client.post("/v1/chat/completions", json=chat | told | {"reasoning_effort": "low"}).json()
+        answer = gateway.client.post("/v1/chat/completions", json=chat | returned | {"reasoning_effort": "low"}).json()
         assert answer["prompt_token_ids"] == ids("ABCDlow")
-        asked = {"input": "CD", "max_output_tokens": 1, "reasoning": {"effort": "low", "summary": "auto"}}
-        answer = gateway.client.post("/v1/responses", json=asked).json()
+        sent = {"input": "CD", "max_output_tokens": 1, "reasoning": {"effort": "low", "summary": "auto"}}
+        answer = gateway.client.post("/v1/responses", json=sent).json()
         assert answer["reasoning"] == {"effort": "low", "summary": None}
         assert service.engine.seen[-1].tokens.tolist() == ids("CDlow")
         own = {"chat_template_kwargs": {"reasoning_effort": "high"}}
-        gateway.client.post("/v1/responses", json=asked | own)
+        gateway.client.post("/v1/responses", json=sent | own)
         assert service.engine.seen[-1].tokens.tolist() == ids("CDhigh")
     finally:
         gateway.stop()
@@ -318,7 +311,7 @@ def test_models(client):
     assert error.value.code == "model_not_found"
 
 
-def test_the_served_name_can_be_asked_for(client):
+def test_the_served_name_is_accepted(client):
     assert client.completions.create(model="counting", prompt="A", max_tokens=1).model == "counting"
 
 
@@ -346,27 +339,27 @@ def test_cached_prompt_tokens_show_in_the_usage(gateway):
     prompt = [77, 41, 93, 12]
     assert [cached(prompt), cached(prompt), cached([*prompt[:2], 8])] == [0, 3, 2]
     assert [cached(prompt, cache_salt="mine"), cached(prompt, cache_salt="mine")] == [0, 3]
-    assert cached([[31, 32, 33], [31, 32, 34]], n=2) == 0 + 2  # once a prompt, as its tokens
+    assert cached([[31, 32, 33], [31, 32, 34]], n=2) == 0 + 2  # each prompt counts once
     assert gateway.metric("outrider_cached_prompt_tokens_total") - before == 3 + 2 + 3 + (2 + 2 + 2)
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 def test_metrics_count(gateway):
-    names = ("generated_tokens_total", "accepted_draft_tokens_total", "hint_hits_total", "prompt_tokens_total")
+    names = ("generated_tokens_total", "accepted_draft_tokens_total", "steps_with_draft_total", "prompt_tokens_total")
     before = {name: gateway.metric(f"outrider_{name}") for name in names}
     gateway.complete("A", max_tokens=40)
     after = {name: gateway.metric(f"outrider_{name}") - before[name] for name in names}
     assert after["generated_tokens_total"] == 40
     assert after["prompt_tokens_total"] == 1
     assert after["accepted_draft_tokens_total"] > 0
-    assert after["hint_hits_total"] > 0
+    assert after["steps_with_draft_total"] > 0
     assert gateway.metric("outrider_time_to_first_token_seconds_count") > 0
     assert gateway.metric("outrider_inter_token_latency_seconds_count") > 0
     assert gateway.metric("outrider_service_up", service="draft") == 1
     assert gateway.metric("outrider_service_up", service="target") == 1
 
 
-def test_commits_of_several_steps_in_a_frame_are_one_piece_and_several_steps(gateway, target, monkeypatch):
+def test_commits_of_several_steps_in_a_frame_are_one_chunk_and_several_steps(gateway, target, monkeypatch):
     names = ("generated_tokens_total", "inter_token_latency_seconds_count", "verification_steps_total")
     engine, step = target.engine, target.engine.step
 
@@ -375,17 +368,17 @@ def test_commits_of_several_steps_in_a_frame_are_one_piece_and_several_steps(gat
         output.urgent = any(c.base_length == 1 or c.finish_reason != FinishReason.RUNNING for c in output.commits)
         return output
 
-    def told():
+    def returned():
         return np.array([gateway.metric(f"outrider_{name}") for name in names])
 
     alone = gateway.text("A", max_tokens=40)
     monkeypatch.setattr(type(engine), "gathers", 60.0)
     monkeypatch.setattr(engine, "step", gathering)
-    before = told()
+    before = returned()
     text = gateway.text("A", max_tokens=40)
-    tokens, gaps, steps = told() - before
+    tokens, gaps, steps = returned() - before
     assert text == alone
-    assert (tokens, gaps) == (40, 1)  # the first piece is none
+    assert (tokens, gaps) == (40, 1)  # the first chunk has no gap
     assert steps > 2
 
 
@@ -394,7 +387,7 @@ def test_commits_of_several_steps_in_a_frame_are_one_piece_and_several_steps(gat
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_frees_its_session(gateway, target, draft, path, stream):
+def test_a_disconnect_frees_the_session(gateway, target, draft, path, stream):
     body = {"model": "default", "max_tokens": 350, "ignore_eos": True, "stream": stream, "temperature": 0}
     body |= {"prompt": "A"} if path == "/v1/completions" else {"messages": HELLO}
     target.engine.delay = 0.1

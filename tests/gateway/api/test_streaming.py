@@ -1,4 +1,4 @@
-"""Streams in which nothing happens for a while: what keeps their connections open is nothing to clients."""
+"""Keep-alive comments of silent streams, which clients ignore."""
 
 import asyncio
 import json
@@ -12,17 +12,17 @@ from outrider.errors import Overloaded
 
 HELLO = [{"role": "user", "content": "hello"}]
 COMMENT = b": keep-alive\n\n"
-LONG = 60.0  # seconds of silence that no test lasts
+LONG = 60.0  # seconds, longer than any test
 
 
 class Reply:
-    """Events, before each of which `pause` is awaited; then an error, if there is one."""
+    """Events, before each of which `pause` is awaited, then an error, if there is one; and the only generation."""
 
     def __init__(self, events, pause, error=None):
         self._events, self._pause, self._error = events, pause, error
         self.closed = False
 
-    async def events(self):
+    async def events(self, generations):
         for event in self._events:
             await self._pause()
             yield event
@@ -35,7 +35,7 @@ class Reply:
 
 
 class Line:
-    """What is sent, and a wait for the next comment."""
+    """Records sent messages, and waits for comments."""
 
     def __init__(self):
         self.sent = []
@@ -59,10 +59,10 @@ class Line:
 
 
 async def silent(events, error=None):
-    """Bodies that are sent where there is silence before each of these events, and before the error."""
+    """The bytes sent for these events and the error, each preceded by a silence."""
     line = Line()
     reply = Reply(events, line.silence, error)
-    await EventStream(reply, silence=0.001)({"type": "http"}, line.receive, line.send)
+    await EventStream(reply, [reply], silence=0.001)({"type": "http"}, line.receive, line.send)
     assert reply.closed
     assert [message["type"] for message in line.sent[:2]] == ["http.response.start", "http.response.body"]
     assert not line.sent[-1].get("more_body")
@@ -70,15 +70,15 @@ async def silent(events, error=None):
 
 
 @pytest.mark.parametrize(
-    ("route", "asked", "create"),
+    ("route", "sent", "create"),
     [
         ("/v1/chat/completions", {"messages": HELLO}, lambda client: client.chat.completions.create),
         ("/v1/completions", {"prompt": "A"}, lambda client: client.completions.create),
         ("/v1/responses", {"input": "A"}, lambda client: client.responses.create),
     ],
 )
-def test_comments_are_nothing_to_clients(gateway, route, asked, create):
-    body = {"model": "default", "stream": True, **asked}
+def test_clients_ignore_keep_alive_comments(gateway, route, sent, create):
+    body = {"model": "default", "stream": True, **sent}
     content = gateway.client.post(route, json={**body, "max_tokens": 30, "temperature": 0}).content
     events = [event + b"\n\n" for event in content.split(b"\n\n") if event]
     kept = asyncio.run(silent(events))
@@ -94,11 +94,11 @@ def test_comments_are_nothing_to_clients(gateway, route, asked, create):
     assert answers(kept) == answers(content)
 
 
-async def test_an_error_behind_a_silence_ends_the_stream_and_one_before_it_has_a_status():
+async def test_an_error_after_a_comment_ends_the_stream_and_one_before_it_has_a_status():
     body = await silent([], Overloaded("no room"))
     assert body.startswith(COMMENT)
-    said, done = body.replace(COMMENT, b"").removesuffix(b"\n\n").split(b"\n\n")
-    assert json.loads(said.removeprefix(b"data: "))["error"]["code"] == "overloaded"
+    message, done = body.replace(COMMENT, b"").removesuffix(b"\n\n").split(b"\n\n")
+    assert json.loads(message.removeprefix(b"data: "))["error"]["code"] == "overloaded"
     assert done == b"data: [DONE]"
 
     async def at_once():
@@ -107,26 +107,26 @@ async def test_an_error_behind_a_silence_ends_the_stream_and_one_before_it_has_a
     line = Line()
     reply = Reply([], at_once, Overloaded("no room"))
     with pytest.raises(Overloaded):
-        await EventStream(reply, silence=LONG)({"type": "http"}, line.receive, line.send)
+        await EventStream(reply, [reply], silence=LONG)({"type": "http"}, line.receive, line.send)
     assert reply.closed
     assert not line.sent
 
 
-async def test_whoever_leaves_while_nothing_is_said_is_no_longer_answered():
+async def test_a_disconnect_during_silence_ends_the_response():
     line = Line()
 
     async def gone():
         return {"type": "http.disconnect"}
 
     reply = Reply([b"data: {}\n\n"], line.silence)
-    await EventStream(reply, silence=LONG)({"type": "http"}, gone, line.send)
+    await EventStream(reply, [reply], silence=LONG)({"type": "http"}, gone, line.send)
     assert reply.closed
     assert line.sent[0]["status"] == 499
 
 
-async def test_no_comment_comes_between_the_parts_of_a_message_that_waits_for_its_client():
-    """What is sent waits where the client does not read; behind the answer's end nothing may be sent."""
-    line, reads, asked = Line(), asyncio.Event(), []
+async def test_no_comment_is_sent_while_a_message_waits_for_its_client():
+    """A send blocks while the client does not read; nothing may be sent after the end of the answer."""
+    line, reads, sent = Line(), asyncio.Event(), []
 
     async def send(message):
         await line.send(message)
@@ -138,12 +138,13 @@ async def test_no_comment_comes_between_the_parts_of_a_message_that_waits_for_it
 
     class Watched(EventStream):
         async def _keep_alive(self, send):
-            asked.append(len(line.sent))
-            if len(asked) == 5:
+            sent.append(len(line.sent))
+            if len(sent) == 5:
                 reads.set()
-            return await super()._keep_alive(send) and 0.001  # looks often
+            return await super()._keep_alive(send) and 0.001  # called often
 
-    stream = Watched(Reply([b"data: {}\n\n"], at_once), silence=0.0005)
+    reply = Reply([b"data: {}\n\n"], at_once)
+    stream = Watched(reply, [reply], silence=0.0005)
     await stream({"type": "http"}, line.receive, send)
     assert line.body.replace(COMMENT, b"") == b"data: {}\n\n"
     assert line.body.endswith(b"data: {}\n\n")

@@ -1,4 +1,4 @@
-"""Control of several targets as one, with targets that take as long as a test likes."""
+"""Control of several targets, with targets whose duration a test controls."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,14 +16,14 @@ from outrider.wire.v1 import common_pb2, target_pb2
 class Target:
     """A target, its link, and the stub of its service in one.
 
-    slow: labels of the weights that it takes over only once it `may`
+    slow: versions of the weights that it loads only once `may` is set
     """
 
     def __init__(self, *slow):
         self.slow = slow
         self.may = asyncio.Event()
         self.taken = []
-        self.believed = ""  # what the gateway takes it to have
+        self.believed = ""  # the fingerprint that the gateway assumes
         self.here = True
         self.address = "unix:/target"
 
@@ -50,7 +50,7 @@ class Target:
 
 
 class Piecemeal(Target):
-    """A target whose weights are two tensors, of which each update brings one: `version:name`."""
+    """A target whose weights are two tensors; each update replaces one: `version:name`."""
 
     def __init__(self):
         super().__init__()
@@ -87,13 +87,13 @@ def control_of(monkeypatch):
 
 
 async def settled():
-    """Whatever can go on by itself has gone on."""
+    """Let all coroutines run until they wait."""
     for _ in range(100):
         await asyncio.sleep(0)
 
 
 async def parts(rest=None):
-    """rest: what they wait for."""
+    """rest: an event that precedes the last part."""
     yield b"some"
     if rest is not None:
         await rest.wait()
@@ -111,8 +111,8 @@ def tensors(updates, version, rest=None):
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("second", [disk, tensors])
 @pytest.mark.parametrize("first", [disk, tensors])
-def test_all_targets_have_the_weights_of_the_same_update_in_the_end(control_of, tmp_path, first, second, workers):
-    """Whichever worker of a gateway is asked."""
+def test_concurrent_updates_leave_the_same_weights_on_all_targets(control_of, tmp_path, first, second, workers):
+    """On any worker of a gateway."""
 
     async def scene():
         quick, slow = Target(), Target("1")
@@ -131,7 +131,7 @@ def test_all_targets_have_the_weights_of_the_same_update_in_the_end(control_of, 
     asyncio.run(scene())
 
 
-def test_tensors_that_are_still_coming_hold_up_no_other_update(control_of):
+def test_a_slow_upload_does_not_block_other_updates(control_of):
     async def scene():
         target, rest = Target(), asyncio.Event()
         updates = control_of(target)
@@ -147,20 +147,20 @@ def test_tensors_that_are_still_coming_hold_up_no_other_update(control_of):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_target_that_has_missed_a_part_of_the_weights_is_not_used_until_it_has_them_all(control_of, count):
+def test_a_target_with_mixed_weights_is_unused_until_it_has_all(control_of, count):
     async def scene():
         targets = [Piecemeal() for _ in range(count)]
         for target in targets:
             target.believed = target.fingerprint
         updates = control_of(*targets)
-        assert (await tensors(updates, "1:a")).resting == 0
-        targets[-1].start()  # anew, with the weights of its flags
-        assert (await tensors(updates, "1:b")).resting == 1
+        assert (await tensors(updates, "1:a")).unused == 0
+        targets[-1].start()  # restarts with the weights of its flags
+        assert (await tensors(updates, "1:b")).unused == 1
         assert all(target.here for target in targets[:-1])
         for target in targets[:-1]:
             assert target.fingerprint == target.believed
         assert targets[-1].fingerprint != targets[-1].believed
-        assert (await tensors(updates, "1:a")).resting == 0
+        assert (await tensors(updates, "1:a")).unused == 0
         for target in targets:
             assert target.here
             assert target.fingerprint == target.believed

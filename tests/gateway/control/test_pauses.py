@@ -1,4 +1,4 @@
-"""A pause holds for targets that come and go meanwhile."""
+"""A pause holds for targets that restart meanwhile."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,8 @@ from gateway.workers.peers import Peers
 from outrider.config import GatewayConfig
 from outrider.errors import Unavailable
 from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
-from tests.gateway.orchestration.test_resume import Stream, started, system
 from tests.support.gateway.services import until
+from tests.support.gateway.streaming import Stream, started, system
 
 
 def control(gateway, what, status=200, **body):
@@ -33,7 +33,7 @@ def gone(gateway, target):
     until(lambda: gateway.client.get("/health").status_code == 503)
 
 
-def test_a_target_that_starts_anew_in_a_pause_pauses_too(folder):
+def test_a_target_that_restarts_in_a_pause_is_paused(folder):
     with system(folder, drafts=0) as (gateway, [target], _):
         stream = Stream(gateway)
         started(stream)
@@ -49,7 +49,7 @@ def test_a_target_that_starts_anew_in_a_pause_pauses_too(folder):
         assert gateway.text("A", max_tokens=3) == "BCD"
 
 
-def test_a_target_that_was_away_hears_of_a_pause_and_of_its_end(folder):
+def test_a_target_that_was_away_is_paused_and_resumed(folder):
     with system(folder, drafts=0) as (gateway, [target], _):
         gone(gateway, target)
         control(gateway, "pause", 503)
@@ -62,48 +62,48 @@ def test_a_target_that_was_away_hears_of_a_pause_and_of_its_end(folder):
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What a target is told before it is used again. One whose link is its channel has to go on by then."""
+def sent(monkeypatch):
+    """Calls to a target before it is used again. With a link as its channel, it is resumed after the first call."""
 
-    said = []
+    calls = []
 
     class Stub:
         def __init__(self, link):
             self.link = link
 
         async def PauseGeneration(self, request, **options):
-            assert request.mode == common_pb2.PAUSE_MODE_IN_PLACE, "nobody's session ends"
-            said.append("pause")
-            if len(said) == 1 and self.link is not None:
+            assert request.mode == common_pb2.PAUSE_MODE_IN_PLACE, "no session ends"
+            calls.append("pause")
+            if len(calls) == 1 and self.link is not None:
                 self.link.paused = False
 
         async def ContinueGeneration(self, request, **options):
-            said.append("continue")
+            calls.append("continue")
 
     monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", Stub)
-    return said
+    return calls
 
 
-async def test_what_is_said_while_a_target_is_told_is_told_too(told):
+async def test_a_resume_during_the_handshake_is_sent(sent):
     link = TargetLink("unix:/nowhere")
-    await link._prepare(link)
-    assert told == []
+    await link.prepare(link)
+    assert sent == []
     link.paused = True
-    await link._prepare(link)
-    assert told == ["pause", "continue"]
+    await link.prepare(link)
+    assert sent == ["pause", "continue"]
 
 
-async def test_a_target_is_believed_whichever_gateway_paused_it(told):
+async def test_a_target_s_reported_pause_is_kept(sent):
     link = TargetLink("unix:/nowhere")
     Orchestrator([link], [], Metrics())
     for paused, expected in ((True, ["pause"]), (False, [])):
-        told.clear()
+        sent.clear()
         await link.on_frame(target_pb2.VerifyResponse(load=common_pb2.EngineLoad(paused=paused)))
-        await link._prepare(None)
-        assert told == expected
+        await link.prepare(None)
+        assert sent == expected
 
 
-async def test_workers_hear_of_a_pause_that_another_one_was_asked_for(tmp_path):
+async def test_a_pause_reaches_other_workers(tmp_path):
     links = [TargetLink(f"unix:{tmp_path}/nowhere") for _ in range(2)]
     places = [Peers(index, 2, tmp_path) for index in range(2)]
     controls = [
@@ -111,7 +111,7 @@ async def test_workers_hear_of_a_pause_that_another_one_was_asked_for(tmp_path):
         for link, place in zip(links, places, strict=True)
     ]
     await places[1].serve(answers_for(SimpleNamespace(abort=list), controls[1]))
-    for act, expected in ((lambda: controls[0].pause("retract"), True), (controls[0].proceed, False)):
+    for act, expected in ((lambda: controls[0].pause("retract"), True), (controls[0].resume, False)):
         with pytest.raises(Unavailable):
             await act()
         assert [link.paused for link in links] == [expected] * 2

@@ -1,4 +1,4 @@
-"""Other engines' services on the gateway's gRPC port, through those engines' own stubs."""
+"""The facades on the gateway's gRPC port, through the stubs of the other engines."""
 
 import hashlib
 import io
@@ -8,79 +8,21 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import ClassVar
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from smg_grpc_proto import sglang_scheduler_pb2, sglang_scheduler_pb2_grpc, vllm_engine_pb2, vllm_engine_pb2_grpc
+from smg_grpc_proto import sglang_scheduler_pb2, vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from gateway.facade.bundle import bundle
 from gateway.facade.requests import number
 from tests.support.gateway.engines import BUSY, CONTEXT, EOS, REFUSED, VOCAB, expected, tokenizer, tokenizer_files
+from tests.support.gateway.router_clients import SglangClient, VllmClient
 from tests.support.gateway.services import Gateway, free_port, until
 
 A = tokenizer().encode("A").ids
 NAMES = ["vllm.grpc.engine.VllmEngine", "sglang.grpc.scheduler.SglangScheduler"]
-
-
-class Vllm:
-    """One who asks VllmEngine."""
-
-    pb, limit = vllm_engine_pb2, "max_tokens"
-    defaults: ClassVar = {"temperature": 0.0}
-
-    def __init__(self, channel):
-        self.stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-
-    def request(self, prompt=A, *, stream=False, name="", told=None, fields=(), **params):
-        params = self.defaults | params | ({"logprobs": told, "prompt_logprobs": told} if told is not None else {})
-        return self.pb.GenerateRequest(
-            request_id=name, tokenized=self.pb.TokenizedInput(input_ids=prompt), stream=stream,
-            sampling_params=self.pb.SamplingParams(**params), **dict(fields),
-        )  # fmt: skip
-
-    def ask(self, prompt=A, **options):
-        return self.stub.Generate(self.request(prompt, **options), timeout=30)
-
-    def chunks_and_ends(self, *args, **options):
-        messages = list(self.ask(*args, **options))
-        return [m.chunk for m in messages if m.HasField("chunk")], [
-            m.complete for m in messages if m.HasField("complete")
-        ]
-
-    def whole(self, *args, **options):
-        chunks, ends = self.chunks_and_ends(*args, **options)
-        assert not chunks
-        return ends[0]
-
-    def seeded(self, seed):
-        return {"seed": seed}
-
-    def abort(self, name):
-        return self.stub.Abort(self.pb.AbortRequest(request_ids=[name]))
-
-
-class Sglang(Vllm):
-    """One who asks SglangScheduler."""
-
-    pb, limit = sglang_scheduler_pb2, "max_new_tokens"
-    # Fields that are not set are zeros there.
-    defaults: ClassVar = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "n": 1}
-
-    def __init__(self, channel):
-        self.stub = sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel)
-
-    def request(self, prompt=A, *, told=None, fields=(), **options):
-        fields = dict(fields) | ({"return_logprob": True, "top_logprobs_num": told} if told is not None else {})
-        return super().request(prompt, fields=fields, **options)
-
-    def seeded(self, seed):
-        return {"custom_params": {"sampling_seed": seed}}
-
-    def abort(self, name):
-        return self.stub.Abort(self.pb.AbortRequest(request_id=name))
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +34,12 @@ def gateway(folder, target, draft):
 
 @pytest.fixture(scope="module")
 def vllm(channel):
-    return Vllm(channel)
+    return VllmClient(channel)
 
 
 @pytest.fixture(scope="module")
 def sglang(channel):
-    return Sglang(channel)
+    return SglangClient(channel)
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -106,7 +48,7 @@ def engine(request, vllm, sglang):
 
 
 def refusal(call):
-    """Code and message of a call that is refused."""
+    """Code and message of a refused call."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call) if hasattr(call, "__iter__") else call()
     return caught.value.code(), caught.value.details()
@@ -122,23 +64,25 @@ def test_a_whole_answer(engine):
     assert end.WhichOneof("matched_stop") is None
 
 
-def test_chunks_add_up(engine, hints_in_time):
+def test_chunks_add_up(engine, proposals_in_time):
     chunks, ends = engine.chunks_and_ends(stream=True, **{engine.limit: 40})
     assert [t for chunk in chunks for t in chunk.token_ids] == list(ends[0].output_ids) == expected(A, 40)
     counts = [chunk.completion_tokens for chunk in chunks]
-    assert (sum(counts) if engine.pb is vllm_engine_pb2 else counts[-1]) == 40  # vLLM's tell how many each adds
+    assert (
+        sum(counts) if engine.pb is vllm_engine_pb2 else counts[-1]
+    ) == 40  # in vLLM each chunk counts its own tokens
     assert 1 < len(chunks) < 40
     assert 0 < ends[0].spec_accepted_tokens < ends[0].spec_draft_tokens
 
 
-def test_text_as_the_prompt(vllm):
+def test_a_text_prompt(vllm):
     request = vllm.pb.GenerateRequest(text="A", sampling_params=vllm.pb.SamplingParams(temperature=0, max_tokens=3))
     (message,) = vllm.stub.Generate(request)
     assert list(message.complete.output_ids) == expected(A, 3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_have_seeds_that_follow_one_another(engine, stream):
+def test_choices_have_consecutive_seeds(engine, stream):
     options = {engine.limit: 10, "n": 3, "temperature": 1.0, **engine.seeded(3)}
     chunks, ends = engine.chunks_and_ends(stream=stream, **options)
     assert sorted(end.index for end in ends) == [0, 1, 2]
@@ -149,7 +93,7 @@ def test_choices_have_seeds_that_follow_one_another(engine, stream):
 
 
 @pytest.mark.parametrize("seed", [0, 5, 2**31 - 1])
-def test_the_same_tokens_as_over_rest(engine, gateway, target, seed):
+def test_the_same_tokens_as_in_rest(engine, gateway, target, seed):
     numbers = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1, "frequency_penalty": 0.3}
     end = engine.whole(**numbers, top_k=20, **{engine.limit: 12}, **engine.seeded(seed))
     over_grpc = target.engine.seen[-1].sampling
@@ -159,7 +103,7 @@ def test_the_same_tokens_as_over_rest(engine, gateway, target, seed):
 
 
 @pytest.mark.parametrize("value", [0.7, 0.1, 1.0, 0.0, 1e-7, 0.999999])
-def test_numbers_are_those_that_were_written(value):
+def test_floats_are_converted_to_the_shortest_decimal(value):
     sent = vllm_engine_pb2.SamplingParams(top_p=value).top_p
     assert number(sent) == value
 
@@ -176,7 +120,7 @@ def test_sampling_reaches_the_target(engine, target):
     assert (seen.grammar.kind.name, seen.grammar.text) == ("REGEX", "a+")
 
 
-def test_what_is_not_set_is_neutral(vllm, target):
+def test_unset_fields_are_neutral(vllm, target):
     vllm.stub.Generate(vllm.pb.GenerateRequest(text="A", sampling_params={"max_tokens": 1})).next()
     sampling = target.engine.seen[-1].sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.adjusts) == (1.0, 1.0, 0, False)
@@ -201,7 +145,7 @@ def test_sglang_s_grammar(sglang, target):
     assert target.engine.seen[-1].grammar.text == 'start: "x"'
 
 
-def test_a_prompt_that_is_cut(vllm):
+def test_a_truncated_prompt(vllm):
     assert vllm.whole([5, 6, *A], max_tokens=2, truncate_prompt_tokens=1).prompt_tokens == 1
     assert vllm.whole([5] * 500, max_tokens=2, truncate_prompt_tokens=-1).prompt_tokens == CONTEXT - 2
 
@@ -223,7 +167,7 @@ def test_the_rest_of_the_context_is_the_limit(engine):
     assert engine.whole([5] * 350, ignore_eos=True).completion_tokens == 50
 
 
-def test_abort_ends_a_request_where_it_stands(engine, target, monkeypatch):
+def test_abort_ends_a_request(engine, target, monkeypatch):
     monkeypatch.setattr(target.engine, "delay", 0.05)
     messages = engine.ask(stream=True, name="long", ignore_eos=True)
     assert next(messages).HasField("chunk")
@@ -231,7 +175,7 @@ def test_abort_ends_a_request_where_it_stands(engine, target, monkeypatch):
     end = list(messages)[-1].complete
     assert end.finish_reason == "abort"
     assert 0 < end.completion_tokens < 200
-    engine.abort("nobody")
+    engine.abort("unknown")
     until(lambda: target.sessions == 0, seconds=5)
 
 
@@ -250,23 +194,23 @@ def test_a_cancelled_call_ends_its_sessions(engine, target, draft, monkeypatch, 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(engine, stream):
-    chunks, ends = engine.chunks_and_ends([20, *A], stream=stream, told=2, **{engine.limit: 6})
-    told = ends[0].output_logprobs
-    assert list(told.token_logprobs) == [-(2 + i) / 4 for i in range(6)]
-    assert list(told.token_ids) == expected(A, 6)
-    assert [list(top.values) for top in told.top_logprobs] == [[-(2 + i) / 4, -(2 + i) / 4 - 1] for i in range(6)]
-    assert [list(top.token_ids) for top in told.top_logprobs] == [[t, t + 1] for t in expected(A, 6)]
+    chunks, ends = engine.chunks_and_ends([20, *A], stream=stream, all_logprobs=2, **{engine.limit: 6})
+    logprobs = ends[0].output_logprobs
+    assert list(logprobs.token_logprobs) == [-(2 + i) / 4 for i in range(6)]
+    assert list(logprobs.token_ids) == expected(A, 6)
+    assert [list(top.values) for top in logprobs.top_logprobs] == [[-(2 + i) / 4, -(2 + i) / 4 - 1] for i in range(6)]
+    assert [list(top.token_ids) for top in logprobs.top_logprobs] == [[t, t + 1] for t in expected(A, 6)]
     prompt = ends[0].input_logprobs
     assert list(prompt.token_ids) == [20, *A]
     assert [p.value if p.HasField("value") else None for p in prompt.token_logprobs] == [None, -0.25]
     assert [list(top.token_ids) for top in prompt.top_logprobs] == [[], [A[0], A[0] + 1]]
     if stream:
-        assert [v for chunk in chunks for v in chunk.output_logprobs.token_logprobs] == list(told.token_logprobs)
+        assert [v for chunk in chunks for v in chunk.output_logprobs.token_logprobs] == list(logprobs.token_logprobs)
         assert chunks[0].input_logprobs == prompt
         assert not any(chunk.HasField("input_logprobs") for chunk in chunks[1:])
 
 
-def test_logprobs_of_the_tokens_alone(vllm):
+def test_logprobs_of_the_tokens_only(vllm):
     end = vllm.whole(max_tokens=3, logprobs=0)
     assert len(end.output_logprobs.token_logprobs) == 3
     assert not end.output_logprobs.top_logprobs
@@ -274,17 +218,19 @@ def test_logprobs_of_the_tokens_alone(vllm):
     assert not vllm.whole(max_tokens=3).HasField("output_logprobs")
 
 
-def test_sglang_tells_of_the_prompt_from_a_place_on(sglang):
+def test_sglang_returns_prompt_logprobs_from_a_position(sglang):
     prompt = [20, 30, 40, *A]
-    told = sglang.whole(prompt, told=1, max_new_tokens=1, fields={"logprob_start_len": 2}).input_logprobs
-    assert list(told.token_ids) == prompt[2:]
-    assert [p.value if p.HasField("value") else None for p in told.token_logprobs] == [None, -0.75]
-    assert not sglang.whole(told=1, max_new_tokens=1, fields={"logprob_start_len": -1}).HasField("input_logprobs")
+    logprobs = sglang.whole(prompt, all_logprobs=1, max_new_tokens=1, fields={"logprob_start_len": 2}).input_logprobs
+    assert list(logprobs.token_ids) == prompt[2:]
+    assert [p.value if p.HasField("value") else None for p in logprobs.token_logprobs] == [None, -0.75]
+    assert not sglang.whole(all_logprobs=1, max_new_tokens=1, fields={"logprob_start_len": -1}).HasField(
+        "input_logprobs"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sglang_tells_of_the_prompt_alone(sglang, stream):
-    chunks, (end,) = sglang.chunks_and_ends([20, 30, *A], stream=stream, told=1, max_new_tokens=0)
+def test_sglang_returns_prompt_logprobs_only(sglang, stream):
+    chunks, (end,) = sglang.chunks_and_ends([20, 30, *A], stream=stream, all_logprobs=1, max_new_tokens=0)
     assert [(list(chunk.token_ids), chunk.completion_tokens) for chunk in chunks] == [([], 0)] * stream
     assert (list(end.output_ids), end.completion_tokens, end.finish_reason) == ([], 0, "length")
     assert [p.value for p in end.input_logprobs.token_logprobs] == [0, -0.25, -0.5]
@@ -309,20 +255,20 @@ def test_a_limit_that_vllm_refuses(vllm):
         (A, {"temperature": -1.0}, "temperature"),
         (A, {"top_p": 2.0}, "top_p"),
         (A, {"n": 129}, "n must"),
-        (A, {"told": 21}, "logprobs"),
+        (A, {"all_logprobs": 21}, "logprobs"),
         (A, {"regex": ""}, "regex"),
         (A, {"structural_tag": "{}"}, "structural_tag"),
         (A, {"fields": {"data_parallel_rank": 1}}, "one rank"),
         ([5] * (4 << 20), {}, "too large"),
     ],
 )
-def test_the_callers_mistakes(engine, prompt, params, named):
+def test_invalid_requests_name_the_field(engine, prompt, params, named):
     code, message = refusal(engine.ask(prompt, **params))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert named in message
 
 
-def test_what_is_not_supported_is_not_left_out_in_silence(vllm, sglang):
+def test_unsupported_fields_are_refused(vllm, sglang):
     pb = vllm.pb
     for fields in (
         {"mm_inputs": pb.MultimodalInputs()},
@@ -337,19 +283,19 @@ def test_what_is_not_supported_is_not_left_out_in_silence(vllm, sglang):
     assert refusal(vllm.stub.Generate(pb.GenerateRequest()))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_full_target_is_another_matter(engine, target):
+def test_a_full_target_is_resource_exhausted(engine, target):
     code, message = refusal(engine.ask([BUSY], **{engine.limit: 1}))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "retry" in message
     until(lambda: target.sessions == 0, seconds=5)
 
 
-def test_choices_that_do_not_all_fit_leave_nothing_behind(folder, target, draft, monkeypatch):
+def test_choices_that_do_not_all_fit_leave_no_session(folder, target, draft, monkeypatch):
     gateway = Gateway(folder, [target.address], [draft.address], max_pending_requests=2).wait()
     try:
         with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-            engine = Vllm(channel)
-            code, message = refusal(engine.ask(n=3))  # however long it waits
+            engine = VllmClient(channel)
+            code, message = refusal(engine.ask(n=3))  # independent of the waiting time
             assert (code, "at most 2" in message) == (grpc.StatusCode.INVALID_ARGUMENT, True)
             with monkeypatch.context() as slowly:
                 slowly.setattr(target.engine, "delay", 0.05)
@@ -363,7 +309,7 @@ def test_choices_that_do_not_all_fit_leave_nothing_behind(folder, target, draft,
         assert gateway.stop() == 0
 
 
-def test_calls_that_there_are_not(engine):
+def test_unsupported_calls_are_unimplemented(engine):
     pb, stub = engine.pb, engine.stub
     calls = [(stub.Embed, pb.EmbedRequest()), (stub.StartProfile, common_pb2.StartProfileRequest()),
              (stub.StopProfile, common_pb2.StopProfileRequest())]  # fmt: skip
@@ -408,7 +354,7 @@ def test_loads(engine, target, monkeypatch):
     messages.cancel()
 
 
-def test_the_tokenizer_comes_whole(engine):
+def test_the_tokenizer_archive_is_complete(engine):
     parts = list(engine.stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
     data = b"".join(part.data for part in parts)
     assert [part.sha256 for part in parts] == [""] * (len(parts) - 1) + [hashlib.sha256(data).hexdigest()]
@@ -416,7 +362,7 @@ def test_the_tokenizer_comes_whole(engine):
         assert {name: archive.read(name) for name in archive.namelist()} == tokenizer_files()
 
 
-def test_an_archive_depends_on_its_files_alone():
+def test_an_archive_depends_on_its_files_only():
     files = {"b": b"2" * 200_000, "a": b"1"}
     assert bundle(files) == bundle(dict(reversed(files.items())))
     assert bundle(files)[1] != bundle({"a": b"1"})[1]
@@ -432,9 +378,9 @@ def guarded(folder, target, draft):
     assert process.stop() == 0
 
 
-def test_keys_are_asked_for(guarded):
+def test_facades_require_a_key(guarded):
     with grpc.insecure_channel(f"127.0.0.1:{guarded.grpc_port}") as channel:
-        vllm = Vllm(channel)
+        vllm = VllmClient(channel)
         assert vllm.stub.HealthCheck(vllm.pb.HealthCheckRequest()).healthy
         assert refusal(vllm.ask(max_tokens=1))[0] is grpc.StatusCode.UNAUTHENTICATED
         for call, request in (
@@ -444,19 +390,19 @@ def test_keys_are_asked_for(guarded):
             assert refusal(lambda: call(request))[0] is grpc.StatusCode.UNAUTHENTICATED  # noqa: B023
         key = [("authorization", "Bearer secret")]
         assert len(list(vllm.stub.Generate(vllm.request(max_tokens=1), metadata=key))) == 1
-        # SGLang's service is there for those who ask for it alone.
-        assert refusal(Sglang(channel).ask(max_new_tokens=1))[0] is grpc.StatusCode.UNIMPLEMENTED
+        # SGLang's facade is served only if it is requested.
+        assert refusal(SglangClient(channel).ask(max_new_tokens=1))[0] is grpc.StatusCode.UNIMPLEMENTED
         flush = common_pb2.FlushCacheRequest()
         code, message = refusal(lambda: vllm.stub.FlushCache(flush, metadata=key))
         assert code is grpc.StatusCode.UNAUTHENTICATED
         assert "admin" in message
 
 
-def test_before_a_target_is_there(folder):
+def test_facades_are_unavailable_before_a_target_is_up(folder):
     gateway = Gateway(folder, [f"127.0.0.1:{free_port()}"])
     try:
         with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
-            vllm = Vllm(channel)
+            vllm = VllmClient(channel)
             grpc.channel_ready_future(channel).result(60)
             code, message = refusal(lambda: vllm.stub.HealthCheck(vllm.pb.HealthCheckRequest()))
             assert (code, "waits for a target" in message) == (grpc.StatusCode.UNAVAILABLE, True)
@@ -467,11 +413,11 @@ def test_before_a_target_is_there(folder):
         assert gateway.stop() == 0
 
 
-# --- whoever knows nothing of it ---
+# --- generic clients ---
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_health_service_knows_them(channel, name):
+def test_the_health_service_lists_the_facades(channel, name):
     answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -491,8 +437,8 @@ def test_reflection_lists_all_methods(gateway):
 def test_calls_without_any_stub(gateway):
     server = f"http://127.0.0.1:{gateway.grpc_port}"
     request = {"tokenized": {"inputIds": A}, "samplingParams": {"temperature": 0, "maxTokens": 3}}
-    said = json.loads(buf("-d", json.dumps(request), f"{server}/{NAMES[0]}/Generate"))
-    assert said["complete"]["outputIds"] == expected(A, 3)
+    output = json.loads(buf("-d", json.dumps(request), f"{server}/{NAMES[0]}/Generate"))
+    assert output["complete"]["outputIds"] == expected(A, 3)
     own = {"text": "A", "maxTokens": 3, "temperature": 0}
-    said = buf("-d", json.dumps(own), f"{server}/outrider.wire.v1.GatewayService/Generate")
-    assert "FINISH_REASON_LENGTH" in said
+    output = buf("-d", json.dumps(own), f"{server}/outrider.wire.v1.GatewayService/Generate")
+    assert "FINISH_REASON_LENGTH" in output

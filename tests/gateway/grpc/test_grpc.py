@@ -31,7 +31,7 @@ def test_facts(client):
     assert info.max_session_tokens == 400
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 @pytest.mark.parametrize("prompt", ["A", A, np.array(A)])
 def test_parts_add_up(client, prompt):
     parts = list(client.generate(prompt, max_tokens=90, temperature=0))
@@ -44,7 +44,7 @@ def test_parts_add_up(client, prompt):
     assert 0 < last.speculation.accepted_tokens < last.speculation.proposed_tokens
 
 
-def test_cached_prompt_tokens_are_told(client):
+def test_cached_prompt_tokens_are_returned(client):
     prompt = [201, 202, 203]
     assert [client.complete(prompt, max_tokens=4, cache_salt="x").cached_tokens for _ in range(2)] == [0, 2]
     assert list(client.generate(prompt, max_tokens=4))[-1].cached_tokens == 0
@@ -55,7 +55,7 @@ def test_conversations_and_stop_strings(client):
     assert answer.text == '!"#$'
     assert answer.finish_reason == "stop"
     assert len(answer.token_ids) == 5
-    until(lambda: client.complete("hello", max_tokens=20, temperature=0).accept_length > 1)  # hints may be late
+    until(lambda: client.complete("hello", max_tokens=20, temperature=0).accept_length > 1)  # proposals may be late
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ def test_a_stop_string_is_one_text_or_several(client, stop, text):
 
 
 @pytest.mark.parametrize("letter", ["x", "%", "\n", "é", "😀"])
-def test_a_name_that_is_too_long_for_a_status_leaves_the_status_as_it_is(client, letter):
+def test_a_long_name_does_not_change_the_status(client, letter):
     with pytest.raises(ModelNotFound, match=f"the model `{letter * 200}") as error:
         client.complete("A", model=letter * 20_000)
     assert error.value.message.endswith(f"{letter} ...")
 
 
 @pytest.mark.parametrize("prompt", ["x" * (4 << 20), [5] * (4 << 20), [{"role": "user", "content": "x" * (4 << 20)}]])
-def test_a_request_that_is_too_large_is_refused_before_anything_is_made_of_it(client, prompt):
+def test_a_request_that_is_too_large_is_refused_unprocessed(client, prompt):
     with pytest.raises(InvalidRequest, match="at most 4194304 are allowed"):
         client.complete(prompt)
 
 
-def test_the_seed_is_told_and_repeats_the_text(client):
+def test_the_returned_seed_repeats_the_text(client):
     first = client.complete("A", max_tokens=20)
     assert client.complete("A", max_tokens=20, seed=first.seed).text == first.text
     assert client.complete("A", max_tokens=3, seed=2**64 - 1).text == "BCD"  # stride 1
@@ -119,9 +119,9 @@ def test_errors_have_their_kind(client, error, prompt, options):
     assert type(caught.value) is error
 
 
-def test_nobody_there_is_unavailable():
-    with Client(f"127.0.0.1:{free_port()}") as nobody, pytest.raises(Unavailable):
-        nobody.complete("A", timeout=5)
+def test_an_unreachable_gateway_is_unavailable():
+    with Client(f"127.0.0.1:{free_port()}") as client, pytest.raises(Unavailable):
+        client.complete("A", timeout=5)
 
 
 async def test_async_generations_side_by_side(gateway):

@@ -1,11 +1,11 @@
-"""Hidden states on their way through the gateway: in order, to whom they belong, and no strays."""
+"""The relay of hidden states: in order, to the right draft, without stray blocks."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from gateway.orchestration import feature_relay as feeding
+from gateway.orchestration import feature_relay
 from gateway.telemetry.metrics import Metrics
 from outrider.serving.features import FeatureBlock
 from outrider.serving.messages import StepOutput
@@ -27,59 +27,59 @@ class Draft:
         return True
 
 
-def session(draft, until=0):
+def session(draft, end=0):
     """One that was opened twice on its target."""
-    return SimpleNamespace(draft=draft, features_until=until, lingers=True)
+    return SimpleNamespace(draft=draft, features_end=end, reopening=SimpleNamespace(active=True))
 
 
 def relay(sessions, drafts, *blocks, spec=1):
     rows = [FeatureBlock(name, first, np.zeros((count, 4), np.uint8), spec) for name, first, count in blocks]
-    feeding.relay(features_to_pb(rows), sessions, drafts, Metrics())
+    feature_relay.relay(features_to_pb(rows), sessions, drafts, Metrics().services)
 
 
-def test_what_was_on_its_way_when_everything_was_asked_for_again_is_left_out():
+def test_states_in_transit_are_dropped_after_all_were_requested_again():
     draft = Draft()
     sessions = {1: session(draft, 57), 2: session(draft, 10)}
     relay(sessions, [draft], (1, 57, 3), (2, 10, 2))
-    sessions[1].features_until = 0  # another draft took the session over
+    sessions[1].features_end = 0  # another draft took the session over
     relay(sessions, [draft], (1, 60, 2), (2, 12, 1))
     relay(sessions, [draft], (1, 0, 16))
     relay(sessions, [draft], (1, 16, 48), (2, 13, 1))
     assert draft.fed == [(1, 57, 3), (2, 10, 2), (2, 12, 1), (1, 0, 16), (1, 16, 48), (2, 13, 1)]
-    assert (sessions[1].features_until, sessions[2].features_until) == (64, 14)
+    assert (sessions[1].features_end, sessions[2].features_end) == (64, 14)
 
 
-def test_strays_take_nothing_with_them_that_came_in_the_same_frame():
+def test_only_stray_blocks_of_a_frame_are_dropped():
     draft = Draft()
     sessions = {1: session(draft), 2: session(draft, 10)}
     relay(sessions, [draft], (1, 57, 3), (1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4))
     assert draft.fed == [(1, 0, 16), (2, 10, 2), (1, 16, 44), (1, 57, 4)]
-    assert (sessions[1].features_until, sessions[2].features_until) == (61, 12)
+    assert (sessions[1].features_end, sessions[2].features_end) == (61, 12)
 
 
 @pytest.mark.parametrize("others", [[], [Draft(1)]])
-def test_a_draft_is_not_fed_what_another_one_asked_for(others):
+def test_a_draft_does_not_receive_states_of_another_specification(others):
     """It has taken the session over, and the prompt's first rows for the other one were on their way."""
     draft = Draft(2)
     sessions = {1: session(draft)}
-    sessions[1].lingers = False
+    sessions[1].reopening.active = False
     relay(sessions, [draft, *others], (1, 0, 16), (1, 16, 16), spec=1)
-    assert (draft.fed, sessions[1].features_until) == ([], 0)
+    assert (draft.fed, sessions[1].features_end) == ([], 0)
     relay(sessions, [draft, *others], (1, 0, 16), spec=2)
     relay(sessions, [draft, *others], (1, 16, 4), spec=1)
     relay(sessions, [draft, *others], (1, 16, 8), spec=2)
-    assert (draft.fed, sessions[1].features_until) == ([(1, 0, 16), (1, 16, 8)], 24)
+    assert (draft.fed, sessions[1].features_end) == ([(1, 0, 16), (1, 16, 8)], 24)
 
 
-def test_a_draft_sees_that_rows_are_missing():
+def test_gaps_are_relayed_to_the_draft():
     draft = Draft()
     sessions = {1: session(draft), 2: session(draft, 10)}
-    sessions[1].lingers = False  # nothing can be on its way from before
+    sessions[1].reopening.active = False  # nothing can be on its way from before
     relay(sessions, [draft], (1, 8, 3), (2, 12, 1))
     assert draft.fed == [(1, 8, 3), (2, 12, 1)]
 
 
-def test_a_draft_sees_that_a_beginning_is_missing_which_a_target_dropped(monkeypatch):
+def test_a_dropped_beginning_is_relayed_as_a_gap(monkeypatch):
     """Were it taken for what was on its way from before, nothing of the session would ever be fed."""
     monkeypatch.setattr(outbox, "BACKLOG_BYTES", 40)
     box = outbox.Outbox(lambda: None)
@@ -93,7 +93,7 @@ def test_a_draft_sees_that_a_beginning_is_missing_which_a_target_dropped(monkeyp
     assert [block for block in draft.fed if block[0] == 1] == [(1, 0, 1), (1, 18, 1)]
 
 
-def test_each_draft_is_fed_its_own():
+def test_each_draft_receives_the_states_of_its_sessions():
     one, other = Draft(), Draft()
     sessions = {1: session(one), 2: session(other), 3: session(None)}
     relay(sessions, [one, other], (1, 0, 2), (2, 0, 3), (3, 0, 4), (9, 0, 1))

@@ -1,4 +1,4 @@
-"""How the answers of one request are started, without services."""
+"""Starting the answers of one request, without services."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ import pytest
 from gateway.admission.admission import Admission
 from gateway.orchestration import generator as module
 from gateway.orchestration.generator import MAX_PROMPT_TOKENS, MAX_STOP_TOKENS, Generator
-from gateway.sessions.request import GenerationRequest
+from gateway.sessions.request import GenerationRequest, StopOptions
 from outrider.errors import InvalidRequest
 from outrider.speculation.sampling import SamplingParams
 from tests.support.gateway.engines import CONTEXT, VOCAB
@@ -19,30 +19,30 @@ SAMPLING = SamplingParams()
 
 @pytest.fixture
 def generator():
-    nothing = SimpleNamespace(longest=CONTEXT)
+    nothing = SimpleNamespace(sessions=SimpleNamespace(max_session_tokens=CONTEXT))
     return Generator(
-        nothing, None, None, name="m", vocab_size=VOCAB, max_session_tokens=CONTEXT, admission=Admission(most=2000)
+        nothing, None, None, name="m", vocab_size=VOCAB, max_session_tokens=CONTEXT, admission=Admission(limit=2000)
     )
 
 
 @pytest.fixture
 def started(generator, monkeypatch):
-    """Of which requests a generation has been started."""
+    """The requests of started generations."""
     found = []
     monkeypatch.setattr(generator, "start", lambda request, *_: found.append(request) or request)
     return found
 
 
-def test_choices_are_the_same_but_for_their_seeds():
-    request = GenerationRequest([5], SAMPLING, 3, seed=7)
+def test_choices_differ_only_in_their_seeds():
+    request = GenerationRequest([5], SAMPLING, StopOptions(3), seed=7)
     assert [one.seed for one in request.choices(3)] == [7, 8, 9]
     assert len({id(one.sampling) for one in request.choices(3)}) == 1
     assert GenerationRequest([5], SAMPLING).choices(2) == [GenerationRequest([5], SAMPLING)] * 2
 
 
 @pytest.mark.parametrize(("breath", "turns"), [(0.0, 8), (math.inf, 1)])
-async def test_others_have_turns_while_many_answers_are_started(generator, started, monkeypatch, breath, turns):
-    monkeypatch.setattr(module, "_BREATH", breath)
+async def test_other_coroutines_run_while_many_answers_are_started(generator, started, monkeypatch, breath, turns):
+    monkeypatch.setattr(module, "_TURN_SECONDS", breath)
     seen = set()
 
     async def other():
@@ -53,7 +53,7 @@ async def test_others_have_turns_while_many_answers_are_started(generator, start
     task = asyncio.create_task(other())
     await asyncio.sleep(0)
     requests = GenerationRequest([5], SAMPLING).choices(8)
-    assert [one async for one in generator.start_all([(one, "name") for one in requests])] == requests
+    assert await generator.start_all([(one, "name") for one in requests]) == requests
     task.cancel()
     assert len(seen) == turns
 
@@ -67,8 +67,8 @@ async def test_others_have_turns_while_many_answers_are_started(generator, start
         (lambda generator: generator.abort_all(), [False, True, True, True, True]),
     ],
 )
-async def test_answers_that_are_ended_before_they_are_started_end_at_once(generator, monkeypatch, abort, ended):
-    """The first has been started by then, and is not in the generator's books here."""
+async def test_answers_aborted_before_their_start_end_at_once(generator, monkeypatch, abort, ended):
+    """The first answer is started by then, and the generator does not track it here."""
     found = []
 
     def start(*_):
@@ -77,16 +77,17 @@ async def test_answers_that_are_ended_before_they_are_started_end_at_once(genera
         return found[-1]
 
     monkeypatch.setattr(generator, "start", start)
-    generator.orchestrator.abort_all = lambda: 0
+    generator.orchestrator.sessions.abort_all = lambda: 0
     request = GenerationRequest([5], SAMPLING)
-    starts = generator.start_all([(request, name) for name in ("q-0", "q", "q-1", "q-2", "q2")])
-    other = generator.start_all([(request, "other")])
-    await anext(starts)
+    monkeypatch.setattr(module, "_TURN_SECONDS", 0.0)
+    names = ("q-0", "q", "q-1", "q-2", "q2")
+    starting = asyncio.create_task(generator.start_all([(request, name) for name in names]))
+    while not found:
+        await asyncio.sleep(0)
     abort(generator)
-    async for _ in starts:
-        pass
+    await starting
     assert [one.aborted for one in found] == ended
-    await anext(other)
+    await generator.start_all([(request, "other")])
     assert not found[-1].aborted
 
 
@@ -94,24 +95,24 @@ async def test_answers_that_are_ended_before_they_are_started_end_at_once(genera
     ("prompt", "count", "message"),
     [
         (1, 2000, None),
-        (1, 2001, "asks for 2001 answers; at most 2000"),
+        (1, 2001, "has 2001 answers; at most 2000"),
         (MAX_PROMPT_TOKENS // 1000, 1000, None),
         (MAX_PROMPT_TOKENS // 1000 + 1, 1000, f"{(MAX_PROMPT_TOKENS // 1000 + 1) * 1000} tokens in all"),
-        (MAX_PROMPT_TOKENS + 1, 1, None),  # by itself it fits or not, as the context says
+        (MAX_PROMPT_TOKENS + 1, 1, None),  # a single prompt is checked against the context only
     ],
 )
-async def test_the_answers_of_a_request_are_bounded_together(generator, started, prompt, count, message):
+async def test_answers_and_prompt_tokens_of_a_request_are_bounded(generator, started, prompt, count, message):
     requests = [(one, "") for one in GenerationRequest([5] * prompt, SAMPLING, prompt_field="text").choices(count)]
     if message is None:
-        assert len([one async for one in generator.start_all(requests)]) == count
+        assert len(await generator.start_all(requests)) == count
         return
     with pytest.raises(InvalidRequest, match=message):
-        await anext(generator.start_all(requests))
+        await generator.start_all(requests)
     assert not started
 
 
 def test_stop_tokens_are_bounded(generator):
-    request = GenerationRequest([5], SAMPLING, stop_token_ids=(5,) * (MAX_STOP_TOKENS + 1))
+    request = GenerationRequest([5], SAMPLING, StopOptions(token_ids=(5,) * (MAX_STOP_TOKENS + 1)))
     with pytest.raises(InvalidRequest, match="1024 stop tokens") as caught:
         generator.start(request)
     assert caught.value.param == "stop_token_ids"

@@ -1,9 +1,6 @@
-"""Services that die and come back: clients must not notice more than a pause."""
+"""Services that die and come back: clients notice a pause at most."""
 
 import asyncio
-import contextlib
-import json
-import os
 import threading
 
 import numpy as np
@@ -16,77 +13,13 @@ from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import Unavailable
 from outrider.speculation.proposal import Commit, FinishReason, path_hash
-from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.sampling import SamplingParams
 from outrider.wire.codec import commits_from_pb, commits_to_pb
 from outrider.wire.opens import open_from_pb
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
-from tests.support.gateway.engines import expected, tokenizer
-from tests.support.gateway.services import Draft, Gateway, Service, Target, until
-
-TOKENIZER = tokenizer()
-COUNT = 200
-PROMPT = TOKENIZER.encode("A").ids
-WHOLE = expected(PROMPT, COUNT)
-
-
-class Stream(threading.Thread):
-    """A streamed completion in a thread; collects token ids, text and the end."""
-
-    def __init__(self, gateway, **options):
-        super().__init__()
-        self.gateway, self.tokens, self.text, self.reason, self.error = gateway, [], "", None, None
-        self.logprobs = []
-        self.body = {
-            "prompt": PROMPT, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "stream": True,
-            "return_token_ids": True, **options,
-        }  # fmt: skip
-        self.start()
-
-    def run(self):
-        with self.gateway.client.stream("POST", "/v1/completions", json=self.body) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line.removeprefix("data: ")))
-
-    def _take(self, chunk):
-        self.error = chunk.get("error", self.error)
-        for choice in chunk.get("choices", []):
-            self.tokens += choice.get("token_ids") or []
-            self.text += choice["text"]
-            self.logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
-            self.reason = choice["finish_reason"] or self.reason
-
-    def whole(self):
-        self.join(40)
-        assert not self.is_alive()
-        assert self.error is None
-        return self.tokens == WHOLE and self.text == TOKENIZER.decode(WHOLE) and self.reason == "length"
-
-
-@contextlib.contextmanager
-def system(folder, targets=1, drafts=1, delay=0.03, **flags):
-    """Services that take their time, so that streams outlast what befalls them, and a gateway of their own."""
-    services = [
-        [Service(kind, f"unix:{folder}/{kind.__name__}{i}-{os.urandom(3).hex()}", delay=pause) for i in range(count)]
-        for kind, count, pause in ((Target, targets, delay), (Draft, drafts, 0))
-    ]
-    for service in [*services[0], *services[1]]:
-        service.start()
-    gateway = Gateway(folder, *([service.address for service in group] for group in services), **flags)
-    try:
-        gateway.wait()
-        for kind, group in zip(("target", "draft"), services, strict=True):
-            until(lambda kind=kind, group=group: gateway.metric("outrider_service_up", service=kind) == len(group))
-        yield gateway, *services
-        until(lambda: not any(s.sessions for group in services for s in group if s._thread.is_alive()))
-    finally:
-        assert gateway.stop() == 0
-        for service in [*services[0], *services[1]]:
-            service.stop()
-
-
-def started(stream):
-    until(lambda: len(stream.tokens) > 10)
+from tests.support.gateway.requests import request_for
+from tests.support.gateway.services import until
+from tests.support.gateway.streaming import COUNT, PROMPT, Stream, started, system
 
 
 def accepted(gateway):
@@ -94,7 +27,7 @@ def accepted(gateway):
 
 
 def until_accepted(gateway, count):
-    """Streams, until more drafted tokens than `count` have been accepted; on a busy machine hints often are late."""
+    """Stream until more than `count` draft tokens were accepted; on a loaded machine proposals are often late."""
 
     def enough():
         if accepted(gateway) > count:
@@ -105,7 +38,7 @@ def until_accepted(gateway, count):
     until(enough, 60)
 
 
-def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder):
+def test_clients_do_not_notice_a_draft_that_dies_and_comes_back(folder):
     with system(folder) as (gateway, _, [draft]):
         streams = [Stream(gateway) for _ in range(4)]
         for stream in streams:
@@ -115,7 +48,7 @@ def test_a_draft_that_dies_is_not_noticed_and_used_again_when_it_is_back(folder)
         assert "draft" in gateway.client.get("/health").text
         assert gateway.text("A", max_tokens=3) == "BCD"
         draft.start()
-        until(lambda: draft.engine.opened == 4)  # the sessions under way are drafted for again
+        until(lambda: draft.engine.opened == 4)  # the running sessions are opened there again
         assert all(stream.whole() for stream in streams)
         until_accepted(gateway, accepted(gateway) + COUNT / 8)
 
@@ -130,31 +63,31 @@ def test_a_draft_session_that_is_lost_is_opened_again(folder):
         assert gateway.metric("outrider_reopened_sessions_total", service="draft") == 1
 
 
-def test_a_draft_is_told_whether_hints_pay(folder):
+def test_a_draft_receives_whether_drafting_is_paused(folder):
     with system(folder) as (gateway, [target], [draft]):
         gateway.text("A", max_tokens=3)
-        assert gateway.metric("outrider_target_plain") == 0
+        assert gateway.metric("outrider_drafting_paused") == 0
         target.engine.drafting_paused = True
         gateway.text("A", max_tokens=3)
-        assert gateway.metric("outrider_target_plain") == 1
+        assert gateway.metric("outrider_drafting_paused") == 1
         gateway.text("A", max_tokens=3)
         until(lambda: draft.engine.opened == 3)
         assert [request.drafting_paused for request in draft.engine.seen] == [False, False, True]
 
 
-def test_commits_without_wishes_gather(folder):
+def test_commits_are_gathered_while_drafting_is_paused(folder):
     with system(folder, delay=0.02) as (gateway, [target], [draft]):
         target.engine.drafting_paused = True
         stream = Stream(gateway)
         started(stream)
 
-        def said():
+        def committed():
             (sequence,) = target.engine.sessions.values()
             return len(sequence.tokens)
 
-        before, begun = draft.engine.frames, said()
+        before, begun = draft.engine.frames, committed()
         until(lambda: draft.engine.frames >= before + 3)
-        assert said() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
+        assert committed() - begun > 3 * (draft.engine.frames - before)  # some 10 steps share a frame
         target.engine.drafting_paused = False
         assert stream.whole()
         until_accepted(gateway, 0)
@@ -213,7 +146,7 @@ def test_sessions_move_to_another_target(folder):
         assert draft.engine.opened == 6  # the draft needs no word of it
 
 
-def test_hints_reach_the_session_whichever_target_has_it(folder):
+def test_proposals_reach_sessions_on_every_target(folder):
     with system(folder, targets=2, drafts=2) as (gateway, targets, drafts):
         streams = [Stream(gateway) for _ in range(8)]
         assert all(stream.whole() for stream in streams)
@@ -252,30 +185,30 @@ async def test_sessions_fail_once_no_target_has_come_back_in_time():
     target = TargetLink("unix:/nowhere")
     orchestrator = Orchestrator([target], [], Metrics(), resume_timeout=0.05)
     target.up = True
-    session = orchestrator.open(PROMPT, SamplingParams(), StopConditions(5))
+    session = orchestrator.sessions.open(request_for(PROMPT, 5))
     assert session.target is target
     target.up = False
     target.on_down()
-    waiting = orchestrator.open(PROMPT, SamplingParams(), StopConditions(5))
+    waiting = orchestrator.sessions.open(request_for(PROMPT, 5))
     assert session.target is waiting.target is None
     for one in (session, waiting):
         with pytest.raises(Unavailable, match="came back"):
-            await one.next()
-    assert not orchestrator.sessions
+            await one.inbox.next()
+    assert not orchestrator.sessions.by_id
     with pytest.raises(Unavailable):
-        orchestrator.open(PROMPT, SamplingParams(), StopConditions(5))
+        orchestrator.sessions.open(request_for(PROMPT, 5))
     target.up = True
     target.on_up()
-    assert orchestrator.open(PROMPT, SamplingParams(), StopConditions(5)).target is target
+    assert orchestrator.sessions.open(request_for(PROMPT, 5)).target is target
     assert target.session_count == 1
 
 
-async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
+async def test_a_session_fails_after_repeated_losses():
     """It may be what ends them; others go on, and so does one that had a token in between."""
     target = TargetLink("unix:/nowhere")
     orchestrator = Orchestrator([target], [], Metrics())
     target.up = True
-    poison, other = (orchestrator.open(PROMPT, SamplingParams(), StopConditions(50)) for _ in range(2))
+    poison, other = (orchestrator.sessions.open(request_for(PROMPT, 50)) for _ in range(2))
     for _ in range(6):
         assert other.target is target
         other.commit([7], 0, 0, FinishReason.RUNNING)
@@ -285,36 +218,36 @@ async def test_a_session_that_every_target_is_lost_with_is_opened_no_more():
         target.on_up()
     assert other.target is target
     with pytest.raises(Unavailable, match="5 times a target was lost that had this request"):
-        await poison.next()
-    orchestrator.close(other)
-    assert not orchestrator.sessions
+        await poison.inbox.next()
+    orchestrator.sessions.close(other)
+    assert not orchestrator.sessions.by_id
 
 
-async def tell(target, session, base, tokens, root_hash=0):
-    """What a target's frame with one commit does."""
+async def send_commit(target, session, base, tokens, root_hash=0):
+    """Receive a target's frame with one commit."""
     batch = commits_to_pb([Commit(session.id, base, np.array(tokens, np.uint32), root_hash)])
     await target.on_frame(target_pb2.VerifyResponse(commits=batch))
 
 
-async def test_runs_that_differ_are_never_mixed():
+async def test_diverging_runs_of_a_session_are_never_mixed():
     """Of a session that was opened twice on a target whose rounding depends on what stands beside a row."""
     target = TargetLink("unix:/nowhere")
     target.up = True
     orchestrator = Orchestrator([target], [], Metrics())
-    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(20))
+    session = orchestrator.sessions.open(request_for([1, 2], 20))
 
     async def commit(text, tokens):
-        await tell(target, session, len(text), tokens, path_hash(np.array([*text, *tokens])))
-        return [open_from_pb(request).tokens.tolist() for request in target._take().opens]
+        await send_commit(target, session, len(text), tokens, path_hash(np.array([*text, *tokens])))
+        return [open_from_pb(request).tokens.tolist() for request in target.take_frame().opens]
 
-    target._clear()
+    target.take_frame()
     assert await commit([1, 2], [3, 4]) == []
-    session.linger()  # opened anew with these tokens, while the old run goes on
+    session.reopening.start(session.tokens)  # opened anew with these tokens, while the old run goes on
     assert await commit([1, 2, 3, 4], [5, 6]) == []
     assert await commit([1, 2, 3, 4], [5]) == []
-    assert await commit([1, 2, 3, 4, 5], [9, 8]) == [[1, 2, 3, 4, 5, 6]], "the client has been told of 6"
+    assert await commit([1, 2, 3, 4, 5], [9, 8]) == [[1, 2, 3, 4, 5, 6]], "the client has 6"
     assert await commit([1, 2, 3, 4, 5, 9], [8]) == []
-    assert await commit([1, 2, 3, 4, 5, 9, 8], [7]) == [], "it is told once"
+    assert await commit([1, 2, 3, 4, 5, 9, 8], [7]) == [], "it is sent once"
     assert await commit([1, 2, 3, 4, 5, 6], [7, 8]) == []
     assert await commit([1, 2, 3, 4, 5, 6, 7, 8], [9]) == []
     assert session.tokens == list(range(1, 10))
@@ -322,14 +255,14 @@ async def test_runs_that_differ_are_never_mixed():
     assert session.tokens == list(range(1, 10))
 
 
-async def test_a_session_that_cannot_be_said_is_nobody_s_burden():
+async def test_a_session_that_cannot_be_encoded_leaves_nothing_behind():
     """One whose request does not fit on the wire would be in the way whenever a service came back."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up = draft.up = True
     orchestrator = Orchestrator([target], [draft], Metrics())
     with pytest.raises(ValueError, match="out of range"):
-        orchestrator.open([1, 2], SamplingParams(top_k=2**40), StopConditions(20))
-    assert not orchestrator.sessions
+        orchestrator.sessions.open(request_for([1, 2], 20, sampling=SamplingParams(top_k=2**40)))
+    assert not orchestrator.sessions.by_id
     assert (target.session_count, draft.session_count) == (0, 0)
     for link in (target, draft):
         link.on_down()
@@ -340,79 +273,79 @@ async def test_commits_that_overlap_are_skipped_and_gaps_open_the_session_again(
     target = TargetLink("unix:/nowhere")
     target.up = True
     orchestrator = Orchestrator([target], [], Metrics())
-    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
+    session = orchestrator.sessions.open(request_for([1, 2], 9))
 
-    await tell(target, session, 2, [3, 4])
-    await tell(target, session, 2, [3, 4])
-    await tell(target, session, 3, [4, 5])
+    await send_commit(target, session, 2, [3, 4])
+    await send_commit(target, session, 2, [3, 4])
+    await send_commit(target, session, 3, [4, 5])
     assert session.tokens == [1, 2, 3, 4, 5]
-    assert (await session.next()).tokens == [3, 4, 5]
-    target._clear()
-    await tell(target, session, 7, [8])
+    assert (await session.inbox.next()).tokens == [3, 4, 5]
+    target.take_frame()
+    await send_commit(target, session, 7, [8])
     assert session.tokens == [1, 2, 3, 4, 5]
-    (request,) = target._take().opens
+    (request,) = target.take_frame().opens
     assert open_from_pb(request).tokens.tolist() == [1, 2, 3, 4, 5]
     assert request.prompt_length == 2
 
 
 @pytest.mark.parametrize(("code", "targets"), [(8, 2), (14, 2), (14, 1), (3, 1)])
-async def test_of_a_session_that_was_opened_twice_no_run_goes_on_alone(code, targets):
+async def test_a_session_opened_twice_leaves_no_run_behind(code, targets):
     """The first run fails while the second one is being asked for, which may succeed: that of a full target, say."""
     links = [TargetLink(f"unix:/target{i}") for i in range(targets)]
     for link in links:
         link.up = True
     orchestrator = Orchestrator(links, [], Metrics())
-    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
+    session = orchestrator.sessions.open(request_for([1, 2], 9))
     first = session.target
-    first._take()
-    session.linger()
-    orchestrator.places.open_there(session)
+    first.take_frame()
+    session.reopening.start(session.tokens)
+    orchestrator.sessions.placement.reopen(session)
     if targets > 1:
-        first._take()
+        first.take_frame()
         first.session_count += 9  # of others: the next one is opened elsewhere
     error = common_pb2.SessionError(session_id=session.id, code=code, message="no")
     await first.on_frame(target_pb2.VerifyResponse(errors=[error]))
     goes_on = session.target is first
     assert goes_on == (code == 14 and targets == 1)
-    frame = first._take()
+    frame = first.take_frame()
     assert np.frombuffer(frame.closes, "<u8").tolist() == ([] if goes_on else [session.id])
     if targets > 1:
-        assert [request.session_id for request in session.target._take().opens] == [session.id]
+        assert [request.session_id for request in session.target.take_frame().opens] == [session.id]
 
 
-def test_a_session_that_comes_back_is_not_closed_with_the_frame_that_opens_it():
+def test_reopening_drops_an_earlier_close():
     target = TargetLink("unix:/nowhere")
     for name in (1, 2):
         target.close(name)
     target.open(common_pb2.OpenSession(session_id=1))
-    assert np.frombuffer(target._take().closes, "<u8").tolist() == [2]
+    assert np.frombuffer(target.take_frame().closes, "<u8").tolist() == [2]
     target.open(common_pb2.OpenSession(session_id=1))
     target.close(1)
-    assert np.frombuffer(target._take().closes, "<u8").tolist() == [1]
+    assert np.frombuffer(target.take_frame().closes, "<u8").tolist() == [1]
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["comes", "loses track"])
-async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
+async def test_a_draft_opened_during_delivery_receives_the_whole_frame(lost):
     """Sessions are told one after the other; one that is opened on a draft meanwhile lacks what it has yet to hear."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up, draft.up = True, lost
     orchestrator = Orchestrator([target], [draft], Metrics())
-    sessions = [orchestrator.open([1, 2], SamplingParams(), StopConditions(9)) for _ in range(6)]
+    sessions = [orchestrator.sessions.open(request_for([1, 2], 9)) for _ in range(6)]
     batch = commits_to_pb([Commit(session.id, 2, np.array([3, 4], np.uint32), 0) for session in sessions])
-    draft._clear()
-    telling = asyncio.create_task(target.on_frame(target_pb2.VerifyResponse(commits=batch)))
+    draft.take_frame()
+    delivery = asyncio.create_task(target.on_frame(target_pb2.VerifyResponse(commits=batch)))
     while len(sessions[0].tokens) == 2:
         await asyncio.sleep(0)
     assert sessions[-1].tokens == [1, 2]
     if lost:
-        draft._take()
+        draft.take_frame()
         errors = [common_pb2.SessionError(session_id=sessions[-1].id, code=14, message="lost track")]
         await draft.on_frame(draft_pb2.ProposeResponse(errors=errors))
     else:
         draft.up = True
         draft.on_up()
-    await telling
-    frame = draft._take()
+    await delivery
+    frame = draft.take_frame()
     known = {request.session_id: open_from_pb(request).tokens.tolist() for request in frame.opens}
     for commit in commits_from_pb(frame.commits):
         tokens = known.get(commit.session_id, [])
@@ -421,32 +354,32 @@ async def test_a_draft_misses_nothing_of_a_frame_that_is_being_told(lost):
 
 
 @pytest.mark.parametrize(("tokens", "goes_on"), [(8, False), (300, True)])
-async def test_a_draft_that_lost_a_session_now_and_then_is_asked_again(tokens, goes_on):
+async def test_rare_failures_of_a_draft_are_forgiven(tokens, goes_on):
     """One that does so whenever it has been opened is not: each time it would read the whole text again."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up = draft.up = True
     orchestrator = Orchestrator([target], [draft], Metrics())
-    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(4000))
+    session = orchestrator.sessions.open(request_for([1, 2], 4000))
     error = common_pb2.SessionError(session_id=session.id, code=14, message="lost track")
     for _ in range(12):
-        await tell(target, session, len(session.tokens), [3] * tokens)
+        await send_commit(target, session, len(session.tokens), [3] * tokens)
         await draft.on_frame(draft_pb2.ProposeResponse(errors=[error]))
     assert (session.draft is draft) == goes_on
 
 
 @pytest.mark.parametrize(("limit", "known", "again"), [(0, True, True), (2, True, False), (0, False, False)])
-async def test_only_what_can_be_fed_is_computed_again_for_a_draft(limit, known, again):
+async def test_hidden_states_are_recomputed_only_if_the_draft_can_use_them(limit, known, again):
     """Not a session that is longer than the draft follows, nor one on a target that has no such states."""
     target, draft = TargetLink("unix:/nowhere"), DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     target.up = True
     orchestrator = Orchestrator([target], [draft], Metrics())
-    session = orchestrator.open([1, 2], SamplingParams(), StopConditions(9))
-    target._clear()
+    session = orchestrator.sessions.open(request_for([1, 2], 9))
+    target.take_frame()
     draft.features = Features(common_pb2.FeatureSpec(spec_id=5), ())
     draft.info = draft_pb2.GetDraftInfoResponse(drafters=["NGRAM", "EAGLE3"], max_session_tokens=limit)
     target.features = {5} if known else set()
     draft.up = True
     draft.on_up()
     assert session.draft is draft
-    assert [request.feature_spec for request in target._take().opens] == ([5] if again else [])
-    assert session.lingers == again
+    assert [request.feature_spec for request in target.take_frame().opens] == ([5] if again else [])
+    assert session.reopening.active == again

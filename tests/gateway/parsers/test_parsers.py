@@ -1,18 +1,17 @@
-"""Calls and reasoning in models' texts, however these are cut into pieces."""
+"""Tool calls and reasoning in texts that arrive in pieces."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 
 from gateway.api.requests.messages import Message
-from gateway.api.requests.tools import Tools, introduced, tools_of
-from gateway.api.routes.chats import Chats
+from gateway.api.requests.tools import Tools, describe_tools, tools_of
+from gateway.api.routes.conversations import Conversations
 from gateway.parsers.json_text import CallObject
-from gateway.parsers.parser import Speech, form_of, reasons
-from gateway.parsers.reasoning import Reasoning, ThinkingTokens
-from gateway.parsers.tool_calls import DeepSeekReader, HermesReader, NamedReader, ObjectsReader
+from gateway.parsers.output import OutputParser, call_format, has_reasoning
+from gateway.parsers.reasoning import Reasoning, ReasoningTokenCounter
+from gateway.parsers.tool_calls import DeepSeekParser, HermesParser, JsonCallsParser, NamedCallParser
 from gateway.text.tokenizer import ModelTokenizer
 from outrider.config import GatewayOptions
 from outrider.errors import InvalidRequest
@@ -22,15 +21,15 @@ SIZES = [1, 2, 3, 5, 11, 1000]
 WEATHER = '{"city": "Z\\u00fcrich, \\"old\\" {town}", "days": [1, {"a": 2}]}'
 
 
-def read(make, text, size, most_calls=None):
+def read(make, text, size, max_calls=None):
     """Content and calls, (name, arguments) each."""
-    speech = Speech(None, make(), most_calls=most_calls)
+    parser = OutputParser(None, make(), max_calls=max_calls)
     content, calls = "", []
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for place, piece in enumerate(pieces):
-        said = speech.push(piece, last=place == len(pieces) - 1)
-        content += said.content
-        for part in said.calls:
+    for index, piece in enumerate(pieces):
+        output = parser.push(piece, last=index == len(pieces) - 1)
+        content += output.content
+        for part in output.calls:
             if part.name is not None:
                 assert part.call == len(calls)
                 calls.append([part.name, ""])
@@ -69,7 +68,7 @@ HERMES = {
 @pytest.mark.parametrize("case", HERMES)
 def test_hermes(case, size):
     text, content, calls = HERMES[case]
-    got_content, got_calls = read(HermesReader, text, size)
+    got_content, got_calls = read(HermesParser, text, size)
     assert got_calls == calls
     assert got_content.replace(" ", "") == content.replace(" ", "")
 
@@ -92,7 +91,7 @@ LLAMA = {
 @pytest.mark.parametrize("case", LLAMA)
 def test_llama(case, size):
     text, content, calls = LLAMA[case]
-    assert read(lambda: ObjectsReader({"f", "g"}), text, size) == (content, calls)
+    assert read(lambda: JsonCallsParser({"f", "g"}), text, size) == (content, calls)
 
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -107,19 +106,19 @@ def deepseek(name, arguments, fenced):
 @pytest.mark.parametrize("fenced", [False, True])
 def test_deepseek(fenced, size):
     calls = deepseek("f", WEATHER, fenced) + "\n" + deepseek("g", "{}", fenced)
-    assert read(DeepSeekReader, "Sure. " + BEGIN + calls + END, size) == ("Sure. ", [("f", WEATHER), ("g", "{}")])
-    assert read(DeepSeekReader, "a < b", size) == ("a < b", [])
+    assert read(DeepSeekParser, "Sure. " + BEGIN + calls + END, size) == ("Sure. ", [("f", WEATHER), ("g", "{}")])
+    assert read(DeepSeekParser, "a < b", size) == ("a < b", [])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_a_grammar_made(size):
+def test_forced_calls(size):
     text = f'[{{"name": "f", "parameters": {WEATHER}}}, {{"name": "g", "parameters": {{}}}}]'
-    assert read(ObjectsReader, text, size) == ("", [("f", WEATHER), ("g", "{}")])
-    assert read(ObjectsReader, text, size, most_calls=1) == ("", [("f", WEATHER)])
-    assert read(lambda: NamedReader("h"), WEATHER, size) == ("", [("h", WEATHER)])
+    assert read(JsonCallsParser, text, size) == ("", [("f", WEATHER), ("g", "{}")])
+    assert read(JsonCallsParser, text, size, max_calls=1) == ("", [("f", WEATHER)])
+    assert read(lambda: NamedCallParser("h"), WEATHER, size) == ("", [("h", WEATHER)])
 
 
-def test_objects_that_are_no_calls_fail():
+def test_objects_other_than_calls_fail():
     for text in ("x", '{"name": 5}', "{name: 1}", '{"name" 1}', '{"name": nope, '):
         made = CallObject()
         made.push(text)
@@ -140,31 +139,31 @@ REASONING = {
 @pytest.mark.parametrize("case", REASONING)
 def test_reasoning(case, size):
     inside, text, reasoning, content = REASONING[case]
-    speech, got = Speech(Reasoning(inside=inside), None), ["", ""]
+    parser, got = OutputParser(Reasoning(inside=inside), None), ["", ""]
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    for place, piece in enumerate(pieces):
-        said = speech.push(piece, last=place == len(pieces) - 1)
-        got[0] += said.reasoning
-        got[1] += said.content
+    for index, piece in enumerate(pieces):
+        output = parser.push(piece, last=index == len(pieces) - 1)
+        got[0] += output.reasoning
+        got[1] += output.content
     assert got == [reasoning, content]
 
 
-def test_reasoning_goes_before_calls():
-    speech = Speech(Reasoning(inside=True), HermesReader())
-    said = speech.push("<tool_call> is for later</think>" + hermes("f", "{}"), last=True)
-    assert said.reasoning == "<tool_call> is for later"
-    assert [part.name for part in said.calls if part.name] == ["f"]
+def test_reasoning_precedes_calls():
+    parser = OutputParser(Reasoning(inside=True), HermesParser())
+    output = parser.push("<tool_call> is for later</think>" + hermes("f", "{}"), last=True)
+    assert output.reasoning == "<tool_call> is for later"
+    assert [part.name for part in output.calls if part.name] == ["f"]
 
 
 def test_tokens_of_reasoning_are_counted():
     for inside, pieces, count in (
         (True, [[5, 6], [7, 2, 8]], 4), (False, [[1, 5], [2], [9]], 3), (False, [[5, 1, 2]], 0), (True, [[5, 6]], 2),
     ):  # fmt: skip
-        thinking = ThinkingTokens(1, 2, inside=inside)
+        thinking = ReasoningTokenCounter(1, 2, inside=inside)
         for tokens in pieces:
             thinking.add(tokens)
         assert thinking.count == count
-    unknown = ThinkingTokens(None, None, inside=True)
+    unknown = ReasoningTokenCounter(None, None, inside=True)
     unknown.add([1, 2])
     assert unknown.count == 0
 
@@ -192,7 +191,7 @@ def test_tools_and_choices():
 
 @pytest.mark.parametrize("key", ["$defs", "definitions"])
 def test_each_tool_keeps_definitions_of_its_own(key):
-    """Two tools may name theirs alike. Judged by what compiles grammars at the targets."""
+    """Definitions of two tools may have the same name. Checked with the targets' grammar compiler."""
     kinds = {"a": {"type": "integer"}, "b": {"enum": ["yes", "no"]}}
     tools = [
         {"type": "function", "name": name, "parameters": {
@@ -212,15 +211,15 @@ def test_each_tool_keeps_definitions_of_its_own(key):
         assert (matcher.validate_tokens(ids) == len(ids)) is fits, text
 
 
-def test_arguments_that_a_schema_does_not_name_are_left_out_unless_it_says_so():
-    for own, told in (({}, False), ({"additionalProperties": True}, True)):
+def test_additional_arguments_are_forbidden_unless_the_schema_allows_them():
+    for own, allowed in (({}, False), ({"additionalProperties": True}, True)):
         tool = {"type": "function", "name": "h", "parameters": {"type": "object", "properties": {"a": {}}, **own}}
         named = tools_of([tool], {"type": "function", "name": "h"}, None)
-        assert json.loads(named.grammar().text)["additionalProperties"] is told
+        assert json.loads(named.grammar().text)["additionalProperties"] is allowed
 
 
 @pytest.mark.parametrize("parameters", [{"properties": {"a": {"type": "integer"}}}, {}, None])
-def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
+def test_arguments_are_an_object_without_a_type_in_the_schema(parameters):
     tokens = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB, eos_token=EOS)
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     for choice, form in (
@@ -248,60 +247,62 @@ def test_arguments_are_an_object_also_if_a_schema_does_not_say_so(parameters):
         ([*TOOLS, *TOOLS], None, "tools"),
     ],
 )
-def test_what_is_wrong_with_tools_is_named(tools, choice, param):
+def test_errors_in_tools_name_the_field(tools, choice, param):
     with pytest.raises(InvalidRequest) as error:
         tools_of(tools, choice, None)
     assert error.value.param == param
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "rendered"),
     [(None, {}), ("", {}), ({}, {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("a(", "a(")],
 )
-def test_earlier_calls_are_told_with_their_arguments_as_objects(sent, told):
-    """null is what some clients send for a function that has none."""
+def test_earlier_calls_are_rendered_with_arguments_as_objects(sent, rendered):
+    """Some clients send null for a function without arguments."""
     call = {"function": {"name": "f", "arguments": sent}}
     message = Message.model_validate({"role": "assistant", "tool_calls": [call]})
-    assert message.rendered()["tool_calls"][0]["function"] == {"name": "f", "arguments": told}
+    assert message.rendered()["tool_calls"][0]["function"] == {"name": "f", "arguments": rendered}
 
 
 def test_a_function_may_be_named_without_its_type():
     assert tools_of(TOOLS, {"function": {"name": "g"}}, None).named == "g"
 
 
-def test_a_template_that_knows_no_tools_gets_them_as_text():
+def test_a_template_without_tools_gets_them_as_text():
     tools = tools_of(TOOLS, None, None)
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": {"x": 1}}}
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    told = introduced(messages, tools)
-    assert [message["role"] for message in told] == ["system", "user", "assistant"]
-    assert '"name": "g"' in told[0]["content"]
-    assert read(HermesReader, told[2]["content"], 1000) == ("", [("f", '{"x": 1}')])
-    joined = introduced([{"role": "system", "content": "be kind"}, *messages], tools)
+    described = describe_tools(messages, tools)
+    assert [message["role"] for message in described] == ["system", "user", "assistant"]
+    assert '"name": "g"' in described[0]["content"]
+    assert read(HermesParser, described[2]["content"], 1000) == ("", [("f", '{"x": 1}')])
+    joined = describe_tools([{"role": "system", "content": "be kind"}, *messages], tools)
     assert joined[0]["content"].startswith("be kind\n\nYou can call")
-    assert introduced(messages, None)[0] == messages[0]
+    assert describe_tools(messages, None)[0] == messages[0]
 
 
-async def test_a_template_for_tools_alone_is_what_knows_them():
+async def test_a_template_for_tools_is_used_for_tools():
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
     tokenizer = ModelTokenizer(tokenizer_files(named))
 
-    async def encode_chat(messages, **options):
-        return tokenizer.encode_chat(messages, **options)
-
-    chats = Chats(SimpleNamespace(tokenizer=tokenizer, encode_chat=encode_chat), GatewayOptions())
+    conversations = Conversations(tokenizer, GatewayOptions())
     messages = [Message(role="user", content="hi")]
-    prompts = [await chats.prompt(messages, tools, {}) for tools in (None, tools_of(TOOLS, None, None))]
+    prompts = [await conversations.prompt(messages, tools, {}) for tools in (None, tools_of(TOOLS, None, None))]
     assert [tokenizer.decode(tokens) for tokens in prompts] == ["d", "f"]
 
 
-def test_forms_are_found_in_templates():
-    assert form_of("auto", "{{ tools }} <tool_call>") == "hermes"
-    assert form_of("auto", f"{{{{ tools }}}} {BEGIN}") == "deepseek"
-    assert form_of("auto", '{{ tools }} {"name": function name, "parameters": ...}') == "llama"
-    assert form_of("auto", "{{ messages }}") is form_of("auto", None) is form_of("none", "tools <tool_call>") is None
-    assert form_of("llama3", None) == "llama"
-    assert reasons("auto", "x </think>")
-    assert reasons("qwen3", None)
-    assert not reasons("auto", "x")
-    assert not reasons("none", "x </think>")
+def test_call_formats_are_found_in_templates():
+    assert call_format("auto", "{{ tools }} <tool_call>") == "hermes"
+    assert call_format("auto", f"{{{{ tools }}}} {BEGIN}") == "deepseek"
+    assert call_format("auto", '{{ tools }} {"name": function name, "parameters": ...}') == "llama"
+    assert (
+        call_format("auto", "{{ messages }}")
+        is call_format("auto", None)
+        is call_format("none", "tools <tool_call>")
+        is None
+    )
+    assert call_format("llama3", None) == "llama"
+    assert has_reasoning("auto", "x </think>")
+    assert has_reasoning("qwen3", None)
+    assert not has_reasoning("auto", "x")
+    assert not has_reasoning("none", "x </think>")

@@ -1,4 +1,4 @@
-"""Pools: who gets a session, with links that lead nowhere and with services that come and go."""
+"""Routing of sessions, with links without services and with services that come and go."""
 
 import itertools
 
@@ -6,71 +6,69 @@ import pytest
 
 from gateway.orchestration.generator import Generator
 from gateway.orchestration.orchestrator import Orchestrator
-from gateway.pools.placing import Placement
+from gateway.pools.placement import Placement
 from gateway.pools.pool import Routing
-from gateway.sessions.prefixes import Prefixes, Trail
+from gateway.sessions.prefixes import CachedPrefixes, PrefixHashes
 from gateway.sessions.session import Session
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
 from gateway.telemetry.metrics import Metrics
 from outrider.errors import ConfigError, Unavailable
 from outrider.speculation.proposal import FinishReason
-from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire.v1 import common_pb2, draft_pb2, target_pb2
-from tests.gateway.orchestration.test_resume import Stream, started, system
 from tests.support.gateway.engines import common
+from tests.support.gateway.requests import request_for
 from tests.support.gateway.services import Draft, Gateway, Service, Target, until
+from tests.support.gateway.streaming import Stream, started, system
 
 PAGE = 16
 IDS = itertools.count(1)
 
 
 def prompt(family, pages=4):
-    """Pages of tokens that only prompts of the same family share."""
+    """Pages of tokens that are shared within a family of prompts."""
     return [family] * (pages * PAGE) + [250]
 
 
 def session(tokens, max_tokens=5, **options):
-    return Session(next(IDS), tokens, SamplingParams(), StopConditions(max_tokens), **options)
+    return Session(next(IDS), request_for(tokens, max_tokens, **options))
 
 
-def target(places=8, longest=1000, pages=0):
+def target(slots=8, longest=1000, pages=0):
     link = TargetLink("unix:/nowhere")
     link.up = True
-    link.info = target_pb2.GetTargetInfoResponse(
-        page_size=PAGE, max_running_sessions=places, max_session_tokens=longest
-    )
+    link.info = target_pb2.GetTargetInfoResponse(page_size=PAGE, max_running_sessions=slots, max_session_tokens=longest)
     link.load = common_pb2.EngineLoad(total_pages=pages)
     return link
 
 
-def draft(*kinds, places=8, longest=0):
+def draft(*kinds, slots=8, longest=0):
     link = DraftLink("unix:/nowhere", common_pb2.ModelInfo())
     link.up = True
     link.info = draft_pb2.GetDraftInfoResponse(
-        drafters=kinds or ["NGRAM"], max_running_sessions=places, max_session_tokens=longest
+        drafters=kinds or ["NGRAM"], max_running_sessions=slots, max_session_tokens=longest
     )
     return link
 
 
 @pytest.mark.parametrize("link", [target(), draft()], ids=["target", "draft"])
 def test_many_sessions_are_opened_in_frames_that_fit(link):
-    """As of a service that comes back; all else is said behind them."""
+    """A service that comes back gets many; other messages follow them."""
     for i in range(5):
         link.open(common_pb2.OpenSession(session_id=i, tokens=bytes(6 << 20)))
     link.close(3)
     frames = []
-    while link._pending.is_set():
-        link._pending.clear()
-        frames.append(link._take())
+    while link.outgoing.is_set:
+        link.outgoing.clear()
+        frames.append(link.take_frame())
     assert [[opened.session_id for opened in frame.opens] for frame in frames] == [[0, 1], [2, 3], [4]]
     assert [bool(frame.closes) for frame in frames] == [False, False, True]
     link.open(common_pb2.OpenSession(tokens=bytes(20 << 20)))
-    assert len(link._take().opens) == 1
+    assert len(link.take_frame().opens) == 1
 
 
 class Pools:
-    """A placement, and sessions that are opened in it."""
+    """A placement in which sessions are opened."""
 
     def __init__(self, *links, **rules):
         self.metrics = Metrics()
@@ -84,24 +82,24 @@ class Pools:
         self.placement.open_on_target(one)
         return one
 
-    def routed(self, why, service="target"):
-        name, labels = "outrider_routed_sessions_total", {"service": service, "by": why}
+    def routed(self, reason, service="target"):
+        name, labels = "outrider_routed_sessions_total", {"service": service, "by": reason}
         return self.metrics.registry.get_sample_value(name, labels) or 0
 
 
-def test_a_prompt_goes_where_its_beginning_went():
+def test_a_prompt_is_routed_to_its_cached_prefix():
     links = [target(), target(), target()]
     pools = Pools(*links)
     firsts = [pools.open(prompt(family)).target for family in range(3)]
-    assert set(firsts) == set(links)  # none of them shares anything
+    assert set(firsts) == set(links)  # they share no prefix
     for family in (2, 0, 1, 1, 0, 2):
         assert pools.open([*prompt(family, 6), 7]).target is firsts[family]
     assert (pools.routed("load"), pools.routed("prefix")) == (3, 6)
-    assert pools.open(prompt(1), cache_salt="a tenant").target_failures == 0
-    assert pools.routed("load") == 4  # of another salt, nothing is known
+    assert pools.open(prompt(1), cache_salt="a tenant").failures.target == 0
+    assert pools.routed("load") == 4  # another salt shares no prefix
 
 
-def test_an_answer_is_known_as_well_once_it_has_ended():
+def test_an_answer_counts_as_cached_after_its_end():
     links = [target(), target()]
     pools = Pools(*links)
     one = pools.open([1, 2, 3])
@@ -109,13 +107,13 @@ def test_an_answer_is_known_as_well_once_it_has_ended():
     home = one.target
     pools.placement.leave(one)
     assert home.session_count == 0
-    pools.open([9])  # on the first, where nobody is
+    pools.open([9])  # on the first, which is idle
     assert pools.open([*one.tokens, 4, 5]).target is home
     assert pools.routed("prefix") == 1
 
 
-def test_who_has_far_more_to_do_is_passed_over():
-    links = [target(places=64), target(places=64)]
+def test_a_busy_replica_is_avoided():
+    links = [target(slots=64), target(slots=64)]
     pools = Pools(*links, balance_abs_threshold=4, balance_rel_threshold=2.0)
     home = pools.open(prompt(1)).target
     other = links[1 - links.index(home)]
@@ -123,32 +121,32 @@ def test_who_has_far_more_to_do_is_passed_over():
         assert pools.open(prompt(1)).target is home
     assert pools.open(prompt(1)).target is other  # 5 sessions against none
     assert pools.routed("busy") == 1
-    assert pools.open([*prompt(1), 4]).target is other  # where it is known now, too, and where less is to do
+    assert pools.open([*prompt(1), 4]).target is other  # which has the prefix now, and a lower load
 
 
-def test_who_has_no_place_is_passed_over():
-    links = [target(places=2), target(places=2)]
+def test_a_full_replica_is_avoided():
+    links = [target(slots=2), target(slots=2)]
     pools = Pools(*links)
     home = pools.open(prompt(1)).target
     assert pools.open(prompt(1)).target is home
     assert pools.open(prompt(1)).target is not home
 
 
-def test_by_load_alone():
+def test_routing_by_load_only():
     links = [target(), target()]
     pools = Pools(*links, cache_threshold=1.0)
     assert [pools.open(prompt(1)).target for _ in range(4)] == [*links, *links]
 
 
-def test_a_larger_target_gets_more():
-    small, large = target(places=4), target(places=12)
+def test_a_larger_target_gets_more_sessions():
+    small, large = target(slots=4), target(slots=12)
     pools = Pools(small, large)
     for family in range(16):
         pools.open(prompt(family))
     assert (small.session_count, large.session_count) == (4, 12)
 
 
-def test_only_a_context_that_holds_a_session_to_its_end_gets_it():
+def test_a_session_is_routed_to_a_context_that_holds_it():
     small, large = target(longest=100), target(longest=200)
     pools = Pools(small, large)
     assert [pools.open([1] * 60, max_tokens=60).target for _ in range(3)] == [large] * 3
@@ -158,7 +156,7 @@ def test_only_a_context_that_holds_a_session_to_its_end_gets_it():
     assert not pools.placement.refused(session([1] * 60, max_tokens=60), small)
 
 
-def test_a_lost_target_is_believed_to_have_nothing():
+def test_a_lost_target_counts_as_empty():
     links = [target(), target()]
     pools = Pools(*links)
     one = pools.open(prompt(1))
@@ -170,37 +168,37 @@ def test_a_lost_target_is_believed_to_have_nothing():
     assert again.target is other
     home.up = True
     assert pools.open(prompt(1)).target is other
-    assert pools.open(prompt(2)).target is home  # of use again, as the least loaded
+    assert pools.open(prompt(2)).target is home  # used again as the least loaded
 
 
-def test_what_is_remembered_is_bounded_and_never_has_gaps():
-    prefixes, names = Prefixes(), Trail().names(list(range(160)), PAGE)
-    others = Trail().names(list(range(1000, 1064)), PAGE)
-    prefixes.remember(names, 12)
-    assert prefixes.reach(names) == 10
-    prefixes.remember(others, 12)
-    assert (len(prefixes), prefixes.reach(names), prefixes.reach(others)) == (12, 8, 4)
-    prefixes.remember(names[:4], 12)
-    prefixes.remember(Trail("salt").names(list(range(160)), PAGE), 12)
-    assert (len(prefixes), prefixes.reach(others)) == (12, 0)
-    assert 0 < prefixes.reach(names) <= 4
-    prefixes.remember(names, 3)
-    assert (len(prefixes), prefixes.reach(names)) == (3, 3)
+def test_cached_prefixes_are_bounded_and_have_no_gaps():
+    prefixes, names = CachedPrefixes(), PrefixHashes().of(list(range(160)), PAGE)
+    others = PrefixHashes().of(list(range(1000, 1064)), PAGE)
+    prefixes.add(names, 12)
+    assert prefixes.match(names) == 10
+    prefixes.add(others, 12)
+    assert (len(prefixes), prefixes.match(names), prefixes.match(others)) == (12, 8, 4)
+    prefixes.add(names[:4], 12)
+    prefixes.add(PrefixHashes("salt").of(list(range(160)), PAGE), 12)
+    assert (len(prefixes), prefixes.match(others)) == (12, 0)
+    assert 0 < prefixes.match(names) <= 4
+    prefixes.add(names, 3)
+    assert (len(prefixes), prefixes.match(names)) == (3, 3)
 
 
-def test_names_of_a_growing_text_are_those_of_the_whole():
+def test_hashes_of_a_growing_text_equal_those_of_the_whole():
     tokens = [token % 97 for token in range(200)]
-    growing = Trail("x")
+    growing = PrefixHashes("x")
     for end in (3, 16, 17, 100, 200):
-        assert growing.names(tokens[:end], PAGE) == Trail("x").names(tokens[:end], PAGE)
-    assert len(growing.names(tokens, PAGE)) == 12
-    assert growing.names(tokens, PAGE) != Trail("y").names(tokens, PAGE)
+        assert growing.of(tokens[:end], PAGE) == PrefixHashes("x").of(tokens[:end], PAGE)
+    assert len(growing.of(tokens, PAGE)) == 12
+    assert growing.of(tokens, PAGE) != PrefixHashes("y").of(tokens, PAGE)
 
 
-def test_drafts_of_the_first_kind_come_first_then_those_with_a_place():
-    heads = [draft("EAGLE3", places=2, longest=50), draft("EAGLE3", places=2, longest=50)]
-    ngram = draft("NGRAM", places=2)
-    pools = Pools(target(places=64), heads[0], ngram, heads[1])
+def test_drafts_of_the_first_kind_with_a_free_slot_are_preferred():
+    heads = [draft("EAGLE3", slots=2, longest=50), draft("EAGLE3", slots=2, longest=50)]
+    ngram = draft("NGRAM", slots=2)
+    pools = Pools(target(slots=64), heads[0], ngram, heads[1])
     assert pools.open([1] * 60).draft is ngram  # beyond the heads' context
     assert [pools.open([2]).draft for _ in range(4)] == [heads[0], heads[1], heads[0], heads[1]]
     assert pools.open([2]).draft is ngram
@@ -208,12 +206,12 @@ def test_drafts_of_the_first_kind_come_first_then_those_with_a_place():
     assert pools.open([2], max_draft_tokens=0).draft is None
 
 
-def test_a_session_beyond_a_draft_s_context_is_sent_to_it_only_where_n_grams_go_on():
+def test_a_session_beyond_a_draft_s_context_needs_n_grams():
     head, both = draft("EAGLE3", longest=50), draft("NGRAM", "EAGLE3", longest=50)
     assert Pools(target(), head).open([1] * 50).draft is None
     assert Pools(target(), head).open([1] * 49).draft is head
     assert Pools(target(), head, both).open([1] * 50).draft is both
-    assert len(head._take().opens) == 1
+    assert len(head.take_frame().opens) == 1
 
 
 @pytest.mark.parametrize(
@@ -240,33 +238,33 @@ def test_targets_of_other_number_formats_are_refused():
     link.expect(facts)
 
 
-async def test_a_session_that_nobody_can_hold_waits_for_who_can_and_then_fails():
+async def test_a_session_waits_for_a_target_that_holds_it_and_then_fails():
     small, large = target(longest=100), target(longest=200)
     orchestrator = Orchestrator([small, large], [], Metrics(), resume_timeout=0.05)
     for link in (small, large):
         link.on_up()
-    assert orchestrator.longest == 200
-    one = orchestrator.open([1] * 60, SamplingParams(), StopConditions(60))
+    assert orchestrator.sessions.max_session_tokens == 200
+    one = orchestrator.sessions.open(request_for([1] * 60, 60))
     assert one.target is large
     large.up = False
     large.on_down()
     assert one.target is None
-    other = orchestrator.open([1] * 60, SamplingParams(), StopConditions(10))
-    assert other.target is small  # others go on
+    other = orchestrator.sessions.open(request_for([1] * 60, 10))
+    assert other.target is small  # other sessions run there
     large.up = True
     large.on_up()
     assert one.target is large
     large.up = False
     large.on_down()
     with pytest.raises(Unavailable, match="no target that holds 120 tokens"):
-        await one.next()
-    assert list(orchestrator.sessions.values()) == [other]
-    orchestrator.close(other)
-    assert (small.session_count, large.session_count, orchestrator._waiting) == (0, 0, {})
+        await one.inbox.next()
+    assert list(orchestrator.sessions.by_id.values()) == [other]
+    orchestrator.sessions.close(other)
+    assert (small.session_count, large.session_count, orchestrator.sessions.waiting) == (0, 0, 0)
 
 
-def test_a_context_is_as_long_as_the_largest_target_said_last():
-    """Not as it was in an earlier life: no target would take what fills it."""
+def test_the_context_is_that_of_the_largest_target_s_last_report():
+    """The context before a restart does not count, because no target could hold it."""
     small, large = target(longest=100), target(longest=200)
     orchestrator = Orchestrator([small, large], [], Metrics())
     generator = Generator(orchestrator, None, Metrics(), name="", vocab_size=9, max_session_tokens=100)
@@ -275,15 +273,15 @@ def test_a_context_is_as_long_as_the_largest_target_said_last():
     assert generator.max_session_tokens == 200
     large.up = False
     large.on_down()
-    assert generator.max_session_tokens == 200  # what is too long for the other one waits for it
+    assert generator.max_session_tokens == 200  # longer sessions wait for the large one
     large.info.max_session_tokens = 150
     large.up = True
     large.on_up()
     assert generator.max_session_tokens == 150
 
 
-def test_conversations_stay_where_they_began_and_go_on_elsewhere(folder):
-    """Two targets: the second turns of conversations find their first ones, and survive their target's end."""
+def test_conversations_stay_on_their_target_and_survive_its_loss(folder):
+    """Second turns run where the first ones are cached, and continue elsewhere when that target dies."""
     with system(folder, targets=2, drafts=2, delay=0.002) as (gateway, targets, drafts):
         prompts = [[10 * family + 5] * 48 + [200] for family in range(4)]  # 2 of 4 pages fit
         turns = {family: gateway.complete(p, max_tokens=20, return_token_ids=True) for family, p in enumerate(prompts)}
@@ -294,11 +292,11 @@ def test_conversations_stay_where_they_began_and_go_on_elsewhere(folder):
             usage = gateway.complete(whole, max_tokens=3)["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= 64 - PAGE
         assert gateway.metric("outrider_routed_sessions_total", service="target", by="prefix") == 4
-        for service in targets:  # what one target saw, the other one did not
+        for service in targets:  # targets received disjoint prompts
             others = [other for other in targets if other is not service]
             assert all(common(a, b) == 0 for a in service.engine.seen for o in others for b in o.engine.seen)
         for service in targets:
-            service.engine.delay = 0.05  # until one of them has ended, the stream must not
+            service.engine.delay = 0.05  # the stream must outlast the stop of one of them
         stream = Stream(gateway)
         started(stream)
         home = next(service for service in targets if service.sessions)
@@ -317,7 +315,7 @@ def test_conversations_stay_where_they_began_and_go_on_elsewhere(folder):
         assert sum(service.engine.opened for service in drafts) > 8
 
 
-def test_a_target_that_comes_late_is_used(folder):
+def test_a_late_target_is_used(folder):
     targets = [Service(Target, f"unix:{folder}/late-{i}", delay=0.05) for i in range(2)]
     shared = Service(Draft, f"unix:{folder}/late-draft")
     gateway = Gateway(folder, [service.address for service in targets], [shared.address])
@@ -332,7 +330,7 @@ def test_a_target_that_comes_late_is_used(folder):
         streams += [Stream(gateway) for _ in range(2)]
         until(lambda: [service.engine.opened for service in targets] == [2, 2])
         for service in targets:
-            service.engine.delay = 0.01  # nothing waits for the streams any more
+            service.engine.delay = 0.01  # the streams may end now
         assert all(stream.whole() for stream in streams)
         assert [service.engine.opened for service in targets] == [2, 2]
         assert shared.engine.opened == 4  # one draft for both

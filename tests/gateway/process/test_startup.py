@@ -1,4 +1,4 @@
-"""What does not fit is refused at start-up: one clear line and exit code 2."""
+"""Invalid flags and services are refused at start-up: one clear line and exit code 2."""
 
 import asyncio
 import socket
@@ -13,16 +13,7 @@ from outrider.client import Client
 from outrider.errors import ConfigError, Unavailable
 from outrider.process.ports import take_port
 from outrider.wire.v1 import common_pb2, target_pb2
-from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, until
-
-
-def refused(*flags, code=2):
-    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
-    command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    return result.stderr
+from tests.support.gateway.services import Draft, Gateway, Service, Target, answers, free_port, refused, until
 
 
 @pytest.mark.parametrize(
@@ -50,7 +41,7 @@ def test_targets_with_different_models(folder, target):
 
 
 def test_targets_with_different_updates_of_one_model(folder):
-    """One of them is left out until the next update, which nobody could send if the gateway did not start."""
+    """One of them is unused until the next update, which requires a running gateway."""
     targets = [
         Service(Target, f"unix:{folder}/{name}", fingerprint=name, first="f1").start() for name in ("f1", "f2", "f3")
     ]
@@ -67,7 +58,7 @@ def test_targets_with_different_updates_of_one_model(folder):
 
 
 class Comes:
-    """A link to a target that comes after a while."""
+    """A link to a target that is up after a while."""
 
     def __init__(self, turns, fingerprint):
         self.turns, self.up, self.info, self.expected = turns, False, None, None
@@ -90,7 +81,7 @@ class Comes:
     ("come", "expected"),
     [([(1, "f1"), (50, "f2")], "f2"), ([(50, "f1"), (1, "f2")], "f2"), ([(1, "f1"), (50, "f1")], "f1")],
 )
-async def test_weights_that_were_updated_are_the_right_ones(come, expected):
+async def test_updated_weights_are_preferred(come, expected):
     links = [Comes(*one) for one in come]
     first = await first_target(links, 60)
     assert first.facts.model.fingerprint == expected
@@ -105,8 +96,8 @@ def test_a_checkpoint_without_tokenizer(folder):
         bare.stop()
 
 
-def test_keys_that_anybody_has(folder):
-    assert "--api-key is empty" in refused("--target", f"unix:{folder}/nobody", "--api-key", "")
+def test_empty_keys_are_refused(folder):
+    assert "--api-key is empty" in refused("--target", f"unix:{folder}/absent", "--api-key", "")
 
 
 def test_a_host_of_ipv6(folder, target):
@@ -123,7 +114,7 @@ def test_a_host_of_ipv6(folder, target):
 
 
 def test_no_target_in_time(folder):
-    assert "target" in refused("--target", f"unix:{folder}/nobody", "--connect-timeout", 1, code=1)
+    assert "target" in refused("--target", f"unix:{folder}/absent", "--connect-timeout", 1, code=1)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +129,14 @@ def test_no_target_in_time(folder):
     ],
 )
 @pytest.mark.parametrize("workers", [1, 2])
-def test_ports_that_cannot_be(flags, words, workers):
+def test_invalid_ports_are_refused(flags, words, workers):
     assert words in refused("--target", "unix:nowhere", "--gateway-workers", workers, *flags)
 
 
 @pytest.mark.parametrize(
     "flag", ["--max-body-bytes", "--max-pending-requests", "--max-requests-per-key", "--request-timeout"]
 )
-def test_limits_that_would_leave_nobody_served(flag):
+def test_limits_of_zero_are_refused(flag):
     assert f"{flag} must be" in refused("--target", "unix:nowhere", flag, 0)
 
 
@@ -160,8 +151,8 @@ def test_a_port_in_use(target, flag):
         assert "in use" in output
 
 
-def test_of_two_that_start_at_once_the_second_is_refused(monkeypatch):
-    """Both have bound the port before either listens."""
+def test_of_two_concurrent_starts_on_a_port_the_second_is_refused(monkeypatch):
+    """Both bind the port before either listens."""
     port, bind = free_port(), socket.socket.bind
 
     with socket.socket() as other:
@@ -177,7 +168,7 @@ def test_of_two_that_start_at_once_the_second_is_refused(monkeypatch):
             take_port("127.0.0.1", port, "--port", listens=True)
 
 
-def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, target):
+def test_an_absent_draft_is_logged_and_used_when_it_is_up(folder, target):
     draft = Service(Draft, f"unix:{folder}/late")
     gateway = Gateway(folder, [target.address], [draft.address])
     try:
@@ -194,7 +185,7 @@ def test_a_draft_that_is_away_only_warns_and_is_taken_when_it_comes(folder, targ
 
 
 def test_a_gateway_without_a_target_lives_but_is_not_ready(folder):
-    gateway = Gateway(folder, [f"unix:{folder}/nobody"])
+    gateway = Gateway(folder, [f"unix:{folder}/absent"])
     try:
         until(lambda: answers(gateway, "/health/live") == 200, seconds=60)
         for path in ("/health", "/health/ready", "/health_generate"):

@@ -1,4 +1,4 @@
-"""TLS between the processes and with clients: who is right is served, who is not is told why."""
+"""TLS between the processes and with clients: valid peers are served, others get the reason."""
 
 import asyncio
 import contextlib
@@ -66,7 +66,7 @@ def running(kind, tls):
 
 @pytest.fixture(scope="module")
 def closed_target(server, ours):
-    """A target that asks for certificates of our authority."""
+    """A target that requires certificates of our authority."""
     with running(Target, server.serving(ours.ca_certs)) as service:
         yield service
 
@@ -81,7 +81,7 @@ def context_of(ca_certs, certificate=None):
 # --- the whole way ---
 
 
-def test_everything_is_encrypted_and_everybody_shows_a_certificate(folder, ours, server, visitor, closed_target):
+def test_all_connections_use_mutual_tls(folder, ours, server, visitor, closed_target):
     flags = visitor.flags("service_ssl", ours.ca_certs) | server.flags("ssl", ours.ca_certs)
     with running(Draft, server.serving(ours.ca_certs)) as draft:
         gateway = Gateway(
@@ -93,7 +93,7 @@ def test_everything_is_encrypted_and_everybody_shows_a_certificate(folder, ours,
             until(lambda: draft.engine.opened == 1)
             assert gateway.text("A", max_tokens=3) == "BCD"
             assert "REST on https://" in gateway.log.read_text()
-            for route in ("/pause_generation", "/continue_generation"):  # which open channels of their own
+            for route in ("/pause_generation", "/continue_generation"):  # these open new channels
                 assert gateway.client.post(route).status_code == 200
             _only_with_a_certificate(gateway, ours, visitor)
         finally:
@@ -120,7 +120,7 @@ def test_certificates_may_have_comments_in_any_letters(folder, ours):
     assert read_authorities(str(path), "--ssl-ca-certs")
 
 
-def test_tls_alone_asks_clients_for_nothing(folder, ours, server, target):
+def test_tls_without_a_ca_requires_no_client_certificate(folder, ours, server, target):
     gateway = Gateway(folder, [target.address], verify=context_of(ours.ca_certs), **server.flags())
     try:
         gateway.wait()
@@ -130,7 +130,7 @@ def test_tls_alone_asks_clients_for_nothing(folder, ours, server, target):
         health = ["healthcheck", gateway.url, "--timeout", "10"]
         assert main([*health, "--service-ssl-ca-certs", ours.ca_certs]) == 0
         assert main(health) == 1, "the authority is not known to this machine"
-        # The name that is asked for counts, and not that of the address.
+        # The expected name counts, not that of the address.
         named = ["--service-ssl-ca-certs", ours.ca_certs, "--service-ssl-server-name"]
         assert main([*health, *named, "localhost"]) == 0
         assert main([*health, *named, "gateway.example"]) == 1
@@ -144,7 +144,7 @@ def test_tls_alone_asks_clients_for_nothing(folder, ours, server, target):
 
 
 async def met(link):
-    """What came of a link's first attempts: None, or why it was refused."""
+    """The result of a link's first attempts: None, or the reason of the refusal."""
     link.start()
     try:
         await link.wait_up(20)
@@ -164,7 +164,7 @@ async def met(link):
         (lambda o, x: client_tls(o.ca_certs, server_name="z.example"), "Hostname mismatch"),
     ],
 )
-async def test_a_gateway_that_is_not_let_in_says_why(closed_target, ours, others, tls, words):
+async def test_a_refused_gateway_reports_the_reason(closed_target, ours, others, tls, words):
     assert words in await met(TargetLink(closed_target.address, tls(ours, others)))
 
 
@@ -175,7 +175,7 @@ async def test_an_expired_certificate_is_named(ours):
         assert "certificate has expired" in await met(TargetLink(target.address, client_tls(ours.ca_certs)))
 
 
-async def test_a_service_without_tls_is_not_spoken_to_in_tls(ours):
+async def test_a_service_without_tls_is_reported(ours):
     with running(Target, None) as target:
         assert "speaks no TLS" in await met(TargetLink(target.address, client_tls(ours.ca_certs)))
 
@@ -186,12 +186,12 @@ async def test_a_certificate_of_another_name_can_be_expected(ours, visitor):
         assert await met(TargetLink(target.address, named)) is None
 
 
-async def test_a_draft_that_is_not_understood_is_told_of(server):
+async def test_a_draft_with_other_tls_settings_is_reported(server):
     with running(Draft, server.serving()) as draft:
         assert "speaks TLS" in await met(DraftLink(draft.address, model_info()))
 
 
-async def test_what_is_not_tls_is_not_blamed_on_it():
+async def test_other_failures_are_not_attributed_to_tls():
     address = f"127.0.0.1:{free_port()}"
     assert await tls_trouble(address, None) is None
     assert await tls_trouble("unix:/nowhere", None) is None
@@ -199,7 +199,7 @@ async def test_what_is_not_tls_is_not_blamed_on_it():
         assert await tls_trouble(target.address, None) is None
 
 
-async def test_a_proxy_with_nobody_behind_it_is_not_blamed_on_it(ours):
+async def test_a_proxy_without_a_backend_is_not_attributed_to_tls(ours):
     async def end(_, writer):
         writer.close()
 
@@ -209,13 +209,13 @@ async def test_a_proxy_with_nobody_behind_it_is_not_blamed_on_it(ours):
         assert await tls_trouble(address, None) is None
 
 
-async def test_training_says_why_too(closed_target, ours):
+async def test_training_reports_the_reason(closed_target, ours):
     writer = TargetClient(closed_target.address, FeatureSpec((), True), client_tls(ours.ca_certs))
     with pytest.raises(ConfigError, match="asks for a certificate"):
         await writer.__aenter__()
 
 
-def test_such_a_gateway_ends(closed_target):
+def test_a_refused_gateway_exits(closed_target):
     ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
     command = [sys.executable, "-m", "gateway", *ports, "--target", closed_target.address]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -261,7 +261,7 @@ def test_files_that_do_not_fit_are_refused_by_flag(tmp_path, ours, others, serve
     assert server_tls(None, None, None, None) is None
 
 
-async def test_processes_refuse_them_at_their_start(folder, ours, server):
+async def test_processes_refuse_invalid_files_at_start(folder, ours, server):
     wrong = {"ssl_certfile": server.certfile, "ssl_keyfile": ours.certificate("w.example").keyfile}
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match="is not that of the certificate"):
@@ -276,7 +276,7 @@ async def test_processes_refuse_them_at_their_start(folder, ours, server):
         await GrpcServer().start(f"unix:{folder}/x", (), server.serving())
 
 
-def test_serve_passes_them_on_and_asks_for_health_elsewhere(tmp_path, ours, server):
+def test_serve_passes_tls_flags_on_and_checks_health_separately(tmp_path, ours, server):
     flags = server.flags("ssl", ours.ca_certs)
     cores = CorePlan((0,), (1,), (2,))
     made = supervisor.configure(ServeConfig(gateway=GatewayOptions(**flags)), cores, tmp_path)

@@ -1,4 +1,4 @@
-"""Several gateway processes on one port, from their parent's ports to their common page of metrics."""
+"""Several gateway processes on one port: ports, requests, metrics and draining."""
 
 import asyncio
 import concurrent.futures
@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.telemetry.exposition import merge
 from gateway.telemetry.metrics import Metrics
-from gateway.workers.parent import _answer_health, _reserved, worker_config
+from gateway.workers.parent import answer_health, reserved_ports, worker_config
 from gateway.workers.peers import Peers
 from outrider.client import Client
 from outrider.config import GatewayConfig
@@ -26,10 +26,10 @@ from outrider.errors import ConfigError, Unavailable
 from outrider.placement.cores import plan_cores
 from outrider.supervisor.health import is_healthy
 from outrider.transport.rpc import GrpcServer
-from tests.gateway.facade.test_facade import Sglang, Vllm
-from tests.gateway.orchestration.test_resume import PROMPT
 from tests.support.gateway.engines import expected
+from tests.support.gateway.router_clients import SglangClient, VllmClient
 from tests.support.gateway.services import Draft, Gateway, Service, Target, free_port, until
+from tests.support.gateway.streaming import PROMPT
 
 WORKERS = 2
 
@@ -45,7 +45,7 @@ def gateway(folder, target, draft):
 
 
 def ask(gateway, route="/v1/completions", **body):
-    """Over a connection of its own, which any worker may take."""
+    """A request over a new connection, which any worker may accept."""
     return httpx.post(gateway.url + route, json=body, timeout=30)
 
 
@@ -55,21 +55,21 @@ def complete(gateway, count=5):
 
 
 def pids(gateway):
-    """Processes of the workers, by their number."""
+    """Process ids of the workers, by index."""
     found = {}
     for path in Path(f"/proc/{gateway.process.pid}/task/{gateway.process.pid}/children").read_text().split():
         words = Path(f"/proc/{path}/cmdline").read_text().split("\0")
-        found[int(words[words.index("gateway.workers") + 1])] = int(path)
+        found[int(words[words.index("gateway.process.worker") + 1])] = int(path)
     return found
 
 
 def declared_twice(page):
-    """Families that a page tells of in more than one place, which its readers need not take."""
+    """Families that a page declares more than once, which readers may refuse."""
     names = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")]
     return {name for name in names if names.count(name) > 1}
 
 
-def test_all_workers_serve_and_every_scrape_tells_of_all(gateway):
+def test_all_workers_serve_and_every_scrape_covers_all(gateway):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: complete(gateway), range(24)))
     assert answers == [expected(PROMPT, 5)] * 24
@@ -100,8 +100,8 @@ def test_workers_share_the_grpc_port(gateway):
     raise AssertionError(f"only workers {served} were asked")
 
 
-def test_a_request_is_ended_whichever_worker_is_told(gateway, target, monkeypatch):
-    until(lambda: target.sessions == 0)  # those of another test are no sign that these have begun
+def test_an_abort_reaches_requests_of_all_workers(gateway, target, monkeypatch):
+    until(lambda: target.sessions == 0)  # sessions of another test must not count
     monkeypatch.setattr(target.engine, "delay", 0.05)
     ends = []
 
@@ -113,8 +113,8 @@ def test_a_request_is_ended_whichever_worker_is_told(gateway, target, monkeypatc
     for thread in threads:
         thread.start()
     until(lambda: target.sessions == 6)
-    told = [ask(gateway, "/abort_request", rid=name).json()["aborted_requests"] for name in ("a1", "a2")]
-    assert told == [1, 1]
+    found = [ask(gateway, "/abort_request", rid=name).json()["aborted_requests"] for name in ("a1", "a2")]
+    assert found == [1, 1]
     assert ask(gateway, "/abort_request", rid="cmpl-b", prefix=True).json()["aborted_requests"] == 3
     assert ask(gateway, "/abort_request", abort_all=True).json()["aborted_requests"] == 1
     for thread in threads:
@@ -122,9 +122,9 @@ def test_a_request_is_ended_whichever_worker_is_told(gateway, target, monkeypatc
     assert ends == ["abort"] * 6
 
 
-@pytest.mark.parametrize("kind", [Vllm, Sglang])
+@pytest.mark.parametrize("kind", [VllmClient, SglangClient])
 def test_a_router_s_abort_reaches_requests_of_all_workers(gateway, target, monkeypatch, kind):
-    until(lambda: target.sessions == 0)  # those of another test are no sign that these have begun
+    until(lambda: target.sessions == 0)  # sessions of another test must not count
     monkeypatch.setattr(target.engine, "delay", 0.05)
     names = [f"far-{i}" for i in range(8)]
     bodies = [{"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "rid": name} for name in names]
@@ -140,13 +140,13 @@ def test_a_router_s_abort_reaches_requests_of_all_workers(gateway, target, monke
     assert ends == ["abort"] * len(names)
 
 
-def test_a_worker_that_dies_is_started_again_and_the_others_go_on(gateway):
+def test_a_worker_that_dies_is_restarted_and_the_others_continue(gateway):
     before = pids(gateway)
     assert sorted(before) == [0, 1]
     os.kill(before[0], signal.SIGKILL)
     until(lambda: gateway_up(gateway) == [0, 1])
     for _ in range(10):
-        assert complete(gateway) == expected(PROMPT, 5)  # by the other one, for this one is not back yet, or by both
+        assert complete(gateway) == expected(PROMPT, 5)  # by the other worker, or by both
     until(lambda: gateway_up(gateway) == [1, 1], 60)
     after = pids(gateway)
     assert after[0] != before[0]
@@ -155,19 +155,19 @@ def test_a_worker_that_dies_is_started_again_and_the_others_go_on(gateway):
 
 
 def gateway_up(gateway):
-    with contextlib.suppress(httpx.TransportError):  # a worker that dies takes its connections along
+    with contextlib.suppress(httpx.TransportError):  # the connections of a dead worker are lost
         page = httpx.get(gateway.url + "/metrics").text
         rows = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("outrider_worker_up{"))
         return [float(rows[f'outrider_worker_up{{worker="{worker}"}}']) for worker in range(WORKERS)]
 
 
 def listeners(port):
-    """Sockets of this machine that take connections at a port."""
+    """Listening sockets of this machine at a port."""
     lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in map(str.split, lines))
 
 
-def test_clients_of_a_worker_that_drains_go_on_with_the_others(folder):
+def test_clients_of_a_draining_worker_continue_with_the_others(folder):
     slow = Service(Target, f"unix:{folder}/drained", delay=0.05).start()
     gateway = Gateway(folder, [slow.address], [], gateway_workers=WORKERS, drain_timeout=120).wait()
     until(lambda: gateway.metric("outrider_worker_up") == WORKERS, 60)
@@ -185,7 +185,7 @@ def test_clients_of_a_worker_that_drains_go_on_with_the_others(folder):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         answer = pool.submit(complete, gateway, 300)
         until(lambda: gateway.metric("outrider_running_requests"))
-        slow.engine.delay = 1.0  # it is not done before this test has seen all
+        slow.engine.delay = 1.0  # it outlasts this test
         busy = next(w for w in range(WORKERS) if gateway.metric("outrider_running_requests", worker=w))
         os.kill(pids(gateway)[busy], signal.SIGTERM)
         for port in (gateway.port, gateway.grpc_port):
@@ -195,7 +195,7 @@ def test_clients_of_a_worker_that_drains_go_on_with_the_others(folder):
             with Client(f"127.0.0.1:{gateway.grpc_port}") as new:
                 assert grpc(new)
         assert all(map(rest, kept))
-        for client in old:  # they hear of it in a moment
+        for client in old:  # they receive it soon
             with contextlib.suppress(Unavailable):
                 grpc(client)
         assert all(map(grpc, old))
@@ -209,7 +209,7 @@ def test_clients_of_a_worker_that_drains_go_on_with_the_others(folder):
 
 
 def test_all_drain_at_once(folder, draft):
-    slow = Service(Target, f"unix:{folder}/slow", delay=0.2).start()  # nobody is done before all are in
+    slow = Service(Target, f"unix:{folder}/slow", delay=0.2).start()  # no request ends before all are admitted
     gateway = Gateway(folder, [slow.address], [], gateway_workers=WORKERS, drain_timeout=25).wait()
     until(lambda: gateway.metric("outrider_worker_up") == WORKERS, 60)
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -225,7 +225,7 @@ def test_all_drain_at_once(folder, draft):
     slow.stop()
 
 
-def test_the_parent_is_healthy_while_some_worker_serves(folder):
+def test_the_parent_is_healthy_while_any_worker_serves(folder):
     only = Service(Target, f"unix:{folder}/only").start()
     address = f"unix:{folder}/parent-health"
     gateway = Gateway(folder, [only.address], [], gateway_workers=WORKERS, health_listen=address)
@@ -251,18 +251,18 @@ async def test_the_parent_is_not_healthy_while_its_workers_drain(tmp_path):
     await worker.start(f"unix:{tmp_path}/worker", ())
     await worker.set_serving(True)
     child = SimpleNamespace(pid=1, address=f"unix:{tmp_path}/worker")
-    answering = asyncio.create_task(_answer_health([child], server))
+    answering = asyncio.create_task(answer_health([child], server))
     async with asyncio.timeout(30):
         while not await is_healthy(f"unix:{tmp_path}/parent"):
             await asyncio.sleep(0.01)
-    answering.cancel()  # as `supervise` does as soon as it is told to stop
+    answering.cancel()  # as `supervise` does on a stop
     await asyncio.wait([answering])
     assert not await is_healthy(f"unix:{tmp_path}/parent")
     await server.stop(0)
     await worker.stop(0)
 
 
-def test_services_that_do_not_fit_end_all(folder, target):
+def test_a_service_that_does_not_fit_ends_all_workers(folder, target):
     other = Service(Draft, f"unix:{folder}/other-draft", vocab_hash="v2").start()
     gateway = Gateway(folder, [target.address], [other.address], gateway_workers=WORKERS)
     assert gateway.process.wait(60) == 2
@@ -272,28 +272,28 @@ def test_services_that_do_not_fit_end_all(folder, target):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_ports_that_others_have_are_refused(shared):
+def test_ports_in_use_are_refused(shared):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         other.bind(("127.0.0.1", 0))
         other.listen()
         config = GatewayConfig(port=free_port(), grpc_port=other.getsockname()[1])
-        with pytest.raises(ConfigError, match="--grpc-port"), _reserved(config):
+        with pytest.raises(ConfigError, match="--grpc-port"), reserved_ports(config):
             pass
 
 
-def test_no_workers_are_refused():
+def test_zero_workers_are_refused():
     with pytest.raises(ConfigError, match="--gateway-workers"):
         GatewayConfig(gateway_workers=0).check()
 
 
-def test_what_a_worker_is_told(tmp_path):
+def test_flags_of_a_worker(tmp_path):
     config = GatewayConfig(gateway_workers=3, max_pending_requests=100, niceness=5, health_listen="0.0.0.0:1")
-    told = [worker_config(config, index, tmp_path) for index in range(3)]
-    assert [one.max_pending_requests for one in told] == [34] * 3
-    assert [one.disable_draft_self_test for one in told] == [False, True, True]
-    assert len({one.health_listen for one in told}) == 3
-    assert all((one.gateway_workers, one.niceness) == (1, 0) for one in told)
+    found = [worker_config(config, index, tmp_path) for index in range(3)]
+    assert [one.max_pending_requests for one in found] == [34] * 3
+    assert [one.disable_draft_self_test for one in found] == [False, True, True]
+    assert len({one.health_listen for one in found}) == 3
+    assert all((one.gateway_workers, one.niceness) == (1, 0) for one in found)
     assert len(plan_cores(range(16), "NGRAM", 3).gateway) == 3
     assert len(plan_cores(range(4), "NGRAM", 3).gateway) == 1
 
@@ -312,7 +312,7 @@ def test_pages_are_merged():
     ]  # fmt: skip
 
 
-def test_a_family_that_has_no_samples_yet_at_one_worker_is_declared_once():
+def test_a_family_without_samples_in_one_worker_is_declared_once():
     fresh = "# HELP a A.\n# TYPE a counter\n# HELP b B.\n# TYPE b gauge\nb 1.0\n"
     used = fresh.replace("counter\n", "counter\na_total 3.0\n")
     for pages, worker in (({0: fresh, 1: used}, 1), ({0: used, 1: fresh}, 0)):
@@ -331,7 +331,7 @@ def test_pages_of_the_gateway_itself_declare_every_family_once():
     assert families < {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")}
 
 
-async def test_peers_answer_one_another_and_who_is_away_is_left_out(tmp_path):
+async def test_peers_answer_and_absent_ones_are_omitted(tmp_path):
     workers = [Peers(index, 3, tmp_path) for index in range(3)]
     for worker in workers[:2]:
         await worker.serve({"double": lambda number: number * 2, "name": lambda _, own=worker: own.index})

@@ -1,8 +1,8 @@
-"""What a session's draft believed in, as the gateway sees it pass."""
+"""The path that a session's draft scored highest."""
 
 import numpy as np
 
-from gateway.sessions.draft_watch import Watch, Watches
+from gateway.sessions.draft_watch import DraftWatch, DraftWatches
 from outrider.speculation.proposal import Proposal, path_hash
 from outrider.wire import codec
 
@@ -20,30 +20,30 @@ def proposal(above, tokens, parents, scores, session=1):
 def watch_of_a_tree():
     #   root ── 10 ── 11 ── 12
     #       └── 20 ── 21   └── 13 (likelier)
-    watch = Watch(PROMPT)
-    watch.proposed(proposal([], [10, 11, 20, 21], [-1, 0, -1, 2], [-0.1, -0.2, -2.0, -0.1]))
-    watch.proposed(proposal([10, 11], [12, 13], [-1, -1], [-2.0, -0.5]))
+    watch = DraftWatch(PROMPT)
+    watch.merge(proposal([], [10, 11, 20, 21], [-1, 0, -1, 2], [-0.1, -0.2, -2.0, -0.1]))
+    watch.merge(proposal([10, 11], [12, 13], [-1, -1], [-2.0, -0.5]))
     return watch
 
 
-def test_the_guess_goes_along_what_was_accepted_and_on():
-    assert watch_of_a_tree().committed([99], 4) == (10, 11, 13)
-    assert watch_of_a_tree().committed([10, 99], 4) == (10, 11, 13)
-    assert watch_of_a_tree().committed([20, 99], 4) == (20, 21)
-    assert watch_of_a_tree().committed([10, 11, 12, 99], 4) == (10, 11, 12)
+def test_the_best_path_follows_the_accepted_tokens():
+    assert watch_of_a_tree().commit([99], 4) == (10, 11, 13)
+    assert watch_of_a_tree().commit([10, 99], 4) == (10, 11, 13)
+    assert watch_of_a_tree().commit([20, 99], 4) == (20, 21)
+    assert watch_of_a_tree().commit([10, 11, 12, 99], 4) == (10, 11, 12)
 
 
-def test_a_plain_step_has_no_guess_and_what_was_drafted_ahead_stays():
+def test_a_plain_step_has_no_path_and_keeps_the_tree():
     watch = watch_of_a_tree()
-    assert watch.committed([10], 0) == ()
-    assert watch.committed([99], 2) == (11, 13)
-    assert watch.committed([98], 2) == ()
+    assert watch.commit([10], 0) == ()
+    assert watch.commit([99], 2) == (11, 13)
+    assert watch.commit([98], 2) == ()
 
 
-def test_only_sessions_that_are_watched_are_shown_frames():
+def test_only_watched_sessions_merge_proposals():
     batch = codec.proposals_to_pb([proposal([], [10], [-1], [-0.1]), proposal([], [30], [-1], [-0.1], session=2)])
-    watches = Watches()
-    watches.see(batch)
-    watches[1] = Watch(PROMPT)
-    watches.see(batch)
-    assert watches[1].committed([99], 1) == (10,)
+    watches = DraftWatches()
+    watches.merge(batch)
+    watches[1] = DraftWatch(PROMPT)
+    watches.merge(batch)
+    assert watches[1].commit([99], 1) == (10,)

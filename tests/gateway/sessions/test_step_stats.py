@@ -1,4 +1,4 @@
-"""Reports of speculation and time in the shapes that others' tools read."""
+"""Reports of speculation and time in the shapes of vLLM, SGLang and llama.cpp."""
 
 import asyncio
 import json
@@ -6,18 +6,19 @@ import json
 import openai
 import pytest
 
-from gateway.api.answers.completions import COMPLETION, Answer, Telling
+from gateway.api.answers.completions import COMPLETION, CompletionReply, ResponseOptions
 from gateway.api.answers.streaming import DONE
 from gateway.orchestration.generation import Part
 from gateway.sessions.request import GenerationRequest
 from gateway.sessions.session import Session
-from gateway.sessions.step_stats import Report, Round
+from gateway.sessions.step_stats import SpeculationReport, StepStats
 from gateway.telemetry.metrics import Metrics
 from outrider.speculation.proposal import FinishReason
-from outrider.speculation.sampling import SamplingParams, StopConditions
+from outrider.speculation.sampling import SamplingParams
+from tests.support.gateway.requests import request_for
 from tests.support.gateway.services import Gateway
 
-ROUNDS = [Round(1, 0, 0), Round(3, 3, 2), Round(1, 3, 0), Round(4, 3, 3), Round(1, 0, 0)]
+STEPS = [StepStats(1, 0, 0), StepStats(3, 3, 2), StepStats(1, 3, 0), StepStats(4, 3, 3), StepStats(1, 0, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -26,42 +27,41 @@ def client(gateway):
         yield client
 
 
-def report(rounds=ROUNDS, completion=10):
-    return Report(rounds, 8, 3, completion, 0.5, 2.0)
+def report(steps=STEPS, completion=10):
+    return SpeculationReport(steps, 8, 3, completion, 0.5, 2.0)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-async def test_usage_so_far_has_the_prompt_whichever_choice_speaks_first(order):
+async def test_continuous_usage_has_the_prompt_with_any_first_choice(order):
     class Choice:
         def __init__(self, place):
             self._turn = order.index(place)
 
         async def next(self):
-            while len(told) < self._turn:
+            while len(fields) < self._turn:
                 await asyncio.sleep(0)
-            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 0, 2, 1, None, None, "", ())
+            return Part("x", [5], FinishReason.LENGTH, 7, 1, 1, 0, 0, 2, 1, None, None, "", ())
 
-    asked = GenerationRequest([5] * 7, SamplingParams()).choices(2)
-    telling = Telling(None, detail="off", usage=True, usages=True)
-    answer = Answer(COMPLETION, asked, telling, request_id="r", model="m", fingerprint="f", per_prompt=2)
-    answer.generations = [Choice(0), Choice(1)]
-    told = []
-    async for event in answer.events():
+    sent = GenerationRequest([5] * 7, SamplingParams()).choices(2)
+    options = ResponseOptions(None, detail="off", usage=True, continuous_usage=True)
+    reply = CompletionReply(COMPLETION, sent, options, request_id="r", model="m", fingerprint="f", candidates=2)
+    fields = []
+    async for event in reply.events([Choice(0), Choice(1)]):
         if event != DONE:
             body = json.loads(event.removeprefix(b"data: "))
-            told.append((body["usage"], [choice["index"] for choice in body["choices"]]))
-    assert [index for _, index in told] == [[order[0]], [order[1]], []]
-    assert [usage["prompt_tokens"] for usage, _ in told] == [7] * 3
-    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in told] == [2] * 3
-    assert [usage["completion_tokens"] for usage, _ in told] == [1, 2, 2]
+            fields.append((body["usage"], [choice["index"] for choice in body["choices"]]))
+    assert [index for _, index in fields] == [[order[0]], [order[1]], []]
+    assert [usage["prompt_tokens"] for usage, _ in fields] == [7] * 3
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in fields] == [2] * 3
+    assert [usage["completion_tokens"] for usage, _ in fields] == [1, 2, 2]
 
 
 def test_a_report_in_vllm_s_shape():
-    told = report().metrics("detailed")
-    assert told["time_to_first_token_ms"] == 500
-    assert told["mean_itl_ms"] == pytest.approx(2000 / 9)
-    assert told["tokens_per_second"] == pytest.approx(4.5)
-    assert told["speculative_decoding"] == {
+    fields = report().metrics("detailed")
+    assert fields["time_to_first_token_ms"] == 500
+    assert fields["mean_itl_ms"] == pytest.approx(2000 / 9)
+    assert fields["tokens_per_second"] == pytest.approx(4.5)
+    assert fields["speculative_decoding"] == {
         "mean_acceptance_length": pytest.approx(1 + 5 / 3),
         "draft_acceptance_rate": pytest.approx(5 / 9),
         "acceptance_histogram": [1, 0, 1, 1],
@@ -73,42 +73,42 @@ def test_a_report_in_vllm_s_shape():
         "per_step_drafted": [3, 3, 3],
     }
     assert "per_step_accepted" not in report().metrics("summary")["speculative_decoding"]
-    plain = report(ROUNDS[:1], 1).metrics("detailed")
+    plain = report(STEPS[:1], 1).metrics("detailed")
     assert plain["mean_itl_ms"] is None
     assert plain["speculative_decoding"]["mean_acceptance_length"] is None
     assert plain["speculative_decoding"]["acceptance_histogram"] == []
 
 
 def test_a_report_in_llama_cpp_s_shape():
-    told = report().timings()
-    assert (told["cache_n"], told["prompt_n"], told["predicted_n"]) == (3, 5, 10)
-    assert (told["draft_n"], told["draft_n_accepted"]) == (9, 5)
-    assert told["predicted_per_second"] == pytest.approx(5)
-    assert "draft_n" not in report(ROUNDS[:1], 1).timings()
+    fields = report().timings()
+    assert (fields["cache_n"], fields["prompt_n"], fields["predicted_n"]) == (3, 5, 10)
+    assert (fields["draft_n"], fields["draft_n_accepted"]) == (9, 5)
+    assert fields["predicted_per_second"] == pytest.approx(5)
+    assert "draft_n" not in report(STEPS[:1], 1).timings()
 
 
 def test_a_report_in_sglang_s_shape():
-    told = report().meta_info()
-    assert (told["spec_verify_ct"], told["spec_accept_length"]) == (5, 2.0)
-    assert told["spec_accept_rate"] == pytest.approx(5 / 9)
-    assert told["spec_num_correct_drafts"] == told["spec_accept_token_num"] == told["spec_accepted_drafts"] == 5
-    assert told["spec_num_proposed_drafts"] == told["spec_draft_token_num"] == told["spec_proposed_drafts"] == 9
-    assert told["spec_accept_histogram"] == told["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
+    fields = report().meta_info()
+    assert (fields["spec_verify_ct"], fields["spec_accept_length"]) == (5, 2.0)
+    assert fields["spec_accept_rate"] == pytest.approx(5 / 9)
+    assert fields["spec_num_correct_drafts"] == fields["spec_accept_token_num"] == fields["spec_accepted_drafts"] == 5
+    assert fields["spec_num_proposed_drafts"] == fields["spec_draft_token_num"] == fields["spec_proposed_drafts"] == 9
+    assert fields["spec_accept_histogram"] == fields["spec_correct_drafts_histogram"] == [1, 0, 1, 1]
 
 
-@pytest.mark.usefixtures("hints_in_time")
-def test_answers_tell_of_their_speculation(client):
+@pytest.mark.usefixtures("proposals_in_time")
+def test_answers_have_speculation_metrics(client):
     answer = client.completions.create(model="default", prompt="A", max_tokens=90, temperature=0)
-    told, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
-    assert told["num_accepted_draft_tokens"] == usage.accepted_prediction_tokens > 0
-    assert told["num_draft_tokens"] == usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
-    assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
+    fields, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
+    assert fields["num_accepted_draft_tokens"] == usage.accepted_prediction_tokens > 0
+    assert fields["num_draft_tokens"] == usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
+    assert sum(fields["acceptance_histogram"]) == fields["num_spec_steps"]
     assert answer.metrics["time_to_first_token_ms"] > 0
     assert answer.timings["predicted_n"] == 90
-    assert answer.timings["draft_n"] == told["num_draft_tokens"]
+    assert answer.timings["draft_n"] == fields["num_draft_tokens"]
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 def test_several_choices_have_their_own_reports(client):
     answer = client.completions.create(model="default", prompt="A", max_tokens=30, n=2, seed=0)
     assert not hasattr(answer, "metrics")
@@ -118,8 +118,8 @@ def test_several_choices_have_their_own_reports(client):
 
 
 @pytest.mark.parametrize("enabled", [False, True])
-def test_steps_whose_text_waits_are_told_of(client, enabled):
-    """D may be the beginning of a stop string, and E after it says that it is not."""
+def test_steps_are_reported_while_their_text_is_held_back(client, enabled):
+    """D may begin a stop string, and E after it excludes that."""
     chunks = list(client.completions.create(
         model="default", prompt="A", max_tokens=8, temperature=0, stream=True, stop=["BX", "DX", "FX"],
         stream_options={"include_usage": True}, extra_body={"speculation": {"report": True, "enabled": enabled}},
@@ -129,13 +129,13 @@ def test_steps_whose_text_waits_are_told_of(client, enabled):
     assert sum(sum(step["tokens"]) for step in steps) == chunks[-1].usage.completion_tokens == 8
 
 
-@pytest.mark.usefixtures("hints_in_time")
+@pytest.mark.usefixtures("proposals_in_time")
 def test_usage_and_report_agree_where_a_stop_string_ends_the_answer(client):
     for stop in "EFGHIJKL":
         answer = client.completions.create(model="default", prompt="A", max_tokens=90, temperature=0, stop=[stop])
-        told, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
-        assert told["num_accepted_draft_tokens"] == usage.accepted_prediction_tokens
-        assert told["num_draft_tokens"] == usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
+        fields, usage = answer.metrics["speculative_decoding"], answer.usage.completion_tokens_details
+        assert fields["num_accepted_draft_tokens"] == usage.accepted_prediction_tokens
+        assert fields["num_draft_tokens"] == usage.accepted_prediction_tokens + usage.rejected_prediction_tokens
 
 
 @pytest.mark.parametrize("usage", [False, True])
@@ -149,8 +149,8 @@ def test_the_last_event_of_a_stream_has_the_report(client, usage):
     assert chunks[-1].timings["predicted_n"] == 30
 
 
-@pytest.mark.usefixtures("hints_in_time")
-def test_vllm_s_counters_tell_what_ours_do(gateway):
+@pytest.mark.usefixtures("proposals_in_time")
+def test_vllm_s_counters_equal_ours(gateway):
     gateway.complete("A", max_tokens=90)
     name = "vllm:spec_decode_num_"
     drafts = gateway.metric(f"{name}drafts_total", model_name="counting", engine="0")
@@ -164,7 +164,7 @@ def test_vllm_s_counters_tell_what_ours_do(gateway):
     assert sum(by_position) == accepted
 
 
-def test_reports_can_be_left_out(folder, target, draft):
+def test_reports_can_be_disabled(folder, target, draft):
     flags = {"per_request_spec_decode_metrics": "off", "disable_vllm_metrics": True}
     quiet = Gateway(folder, [target.address], [draft.address], **flags).wait()
     try:
@@ -178,14 +178,14 @@ def test_reports_can_be_left_out(folder, target, draft):
         assert quiet.stop() == 0
 
 
-def test_plain_steps_that_come_as_one_commit_are_steps_each():
-    session = Session(1, [5, 6], SamplingParams(), StopConditions(20))
+def test_a_commit_of_plain_steps_counts_each_step():
+    session = Session(1, request_for([5, 6], 20))
     metrics = Metrics()
     for tokens, verified, accepted in (([1], 0, 0), ([2, 3, 4, 5], 0, 0), ([6, 7, 8], 4, 2), ([9, 10], 0, 0)):
         metrics.count(session, len(tokens), verified, accepted, 1.0, len(tokens))
         session.commit(tokens, verified, accepted, FinishReason.RUNNING)
-    assert [one.tokens for one in session.rounds] == [1, 1, 1, 1, 1, 3, 1, 1]
-    assert session.steps == 8
+    assert [one.tokens for one in session.stats.steps] == [1, 1, 1, 1, 1, 3, 1, 1]
+    assert len(session.stats.steps) == 8
     tally = metrics.tally
-    assert (tally.steps, tally.tokens, tally.hits, tally.misses) == (8, 10, 1, 6)
-    assert Report(session.rounds, 2, 0, 10, 0.5, 2.0).meta_info()["spec_verify_ct"] == 8
+    assert (tally.steps, tally.tokens, tally.steps_with_draft, tally.steps_without_draft) == (8, 10, 1, 6)
+    assert SpeculationReport(session.stats.steps, 2, 0, 10, 0.5, 2.0).meta_info()["spec_verify_ct"] == 8

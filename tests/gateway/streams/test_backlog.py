@@ -1,4 +1,4 @@
-"""Hidden states on their way to a draft: what has gathered shares a frame, in order, as far as a frame goes."""
+"""The backlog of hidden states for a draft: small batches share a frame, in order, up to the frame's limit."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def test_small_batches_share_a_frame_in_order():
     assert backlog.take() is None
 
 
-def test_a_frame_has_an_end_and_a_backlog_a_bound():
+def test_frames_and_backlog_are_bounded():
     backlog = Backlog()
     large = batch(1, 0, FRAME_BYTES // 8 * 5 // 8)
     count = BACKLOG_BYTES // len(large.rows)

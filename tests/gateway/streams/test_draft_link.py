@@ -1,4 +1,4 @@
-"""What a gateway has to say to a draft: at once or later, and what is no longer true of a session left out."""
+"""Messages to a draft: sent at once or gathered, without hidden states of a session's last run."""
 
 import asyncio
 
@@ -29,14 +29,14 @@ def commit(link, *, draft_budget, finish=FinishReason.RUNNING):
 
 
 def urgent(link):
-    """Whether what has gathered leaves at once; takes it."""
-    at_once = link._pending.is_set()
-    link._pending.clear()
-    link._take()
+    """True if the waiting messages are due at once; takes them."""
+    at_once = link.outgoing.is_set
+    link.outgoing.clear()
+    link.take_frame()
     return at_once
 
 
-async def test_a_session_s_end_says_nothing_about_the_hints_of_the_next_one(link):
+async def test_the_end_of_a_session_does_not_pause_drafting(link):
     commit(link, draft_budget=15)
     assert urgent(link)
     commit(link, draft_budget=0, finish=FinishReason.STOP)
@@ -47,18 +47,18 @@ async def test_a_session_s_end_says_nothing_about_the_hints_of_the_next_one(link
     assert urgent(link), "the prompt is read beside the target"
 
 
-async def test_what_nobody_waits_for_gathers(link):
+async def test_messages_are_gathered_while_drafting_is_paused(link):
     commit(link, draft_budget=0)
     assert not urgent(link)
     link.open(common_pb2.OpenSession(session_id=2, drafting_paused=True))
     assert not urgent(link)
     link.open(common_pb2.OpenSession(session_id=3))
-    assert urgent(link), "its hints may be wanted"
+    assert urgent(link), "it may need draft tokens"
     await asyncio.sleep(0)
 
 
-async def test_rows_of_a_session_s_last_run_are_left_out(link):
-    """They may lie behind a gap that it was opened again for."""
+async def test_states_of_a_session_s_last_run_are_dropped(link):
+    """They may follow the gap because of which the session was opened again."""
 
     def feed(*blocks):
         rows = [FeatureBlock(name, first, np.full((2, 8), name, np.uint8)) for name, first in blocks]
@@ -67,17 +67,17 @@ async def test_rows_of_a_session_s_last_run_are_left_out(link):
     feed((1, 30), (2, 5))
     feed((1, 32))
     feed((2, 7), (1, 34), (3, 0))
-    before = link._features._bytes
+    before = link.backlog.nbytes
     link.open(common_pb2.OpenSession(session_id=1))
-    assert before - link._features._bytes == 3 * 2 * 8
+    assert before - link.backlog.nbytes == 3 * 2 * 8
     feed((1, 0))
-    told = [(block.session_id, block.first) for block in features_from_pb(link._take().features)]
-    assert told == [(2, 5), (2, 7), (3, 0), (1, 0)]
-    assert (len(link._features), link._features._bytes) == (0, 0)
+    blocks = [(block.session_id, block.first) for block in features_from_pb(link.take_frame().features)]
+    assert blocks == [(2, 5), (2, 7), (3, 0), (1, 0)]
+    assert (len(link.backlog), link.backlog.nbytes) == (0, 0)
 
 
-async def test_what_is_flushed_while_a_draft_is_away_is_flushed_before_it_is_used_again(link, monkeypatch):
-    """A draft whose stream was lost, and nothing else, still has all that it learned."""
+async def test_a_flush_while_a_draft_is_away_precedes_its_next_use(link, monkeypatch):
+    """A draft that lost only its stream still has its caches."""
     asked = []
 
     class Stub:
@@ -93,16 +93,16 @@ async def test_what_is_flushed_while_a_draft_is_away_is_flushed_before_it_is_use
     monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
     control = Control(Orchestrator([], [link], Metrics()), None)
     for only_fed in (True, False, True):
-        assert await control._flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
+        assert await control.flush_drafts(draft_pb2.FlushDraftRequest(only_fed=only_fed)) == []
     assert asked == []
     for _ in range(2):
-        await link._handshake(None)
+        await link.handshake(None)
     assert asked == [False], "all of it, once"
 
 
 @pytest.mark.parametrize("fed", [True, False])
-async def test_a_draft_hears_where_the_target_s_new_weights_are_whenever_it_is_met(link, monkeypatch, fed):
-    """It may have been started anew, with the embedding and head of its flags."""
+async def test_every_handshake_sends_the_folder_of_new_target_weights(link, monkeypatch, fed):
+    """The draft may have restarted with the embedding and head of its flags."""
     asked = []
 
     class Stub:
@@ -121,13 +121,13 @@ async def test_a_draft_hears_where_the_target_s_new_weights_are_whenever_it_is_m
 
     monkeypatch.setattr(draft_pb2_grpc, "DraftServiceStub", Stub)
     control = Control(Orchestrator([], [link], Metrics()), None)
-    await link._handshake(None)
+    await link.handshake(None)
     assert asked == []
-    await control._forget_states("/weights/1")
-    await control._forget_states("/weights/2")
-    await link._handshake(None)
-    await link._handshake(None)
+    await control.flush_target_states("/weights/1")
+    await control.flush_target_states("/weights/2")
+    await link.handshake(None)
+    await link.handshake(None)
     assert asked == [(True, "/weights/2")] * (2 if fed else 1)
-    await control._forget_states("")  # tensors, which are in no folder
-    await link._handshake(None)
+    await control.flush_target_states("")  # tensors have no folder
+    await link.handshake(None)
     assert asked[-1] == (True, "/weights/2" if fed else "")

@@ -1,4 +1,4 @@
-"""The life of a link, event by event: what a stream's end and the link's own end do to each other."""
+"""The life of a link: connecting, losing its stream, stopping."""
 
 import asyncio
 import contextlib
@@ -41,10 +41,10 @@ class Near(TargetLink):
     async def open_channel(self):
         yield None
 
-    async def _handshake(self, channel):
+    async def handshake(self, channel):
         return None
 
-    def _open_stream(self, channel, metadata):
+    def open_stream(self, channel, metadata):
         self.calls.append(Call())
         return self.calls[-1]
 
@@ -58,33 +58,33 @@ def serving(monkeypatch):
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_a_link_ends_though_its_stream_is_just_lost(turns):
+async def test_a_link_stops_while_its_stream_is_being_lost(turns):
     link = Near()
     link.start()
     await link.wait_up(5)
     (call,) = link.calls
     call.end.set()
-    for _ in range(turns):  # of the event loop, in which the loss is noticed, the writer ends, the link waits
+    for _ in range(turns):  # of the event loop: the loss is detected, the writer ends, the link waits
         await asyncio.sleep(0)
     await asyncio.wait_for(link.stop(), 5)
     assert not link.up
     assert len(link.calls) == 1
 
 
-async def test_two_reasons_to_look_anew_open_one_stream():
+async def test_concurrent_reconnects_open_one_stream():
     link = Near()
     link.start()
     await link.wait_up(5)
     for _ in range(2):
-        link.shake_hands_again()
-    for _ in range(30):  # of the event loop, in which all comes to rest
+        link.reconnect()
+    for _ in range(30):  # of the event loop, until all tasks wait
         await asyncio.sleep(0)
     assert [call.end.is_set() for call in link.calls] == [True, False]
     await link.stop()
 
 
-async def test_a_lost_stream_comes_back(monkeypatch):
-    monkeypatch.setattr(links, "_FIRST_WAIT", 0.01)
+async def test_a_lost_stream_reconnects(monkeypatch):
+    monkeypatch.setattr(links, "_MIN_WAIT", 0.01)
     link = Near()
     link.start()
     await link.wait_up(5)
@@ -96,12 +96,12 @@ async def test_a_lost_stream_comes_back(monkeypatch):
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
-async def test_frames_go_past_grpc_to_a_service_on_this_machine(tmp_path, one_machine):
+async def test_frames_bypass_grpc_on_one_machine(tmp_path, one_machine):
     address = f"unix:{tmp_path}/target" if one_machine else f"127.0.0.1:{free_port()}"
     service = await asyncio.to_thread(Service(Target, address).start)
     link = TargetLink(address)
     async with link.open_channel() as channel:
-        call = await link._call(channel)
+        call = await link.start_call(channel)
         assert isinstance(call, SocketCall) is one_machine
         await call.write(target_pb2.VerifyRequest(closes=b"123"))
         with pytest.raises(grpc.aio.AioRpcError, match="3 bytes"):
@@ -119,8 +119,8 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize("one_machine", [True, False])
-async def test_a_service_that_stands_still_is_noticed(tmp_path, monkeypatch, one_machine):
-    """With the times of the options shortened to a tenth."""
+async def test_a_stopped_service_is_detected(tmp_path, monkeypatch, one_machine):
+    """With a tenth of the keep-alive times."""
     assert dict(links.CHANNEL_OPTIONS)["grpc.http2.ping_timeout_ms"] == 10_000
     shorter = {"grpc.keepalive_time_ms": 2000, "grpc.keepalive_timeout_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
     options = [(name, shorter.get(name, value)) for name, value in links.CHANNEL_OPTIONS]

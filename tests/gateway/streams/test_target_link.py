@@ -1,4 +1,4 @@
-"""What a gateway tells a target before it is used: which hidden states drafts feed on."""
+"""The handshake with a target: registration of the hidden states that drafts need."""
 
 import asyncio
 from types import SimpleNamespace
@@ -16,8 +16,8 @@ from outrider.wire.v1 import common_pb2, target_pb2, target_pb2_grpc
 
 @pytest.fixture
 def target(monkeypatch):
-    """The stub of a target: `told` are the names of specifications; it answers once it `may`."""
-    found = SimpleNamespace(told=[], may=asyncio.Event())
+    """The stub of a target: `configured` are ids of specifications; it answers once `may` is set."""
+    found = SimpleNamespace(configured=[], may=asyncio.Event())
 
     class Stub:
         def __init__(self, channel):
@@ -27,7 +27,7 @@ def target(monkeypatch):
             return target_pb2.GetTargetInfoResponse(protocol_version=PROTOCOL_VERSION)
 
         async def ConfigureFeatures(self, parts, **options):
-            found.told += [part.spec.spec_id async for part in parts if part.HasField("spec")]
+            found.configured += [part.spec.spec_id async for part in parts if part.HasField("spec")]
             await found.may.wait()
 
     monkeypatch.setattr(target_pb2_grpc, "TargetServiceStub", Stub)
@@ -45,30 +45,30 @@ def a_draft(address, spec_id):
 
 
 async def settled():
-    """Whatever can go on by itself has gone on."""
+    """Let all coroutines run until they wait."""
     for _ in range(100):
         await asyncio.sleep(0)
 
 
-async def test_a_draft_may_come_while_a_target_hears_of_others(target):
+async def test_a_draft_may_connect_while_a_target_is_configured(target):
     link = TargetLink("unix:/nowhere")
     link.tokenizer_files = {"config.json": b"{}"}
     for spec_id in (1, 2):
         await link.configure(states(spec_id))
     link.channel = object()
-    handshake = asyncio.create_task(link._handshake(link.channel))
+    handshake = asyncio.create_task(link.handshake(link.channel))
     await settled()
     draft = asyncio.create_task(link.configure(states(3)))
     await settled()
-    assert target.told == [1, 3]
+    assert target.configured == [1, 3]
     target.may.set()
     await asyncio.gather(handshake, draft)
-    assert sorted(target.told) == [1, 2, 3]
+    assert sorted(target.configured) == [1, 2, 3]
     assert link.features == {1, 2, 3}
 
 
-async def test_what_no_draft_feeds_on_any_more_is_forgotten(target):
-    """Of a head that is replaced again and again only the last fusion is kept, and told a target that comes back."""
+async def test_unused_features_are_dropped(target):
+    """Of a head that is replaced repeatedly, only the last fusion is kept and sent to a target that comes back."""
     link, drafts = TargetLink("unix:/nowhere"), [a_draft("unix:/a", 1), a_draft("unix:/b", 2)]
     link.tokenizer_files = {"config.json": b"{}"}
     link.channel = object()
@@ -78,8 +78,8 @@ async def test_what_no_draft_feeds_on_any_more_is_forgotten(target):
     for spec_id in range(2, 12):
         drafts[1].features = states(spec_id)
         await drafts[1].before_up()
-    assert target.told == list(range(1, 12))
+    assert target.configured == list(range(1, 12))
     assert link.features == {1, 11}
-    target.told.clear()
-    await link._handshake(link.channel)
-    assert target.told == [1, 11]
+    target.configured.clear()
+    await link.handshake(link.channel)
+    assert target.configured == [1, 11]

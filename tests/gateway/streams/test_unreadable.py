@@ -1,4 +1,4 @@
-"""Frames of a target that cannot be read: they harm no draft and no other target, and what they said is said again."""
+"""Unreadable frames of a target: other services are not affected, and the target is sent its sessions again."""
 
 import logging
 
@@ -13,19 +13,19 @@ from gateway.telemetry.metrics import Metrics
 from outrider.errors import Unavailable
 from outrider.serving.features import FeatureBlock
 from outrider.speculation.proposal import Commit, FinishReason, Logprobs, path_hash
-from outrider.speculation.sampling import SamplingParams, StopConditions
 from outrider.wire import codec
 from outrider.wire.features import features_to_pb
 from outrider.wire.v1 import common_pb2, target_pb2
+from tests.support.gateway.requests import request_for
 
 PROMPT = [1, 2, 3]
 
 
 def commit(session_id, tokens, base=3, finish=FinishReason.RUNNING):
     text = np.array([*PROMPT, *range(7, 4 + base), *tokens], np.uint32)
-    told = Logprobs(base, *(np.zeros(shape, kind) for shape, kind in ((1, "f4"), ((1, 2), "u4"), ((1, 2), "f4"))))
+    logprobs = Logprobs(base, *(np.zeros(shape, kind) for shape, kind in ((1, "f4"), ((1, 2), "u4"), ((1, 2), "f4"))))
     new = np.array(tokens, np.uint32)
-    return Commit(session_id, base, new, path_hash(text), finish_reason=finish, logprobs=told)
+    return Commit(session_id, base, new, path_hash(text), finish_reason=finish, logprobs=logprobs)
 
 
 def frame(*commits):
@@ -36,7 +36,7 @@ def frame(*commits):
 
 
 def broken(session_id):
-    """Frames that cannot be read, by what is wrong with them."""
+    """Frames that cannot be decoded, by the broken part."""
     for part in ("commits", "logprobs"):
         for name in getattr(frame(commit(1, [7])), part).DESCRIPTOR.fields_by_name:
             bad = frame(commit(session_id, [7]))
@@ -48,7 +48,7 @@ def broken(session_id):
 
 
 class System:
-    """An orchestrator whose links speak with nobody."""
+    """An orchestrator with links without services."""
 
     def __init__(self):
         self.targets = [TargetLink(f"unix:/target{i}") for i in range(2)]
@@ -59,7 +59,7 @@ class System:
             link.up = True
 
     def open(self):
-        return self.orchestrator.open(PROMPT, SamplingParams(), StopConditions(max_tokens=9))
+        return self.orchestrator.sessions.open(request_for(PROMPT, 9))
 
     def unreadable(self, target):
         value = self.orchestrator.metrics.registry.get_sample_value
@@ -67,61 +67,61 @@ class System:
 
 
 @pytest.mark.parametrize("what", [name for name, _ in broken(1)])
-async def test_a_frame_of_a_target_that_cannot_be_read_costs_that_frame(what, caplog):
+async def test_an_unreadable_frame_of_a_target_is_dropped_and_its_sessions_reopened(what, caplog):
     system = System()
     session, other = system.open(), system.open()
     bad, good = session.target, other.target
     assert bad is not good
     for link in (bad, good, system.draft):
-        link._take()
+        link.take_frame()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             await bad.on_frame(dict(broken(session.id))[what])
     await good.on_frame(frame(commit(other.id, [7])))
-    await bad.on_frame(frame(commit(session.id, [8], base=4)))  # on its way before the target was told again
-    opened = bad._take().opens
+    await bad.on_frame(frame(commit(session.id, [8], base=4)))  # sent before the target received its sessions again
+    opened = bad.take_frame().opens
     assert [(request.session_id, len(request.tokens)) for request in opened] == [(session.id, 12)] * 2
-    assert not good._take().opens
-    message, failures = codec.propose_request_from_pb(system.draft._take())
+    assert not good.take_frame().opens
+    message, failures = codec.propose_request_from_pb(system.draft.take_frame())
     assert ([c.session_id for c in message.commits], failures) == ([other.id, session.id], [])
     assert [system.unreadable(target) for target in (bad, good)] == [2, 0]
     assert len(caplog.messages) == 1
     assert f"target at {bad.address} sends frames that cannot be read" in caplog.messages[0]
     assert (session.tokens, other.tokens) == (PROMPT, [*PROMPT, 7])
     await bad.on_frame(frame(commit(session.id, [7], finish=FinishReason.LENGTH)))
-    assert (await session.next()).tokens == [7]
-    assert session.id not in system.orchestrator.sessions
-    system.orchestrator.close(other)
+    assert (await session.inbox.next()).tokens == [7]
+    assert session.id not in system.orchestrator.sessions.by_id
+    system.orchestrator.sessions.close(other)
 
 
-async def test_a_session_of_which_no_frame_can_be_read_fails():
+async def test_a_session_fails_after_repeated_unreadable_frames():
     system = System()
     session = system.open()
     bad = dict(broken(session.id))["commits.root_hashes"]
     target = session.target
     for _ in range(4):
         await target.on_frame(bad)
-    assert session.id in system.orchestrator.sessions
+    assert session.id in system.orchestrator.sessions.by_id
     await target.on_frame(bad)
     with pytest.raises(Unavailable, match="5 times a frame was lost"):
-        await session.next()
+        await session.inbox.next()
 
 
 @pytest.mark.parametrize("field", common_pb2.FeatureBatch.DESCRIPTOR.fields_by_name)
-async def test_hidden_states_that_cannot_be_read_are_dropped_alone(field, caplog):
+async def test_unreadable_hidden_states_are_dropped_without_the_frame(field, caplog):
     system = System()
     session = system.open()
     target = session.target
     for link in (target, system.draft):
-        link._take()
+        link.take_frame()
     bad = frame(commit(session.id, [7]))
     setattr(bad.features, field, getattr(bad.features, field)[:-1])
     with caplog.at_level(logging.WARNING):
         await target.on_frame(bad)
     await target.on_frame(frame(commit(session.id, [8], base=4)))
     assert session.tokens == [*PROMPT, 7, 8]
-    assert not target._take().opens
-    message, failures = codec.propose_request_from_pb(system.draft._take())
+    assert not target.take_frame().opens
+    message, failures = codec.propose_request_from_pb(system.draft.take_frame())
     assert ([block.first for block in message.features], len(message.commits), failures) == ([4], 2, [])
     assert system.unreadable(target) == len(caplog.messages) == 1
-    system.orchestrator.close(session)
+    system.orchestrator.sessions.close(session)

@@ -1,4 +1,4 @@
-"""What is told of services that went away, and of what they count."""
+"""Metrics of absent services, and sums of their counts."""
 
 from collections.abc import Iterator
 
@@ -8,21 +8,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.orchestration.orchestrator import Orchestrator
 from gateway.streams.draft import DraftLink
 from gateway.streams.target import TargetLink
+from gateway.telemetry.compatible_metrics import SglangMetrics, VllmMetrics
 from gateway.telemetry.metrics import Metrics
-from gateway.telemetry.peer_metrics import Sglang, Vllm
 from outrider.wire.v1 import common_pb2, target_pb2
 
 
 class Page:
-    """The metrics of a gateway with a draft and two targets, all of them up, that say what a test lets them."""
+    """The metrics of a gateway with a draft and two targets, all up, with loads that a test sets."""
 
     def __init__(self):
         self.metrics = metrics = Metrics()
         self.targets = self.one, self.other = TargetLink("one"), TargetLink("other")
         self.draft = DraftLink("draft", target_pb2.GetTargetInfoResponse().model)
         Orchestrator(self.targets, [self.draft], metrics)
-        metrics.registry.register(Vllm(metrics, "tiny"))
-        metrics.registry.register(Sglang(metrics, "tiny"))
+        metrics.registry.register(VllmMetrics(metrics, "tiny"))
+        metrics.registry.register(SglangMetrics(metrics, "tiny"))
         for link in (*self.targets, self.draft):
             link.up = True
             link.load = common_pb2.EngineLoad(
@@ -54,12 +54,12 @@ def test_a_service_that_is_away_has_neither_sessions_nor_pages(name):
     assert page.addresses(name) == {"one", "other", "draft"}
 
 
-def test_a_service_that_is_away_is_not_in_what_others_tell():
+def test_an_absent_service_is_excluded_from_compatible_metrics():
     page = Page()
     page.value("outrider_service_up")
     page.one.up = False
     assert page.value("outrider_service_up") == 2
-    assert page.addresses("outrider_target_plain") == {"other"}
+    assert page.addresses("outrider_drafting_paused") == {"other"}
     assert page.value("vllm:num_requests_running") == page.value("sglang:num_running_reqs") == 5
     assert page.value("vllm:num_requests_waiting") == page.value("sglang:num_queue_reqs") == 3
     assert page.value("vllm:kv_cache_usage_perc") == page.value("sglang:token_usage") == pytest.approx(0.8)
@@ -67,7 +67,7 @@ def test_a_service_that_is_away_is_not_in_what_others_tell():
     assert page.value("vllm:num_requests_running") == page.value("vllm:kv_cache_usage_perc") == 0
 
 
-def test_what_a_service_has_counted_stays():
+def test_counts_of_an_absent_service_stay():
     page = Page()
     page.value("outrider_service_up")
     page.draft.up = False
@@ -75,13 +75,13 @@ def test_what_a_service_has_counted_stays():
     assert page.addresses("outrider_engine_preemptions") == {"one", "other", "draft"}
 
 
-def test_a_sum_of_counts_never_becomes_less():
+def test_sums_of_counts_never_decrease():
     page = Page()
     assert page.value("vllm:num_preemptions_total") == 8
     page.one.up = False
     assert page.value("vllm:num_preemptions_total") == 8
     page.one.up = True
-    page.one.load = common_pb2.EngineLoad(preemptions=1)  # it started again
+    page.one.load = common_pb2.EngineLoad(preemptions=1)  # it restarted
     page.other.load = common_pb2.EngineLoad(preemptions=6)
     assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2
     assert page.value("vllm:num_preemptions_total") == 8 + 1 + 2

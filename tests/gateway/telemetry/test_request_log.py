@@ -1,4 +1,4 @@
-"""The log of answers: one event each, with its request's id, and never a text."""
+"""The log of answers: one event per answer, with the request's id, without text."""
 
 import json
 
@@ -9,7 +9,7 @@ from tests.support.gateway.services import Draft, Gateway, Service, Target
 
 @pytest.fixture
 def log_of(tmp_path):
-    """What a gateway with these flags logged while it answered once."""
+    """The log of a gateway with these flags that answered once."""
 
     def ask(**flags):
         target = Service(Target, f"unix:{tmp_path}/target.sock").start()
@@ -29,7 +29,7 @@ def log_of(tmp_path):
     return ask
 
 
-def test_every_answer_has_its_line(log_of):
+def test_every_answer_is_logged(log_of):
     events = [json.loads(line) for line in log_of(log_format="json", enable_log_requests=True)]
     assert {event["role"] for event in events} == {"gateway"}
     (event,) = [event for event in events if "outcome" in event]
@@ -40,7 +40,7 @@ def test_every_answer_has_its_line(log_of):
     assert not any("ABC" in line or "DEF" in line for line in map(str, events))
 
 
-def test_it_is_off_by_default(log_of):
+def test_the_request_log_is_off_by_default(log_of):
     lines = log_of()
     assert any("REST on" in line for line in lines)
     assert not any("an answer ended" in line for line in lines)

@@ -1,4 +1,4 @@
-"""The span of a request at every door of the gateway: its caller's trace goes on, and the services hear of it."""
+"""The span of a request in every API: it continues the caller's trace and is passed to the services."""
 
 import grpc
 import httpx
@@ -28,7 +28,7 @@ def collector():
 def gateway(folder, target, draft, collector):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds between two deliveries
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds between two exports
         flags = {"grpc_facades": ["vllm", "sglang"], "enable_log_requests": True, "log_format": "json"}
         made = Gateway(folder, [target.address], [draft.address], otlp_traces_endpoint=collector.url, **flags).wait()
     yield made
@@ -61,7 +61,7 @@ def sglang(gateway, channel, metadata, n, most, name):
     return list(sglang_scheduler_pb2_grpc.SglangSchedulerStub(channel).Generate(wanted, metadata=metadata, timeout=30))
 
 
-DOORS = [
+ENDPOINTS = [
     (rest, 2, {"http.route": "/v1/completions", "http.response.status_code": 200, "gen_ai.request.stream": False}),
     (ours, 1, {"rpc.method": "outrider.wire.v1.GatewayService/Generate", "gen_ai.request.stream": True}),
     (vllm, 2, {"rpc.method": VLLM, "rpc.system.name": "grpc", "gen_ai.request.stream": True}),
@@ -70,7 +70,7 @@ DOORS = [
 
 
 def caller(number, *, sampled=True):
-    """A trace, and what names a caller in it."""
+    """A trace id, and the metadata of a caller in it."""
     trace_id = f"{number:032x}"
     return trace_id, (("traceparent", f"00-{trace_id}-{CALLER}-0{int(sampled)}"), ("tracestate", "they=wait"))
 
@@ -81,8 +81,8 @@ def only_span(collector, trace_id):
     return span
 
 
-@pytest.mark.parametrize(("door", "n", "told"), DOORS)
-def test_a_caller_s_trace_goes_on(gateway, channel, collector, monkeypatch, target, door, n, told):
+@pytest.mark.parametrize(("endpoint", "n", "attributes"), ENDPOINTS)
+def test_a_caller_s_trace_is_continued(gateway, channel, collector, monkeypatch, target, endpoint, n, attributes):
     opened, take = [], target.engine.open
 
     def noting(request):
@@ -90,47 +90,47 @@ def test_a_caller_s_trace_goes_on(gateway, channel, collector, monkeypatch, targ
         take(request)
 
     monkeypatch.setattr(target.engine, "open", noting)
-    trace_id, metadata = caller(1 + [row[0] for row in DOORS].index(door))
-    door(gateway, channel, metadata, n, 5, f"named-{door.__name__}")
+    trace_id, metadata = caller(1 + [row[0] for row in ENDPOINTS].index(endpoint))
+    endpoint(gateway, channel, metadata, n, 5, f"named-{endpoint.__name__}")
     span = only_span(collector, trace_id)
     assert (span.name, span.parent_span_id.hex(), span.trace_state) == ("text_completion counting", CALLER, "they=wait")
     assert span.kind == span.SPAN_KIND_SERVER
     assert {request.traceparent for request in opened} == {f"00-{trace_id}-{span.span_id.hex()}-01"}
-    wanted = told | {
+    wanted = attributes | {
         "gen_ai.request.max_tokens": 5,
         "gen_ai.request.choice.count": n,
         "gen_ai.usage.input_tokens": len(A),
         "gen_ai.usage.output_tokens": 5 * n,
         "gen_ai.response.finish_reasons": ["length"] * n,
     }
-    if door is not ours:  # it names its requests itself
-        wanted["gen_ai.response.id"] = f"named-{door.__name__}"
+    if endpoint is not ours:  # it creates request ids itself
+        wanted["gen_ai.response.id"] = f"named-{endpoint.__name__}"
     attributes = plain(span.attributes)
     assert {name: attributes.get(name) for name in wanted} == wanted
     assert f'"request_id": "{attributes["gen_ai.response.id"]}"' in gateway.log.read_text().replace('":"', '": "')
 
 
-@pytest.mark.parametrize(("door", "n", "told"), DOORS[1:])
-def test_a_refused_call_is_an_error(gateway, channel, collector, door, n, told):
-    trace_id, metadata = caller(16 + [row[0] for row in DOORS].index(door))
+@pytest.mark.parametrize(("endpoint", "n", "attributes"), ENDPOINTS[1:])
+def test_a_refused_call_is_an_error(gateway, channel, collector, endpoint, n, attributes):
+    trace_id, metadata = caller(16 + [row[0] for row in ENDPOINTS].index(endpoint))
     with pytest.raises(grpc.RpcError, match="does not fit"):
-        door(gateway, channel, metadata, n, 10**6, "long")
+        endpoint(gateway, channel, metadata, n, 10**6, "long")
     span = only_span(collector, trace_id)
     assert span.status.code == span.status.STATUS_CODE_ERROR
     assert plain(span.attributes)["error.type"] == "ContextTooLong"
 
 
-def test_what_its_caller_did_not_sample_is_not_sent(gateway, channel, collector):
+def test_unsampled_traces_are_not_exported(gateway, channel, collector):
     silent, metadata = caller(32, sampled=False)
     heard, others = caller(33)
-    for door, n, _ in DOORS:
-        door(gateway, channel, metadata, n, 3, "silent")
+    for endpoint, n, _ in ENDPOINTS:
+        endpoint(gateway, channel, metadata, n, 3, "silent")
     vllm(gateway, channel, others, 1, 3, "heard")
     only_span(collector, heard)
     assert collector.trace(silent) == {}
 
 
-def test_a_call_that_is_left_is_told_as_aborted(gateway, channel, collector, target, monkeypatch):
+def test_a_cancelled_call_is_traced_as_aborted(gateway, channel, collector, target, monkeypatch):
     monkeypatch.setattr(target.engine, "delay", 0.05)
     trace_id, metadata = caller(34)
     pb = vllm_engine_pb2

@@ -1,4 +1,4 @@
-"""Detokenizing, stop strings and chat templates, without a gateway around them."""
+"""Detokenization, stop strings and chat templates, without a gateway."""
 
 import itertools
 import json
@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from gateway.api.app import _texts
+from gateway.api.requests.native import NativeBody
 from gateway.api.requests.schemas import CompletionBody
-from gateway.api.routes.chats import Chats
-from gateway.api.routes.native import NativeBody
+from gateway.api.routes.completions import prompt_texts
+from gateway.api.routes.conversations import Conversations
 from gateway.api.routes.tokens import install as install_tokens
 from gateway.orchestration.generator import Generator
 from gateway.sessions.request import GenerationRequest
@@ -34,7 +34,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 and Gemma have it: words with a lower bar for the space, and 256 tokens for what is unknown."""
+    """A tokenizer like those of Llama 2 and Gemma: words with a lower bar for the space, and 256 byte tokens."""
     words = ["▁", "▁a", "a", "b", "▁wörld", "!", "世", "▁▁", "e\u0301"]
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
     vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
@@ -88,7 +88,7 @@ def test_pieces_add_up_to_the_whole(name, data):
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @given(text=st.text(max_size=12), cuts=st.lists(st.integers(0, 60), max_size=60))
-def test_text_comes_back_without_half_characters(name, text, cuts):
+def test_text_is_restored_without_half_characters(name, text, cuts):
     made = TOKENIZERS[name]
     tokens = made.encode(text, add_special_tokens=False).ids
     parts = pieces(name, tokens, cuts)
@@ -99,7 +99,7 @@ def test_text_comes_back_without_half_characters(name, text, cuts):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data())
-def test_a_text_goes_on_as_if_it_had_been_decoded_with_what_was_before(name, data):
+def test_a_continued_text_equals_decoding_with_the_tokens_before(name, data):
     made = TOKENIZERS[name]
     ids = st.integers(0, made.get_vocab_size() - 1)
     word = made.encode("a a", add_special_tokens=False).ids[-1]  # no byte of a character
@@ -111,7 +111,7 @@ def test_a_text_goes_on_as_if_it_had_been_decoded_with_what_was_before(name, dat
 
 
 @pytest.mark.parametrize("name", ["byte_fallback", "metaspace"])
-def test_a_text_that_goes_on_keeps_its_first_space(name):
+def test_a_continued_text_keeps_its_space(name):
     word, special = map(TOKENIZERS[name].token_to_id, ("▁a", "</s>"))
     assert "".join(pieces(name, [word, word], [1], [word])) == " a a"
     assert "".join(pieces(name, [word, word], [1], [word, special])) == " a a"
@@ -119,14 +119,14 @@ def test_a_text_that_goes_on_keeps_its_first_space(name):
     assert "".join(pieces(name, [word, word], [1])) == "a a"
 
 
-def test_complete_text_is_given_out_at_once():
+def test_complete_text_is_returned_at_once():
     detokenizer = MODELS["byte_level"].detokenizer()
     tokens = TOKENIZERS["byte_level"].encode("aé世b").ids
     assert [detokenizer.add([t]) for t in tokens] == ["a", "", "é", "", "", "世", "b"]
 
 
-def test_unknown_bytes_do_not_make_it_slow():
-    """Bytes that never become a character must not be decoded over and over."""
+def test_invalid_bytes_are_not_held_back_for_long():
+    """Bytes that never become a character must not be decoded repeatedly."""
     detokenizer = MODELS["byte_level"].detokenizer()
     token = TOKENIZERS["byte_level"].encode("é").ids[1]  # a continuation byte
     given_out = [detokenizer.add([token]) for _ in range(2000)]
@@ -142,7 +142,7 @@ def test_unknown_bytes_do_not_make_it_slow():
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
     st.lists(st.integers(0, 30), max_size=30),
 )
-def test_text_before_the_first_stop_string_whatever_the_pieces(text, stops, cuts):
+def test_text_ends_before_the_first_stop_string_for_all_cuts(text, stops, cuts):
     matcher, out = StopMatcher(stops), ""
     edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     for a, b in itertools.pairwise(edges):
@@ -175,7 +175,7 @@ def test_add_bos_token_of_the_settings(add, first):
     assert model.encode(SPECIAL[0] + "A") == [0, *expected]  # never twice
 
 
-def test_a_missing_tokenizer_is_said():
+def test_a_missing_tokenizer_is_reported():
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         ModelTokenizer({"config.json": b"{}"})
 
@@ -200,11 +200,11 @@ def rendered(template, messages=CHAT, **options):
         ("{% generation %}z{% endgeneration %}", "z"),
     ],
 )
-def test_what_published_templates_use(template, text):
+def test_features_of_published_templates(template, text):
     assert rendered(template) == text
 
 
-def test_of_several_templates_the_one_for_tools_gets_them():
+def test_of_several_templates_the_one_for_tools_is_used():
     """As Hermes and Command R publish theirs."""
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t{{ tools | length }}"}]
     assert rendered(named) == "d"
@@ -236,7 +236,7 @@ def test_templates_in_files_of_their_own_are_chosen_as_transformers_does(tmp_pat
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_templates_know_the_special_tokens_that_transformers_knows(listed, tmp_path):
+def test_templates_have_the_special_tokens_of_transformers(listed, tmp_path):
     """All names, those that one model alone has too; older checkpoints have them in a file of their own."""
     from transformers import PreTrainedTokenizerFast
 
@@ -277,7 +277,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "ü<", "p
         "indent=4, separators=(',', ': '), sort_keys=true",
     ],
 )
-def test_json_in_templates_is_that_of_transformers(options):
+def test_json_in_templates_equals_that_of_transformers(options):
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = f"{{{{ tools | tojson({options}) }}}}"
@@ -297,7 +297,7 @@ def test_json_in_templates_is_that_of_transformers(options):
         "{{ messages[0].content + 1 }}",
     ],
 )
-def test_templates_that_fail_or_break_out_are_the_request_s_fault(template):
+def test_failing_and_escaping_templates_are_invalid_requests(template):
     with pytest.raises(InvalidRequest) as error:
         rendered(template)
     assert error.value.param == "messages"
@@ -308,7 +308,7 @@ def test_a_template_that_cannot_be_read_is_refused_at_start_up():
         ModelTokenizer(tokenizer_files("{% for %}"))
 
 
-def test_vocabulary_of_the_tests_is_what_they_think():
+def test_the_test_vocabulary_is_as_expected():
     assert len(tokenizer().get_vocab()) == VOCAB
 
 
@@ -330,7 +330,7 @@ class Watched:
         return []
 
 
-async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
+async def test_long_texts_are_tokenized_in_one_thread():
     here = threading.get_ident()
     for prompts, long in [
         (["a"], False),
@@ -359,30 +359,29 @@ async def test_what_takes_long_to_tokenize_is_done_in_one_thread():
 
 
 class Unread(list):
-    """Tokens, or parts of a message, that nobody looks at."""
+    """Tokens, or parts of a message, that must not be read."""
 
     def __iter__(self):
-        raise AssertionError("somebody does")
+        raise AssertionError("it was read")
 
     __repr__ = __iter__
 
 
-async def test_of_a_long_conversation_no_more_is_read_than_tells_that():
+async def test_measuring_a_long_conversation_stops_early():
     watched = Watched()
     await encoding.encode_chat(watched, [{"content": Unread("a")}, {"content": "a" * LONG_TEXT}], {})
     assert threading.get_ident() not in watched.threads
 
 
-def test_of_a_prompt_that_does_not_fit_no_token_is_read():
-    generator = Generator(
-        SimpleNamespace(longest=CONTEXT), MODELS["byte_level"], None, name="m", vocab_size=VOCAB, max_session_tokens=1
-    )
+def test_tokens_of_a_prompt_that_does_not_fit_are_not_read():
+    orchestrator = SimpleNamespace(sessions=SimpleNamespace(max_session_tokens=CONTEXT))
+    generator = Generator(orchestrator, MODELS["byte_level"], None, name="m", vocab_size=VOCAB, max_session_tokens=1)
     with pytest.raises(ContextTooLong, match=f"prompt of {CONTEXT} tokens"):
         generator.start(GenerationRequest(Unread([5] * CONTEXT), SamplingParams()))
 
 
 class WatchedModel(ModelTokenizer):
-    """Notices in which threads it decodes."""
+    """A tokenizer that records the threads in which it decodes."""
 
     def __init__(self):
         super().__init__(tokenizer_files())
@@ -395,7 +394,7 @@ class WatchedModel(ModelTokenizer):
 
 @pytest.fixture
 def watched():
-    """A generator that has no services, and the tokenizer that it has."""
+    """A generator without services, and its tokenizer."""
     model = WatchedModel()
     return Generator(None, model, None, name="model", vocab_size=VOCAB, max_session_tokens=CONTEXT), model
 
@@ -404,10 +403,10 @@ def watched():
     ("lists", "long"), [([[65]], False), ([[65] * 4000], False), ([[65] * 5000], True), ([[65]] * 500, True)]
 )
 @pytest.mark.parametrize("several", [False, True])
-async def test_tokens_that_take_long_to_decode_are_decoded_in_a_thread(watched, lists, long, several):
+async def test_long_token_lists_are_decoded_in_a_thread(watched, lists, long, several):
     generator, model = watched
     app = FastAPI()
-    install_tokens(app, generator, Chats(generator, GatewayOptions()))
+    install_tokens(app, generator, Conversations(model, GatewayOptions()))
     if not several and len(lists) > 1:
         lists = [[token for one in lists for token in one] * 10]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
@@ -417,33 +416,36 @@ async def test_tokens_that_take_long_to_decode_are_decoded_in_a_thread(watched, 
     assert (threading.get_ident() not in model.threads) == long
 
 
-async def test_an_echo_is_the_prompt_as_it_came_or_decoded(watched):
+async def test_an_echo_is_the_given_text_or_decoded(watched):
     generator, model = watched
     prompts = ["ab", "abc", [65, 66]]
-    whole = await generator.encode_all(prompts)
+    whole = await encoding.encode_all(model, prompts)
     cut = [whole[0], whole[1][1:], whole[2]]
     decode = TOKENIZERS["byte_level"].decode
-    assert await _texts(generator, prompts, whole, cut) == ["ab", decode(cut[1]), decode([65, 66])]
+    assert await prompt_texts(generator, prompts, whole, cut) == ["ab", decode(cut[1]), decode([65, 66])]
     assert model.threads == {threading.get_ident()}
     model.threads.clear()
     long = [[65] * 5000]
-    assert await _texts(generator, [prompts[0], *long], [whole[0], *long], [cut[0], *long]) == ["ab", decode(long[0])]
+    assert await prompt_texts(generator, [prompts[0], *long], [whole[0], *long], [cut[0], *long]) == [
+        "ab",
+        decode(long[0]),
+    ]
     assert threading.get_ident() not in model.threads
     with pytest.raises(InvalidRequest, match="not in the vocabulary"):
-        await _texts(generator, [[VOCAB]], [[VOCAB]], [[VOCAB]])
+        await prompt_texts(generator, [[VOCAB]], [[VOCAB]], [[VOCAB]])
 
 
 @pytest.mark.parametrize("verbatim", [False, True])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_many_tokens_are_the_same_text_as_few(name, verbatim):
+def test_long_token_lists_decode_like_short_ones(name, verbatim):
     ids = TOKENIZERS[name].encode("<tool>a aé 世</s> b " * 2000).ids
     assert len(ids) > LONG_TEXT
     text = TOKENIZERS[name].decode(ids, skip_special_tokens=not verbatim)
     assert MODELS[name].decode(ids, verbatim=verbatim) == text
 
 
-def test_other_threads_go_on_while_a_long_text_is_tokenized():
-    """The longest time between two steps of another thread, against the time that the text takes."""
+def test_other_threads_run_while_a_long_text_is_tokenized():
+    """Compares the longest pause of another thread with the time of tokenization."""
     rng = random.Random(0)
     text = " ".join("".join(rng.choices("abcdefghij ", k=6)) for _ in range(100_000))
     steps: list[float] = []
@@ -467,7 +469,7 @@ def test_other_threads_go_on_while_a_long_text_is_tokenized():
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_long_texts_are_the_same_tokens_as_short_ones(name, special):
+def test_long_texts_encode_like_short_ones(name, special):
     text = "<tool>a aé 世</s> b " * 500
     ids = TOKENIZERS[name].encode(text, add_special_tokens=special).ids
     assert MODELS[name].encode(text, special=special) == ids

@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to in its own protocol (Chrome DevTools Protocol, over a WebSocket)."""
+"""A headless Chromium, controlled by the Chrome DevTools Protocol over a WebSocket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import aiohttp
 
-_PATIENCE = 60.0  # seconds
+_TIMEOUT = 60.0  # seconds
 
 
 class Browser:
@@ -48,39 +48,39 @@ class Browser:
 
     async def _page(self) -> str:
         """Address of the first page's socket."""
-        told = self._folder / "DevToolsActivePort"
-        end = time.monotonic() + _PATIENCE
-        while not (told.exists() and told.read_text().count("\n")):
+        port_file = self._folder / "DevToolsActivePort"
+        end = time.monotonic() + _TIMEOUT
+        while not (port_file.exists() and port_file.read_text().count("\n")):
             assert self._process.returncode is None, "Chromium has ended"
             assert time.monotonic() < end, "Chromium does not start"
             await asyncio.sleep(0.1)
-        port = told.read_text().splitlines()[0]
+        port = port_file.read_text().splitlines()[0]
         async with self._http.get(f"http://127.0.0.1:{port}/json/list") as response:
             pages = await response.json()
         return next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
 
     async def _read(self) -> None:
         async for message in self._socket:
-            said = json.loads(message.data)
-            if "id" in said:
-                self._answers.pop(said["id"]).set_result(said)
-            elif said["method"] == "Runtime.exceptionThrown":
-                details = said["params"]["exceptionDetails"]
+            event = json.loads(message.data)
+            if "id" in event:
+                self._answers.pop(event["id"]).set_result(event)
+            elif event["method"] == "Runtime.exceptionThrown":
+                details = event["params"]["exceptionDetails"]
                 self.complaints.append(details.get("exception", {}).get("description", details["text"]))
-            elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
-                self.complaints.append(said["params"]["entry"]["text"])
+            elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+                self.complaints.append(event["params"]["entry"]["text"])
 
     async def _call(self, method: str, **params: Any) -> dict[str, Any]:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": params})
-        said = await asyncio.wait_for(answer, _PATIENCE)
-        assert "error" not in said, said
-        result: dict[str, Any] = said["result"]
+        event = await asyncio.wait_for(answer, _TIMEOUT)
+        assert "error" not in event, event
+        result: dict[str, Any] = event["result"]
         return result
 
     async def open(self, url: str) -> None:
-        """Go to a page, and wait until it is there."""
+        """Open a page, and wait until it is loaded."""
         await self._call("Page.navigate", url=url)
         await self.wait("location.href !== 'about:blank' && document.readyState === 'complete'")
 
@@ -91,18 +91,18 @@ class Browser:
         return result["result"].get("value")
 
     async def wait(self, condition: str) -> None:
-        """Until an expression is true."""
-        end = time.monotonic() + _PATIENCE
+        """Wait until an expression is true."""
+        end = time.monotonic() + _TIMEOUT
         while not await self.run(condition):
             assert time.monotonic() < end, f"{condition} does not become true; complaints: {self.complaints}"
             await asyncio.sleep(0.1)
 
     async def dark(self, *, dark: bool) -> None:
-        """Whether the user likes dark pages."""
+        """Set the preferred color scheme."""
         value = "dark" if dark else "light"
         await self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
     async def picture(self) -> bytes:
-        """A picture of what is seen, as PNG."""
+        """A screenshot, as PNG."""
         shot = await self._call("Page.captureScreenshot", format="png")
         return base64.b64decode(shot["data"])

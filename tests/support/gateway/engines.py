@@ -1,4 +1,4 @@
-"""A target and a draft whose answers can be worked out by hand, and the tokenizer that goes with them.
+"""A target and a draft whose answers can be computed by hand, and their tokenizer.
 
 The next token is the last one plus a stride, modulo the vocabulary: 1 for greedy sessions, else 1 + seed % 3. Ids
 follow the order of the byte alphabet, so that after "A" comes "BCDEF...". The draft proposes two tokens that are right
@@ -29,8 +29,8 @@ TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "<|user|>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-REFUSED = VOCAB - 1  # a prompt that ends in this token is refused by the target itself
-BUSY = VOCAB - 2  # for a prompt that ends in this one it has no room
+REFUSED = VOCAB - 1  # the target refuses a prompt that ends with this token
+BUSY = VOCAB - 2  # the target has no room for a prompt that ends with this token
 
 
 def tokenizer() -> Tokenizer:
@@ -48,7 +48,7 @@ def tokenizer() -> Tokenizer:
 
 
 def tokenizer_files(template: str | None = TEMPLATE) -> dict[str, bytes]:
-    """What a target serves."""
+    """The tokenizer files of a target."""
     settings = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "chat_template": template}
     settings["model_max_length"] = int(1e30)  # as transformers writes it for no limit
     return {
@@ -62,12 +62,12 @@ def stride(request: OpenSession) -> int:
 
 
 def expected(prompt: Sequence[int], count: int, step: int = 1) -> list[int]:
-    """The answer of `count` tokens to a prompt, if no stop token comes in between."""
+    """The first `count` tokens of the answer to a prompt, without a stop token."""
     return [(prompt[-1] + step * (i + 1)) % VOCAB for i in range(count)]
 
 
 def common(request: OpenSession, other: OpenSession) -> int:
-    """Tokens that a prompt finds where another one of the same salt has been; not all of them."""
+    """Tokens of a prompt that an earlier one of the same salt has cached; never all of them."""
     if request.cache_salt != other.cache_salt:
         return 0
     length = min(request.prompt_length - 1, other.prompt_length)
@@ -76,7 +76,7 @@ def common(request: OpenSession, other: OpenSession) -> int:
 
 
 def logprobs_of(tokens: Sequence[int], start: int, stop: int, top: int) -> Logprobs:
-    """Of the token at position t: -t / 4; the likeliest ones are itself and those behind it, 1 less each."""
+    """Log-probability -t / 4 for the token at position t; the likeliest are itself and the next ids, 1 less each."""
     values = -np.arange(start, stop, dtype=np.float32) / 4
     ranks = np.arange(top)
     best = (np.array(tokens[start:stop], np.uint32)[:, None] + ranks.astype(np.uint32)) % VOCAB
@@ -92,7 +92,7 @@ class _Sequence:
         self.cached = 0
 
     def next(self) -> int:
-        """The token after the present ones."""
+        """The next token."""
         stop = self.request.stop
         token = (self.tokens[-1] + self.stride) % VOCAB
         early = len(self.tokens) - self.request.prompt_length < stop.min_tokens
@@ -108,9 +108,9 @@ class _Sequence:
 
 
 class FakeEngine(Engine):
-    """Sessions that are open, for a test to look at; `delay` is how long a step takes, in seconds.
+    """Open sessions, for a test to inspect; `delay` is the duration of a step, in seconds.
 
-    drafting_paused: what its load says, and its commits
+    drafting_paused: in its load and its commits
     held: it takes no steps
     """
 
@@ -141,7 +141,7 @@ class FakeEngine(Engine):
 
 
 class FakeTarget(FakeEngine):
-    """Verifies what it is given, as the real one does, with a model that counts. full: it takes nobody more."""
+    """Verifies proposals as the real target does, with a model that counts. full: it refuses new sessions."""
 
     full = False
 
@@ -191,16 +191,16 @@ class FakeTarget(FakeEngine):
         new = np.array(sequence.tokens[base:], np.uint32)
         tree.commit(new)
         cached, sequence.cached = sequence.cached, 0
-        wanted = 0 if self.drafting_paused else UNLIMITED_DRAFT
-        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached, draft_budget=wanted)
+        budget = 0 if self.drafting_paused else UNLIMITED_DRAFT
+        commit = Commit(session_id, base, new, tree.root_hash, verified, accepted, reason, cached, draft_budget=budget)
         request = sequence.request
         if request.logprobs is not None:
             commit = replace(
                 commit, logprobs=logprobs_of(sequence.tokens, base, len(sequence.tokens), request.logprobs)
             )
         if request.prompt_logprobs is not None and base == request.prompt_length > 1:
-            told = logprobs_of(sequence.tokens, 1, base, request.prompt_logprobs)
-            commit = replace(commit, prompt_logprobs=told)
+            prompt_logprobs = logprobs_of(sequence.tokens, 1, base, request.prompt_logprobs)
+            commit = replace(commit, prompt_logprobs=prompt_logprobs)
         return commit
 
 
@@ -222,7 +222,7 @@ class FakeDraft(FakeEngine):
         self._fresh.discard(session_id)
 
     def lose(self, session_id: int) -> None:
-        """End a session with an error, as if a commit had been missed."""
+        """End a session with an error, as if it had missed a commit."""
         self.close(session_id)
         self._failures.append(SessionFailure(session_id, Unavailable("lost track; open it again")))
 

@@ -1,4 +1,4 @@
-"""The fake engines behind the real loop, streams and gRPC server, and the gateway as a process of its own."""
+"""Fake engines behind the real loop, streams and gRPC server, and the gateway as a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def until(condition, seconds=15.0):
-    """Wait for a condition to hold; returns what it gave."""
+    """Wait until a condition holds; returns its value."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not happen in time"
@@ -78,7 +78,7 @@ class Target(target_pb2_grpc.TargetServiceServicer):
 
     async def ContinueGeneration(self, request, context):
         self.hub._engine.engine.held = False
-        self.hub._engine.submit(Message())  # wakes it
+        self.hub._engine.submit(Message())  # wakes the engine
         return target_pb2.ContinueGenerationResponse()
 
     async def Verify(self, request_iterator, context):
@@ -151,15 +151,20 @@ class Service:
         await asyncio.to_thread(loop.stop)
 
     @property
+    def running(self):
+        """True between `start` and `stop`."""
+        return self._thread.is_alive()
+
+    @property
     def sessions(self):
         return len(self.engine.sessions)
 
 
 class Gateway:
-    """`python -m gateway`, and what a test asks it."""
+    """`python -m gateway`, with a client."""
 
     def __init__(self, folder: Path, targets, drafts=(), *, self_test=False, verify=None, **flags):
-        """verify: how the client knows the gateway's certificate, where it has one; an SSLContext."""
+        """verify: SSLContext of the client, for a gateway with a certificate."""
         self.port, self.grpc_port = free_port(), free_port()
         self.url = f"{'http' if verify is None else 'https'}://127.0.0.1:{self.port}"
         self.log = folder / f"gateway-{self.port}.log"
@@ -181,11 +186,11 @@ class Gateway:
         return False
 
     def wait(self):
-        until(self.healthy, seconds=120)  # where much else runs, a process takes long to start
+        until(self.healthy, seconds=120)  # a process starts slowly on a loaded machine
         return self
 
     def metric(self, name, **labels):
-        """Sum of a metric's samples that have the labels."""
+        """Sum of a metric's samples with these labels."""
         wanted = [f'{key}="{value}"' for key, value in labels.items()]
         lines = self.client.get("/metrics").text.splitlines()
         rows = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
@@ -210,6 +215,16 @@ class Gateway:
 
 
 def answers(gateway, path):
-    """The status of a path; None where nobody listens yet."""
+    """The status of a path; None if the gateway does not listen yet."""
     with contextlib.suppress(httpx.TransportError):
         return gateway.client.get(path).status_code
+
+
+def refused(*flags, code=2):
+    """The error output of a gateway that ends at its start with this exit code."""
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    command = [sys.executable, "-m", "gateway", *ports, *map(str, flags)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr

@@ -1,0 +1,29 @@
+"""SGLang's native /generate."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from gateway.api.answers.native import NativeReply
+from gateway.api.answers.streaming import respond
+from gateway.api.requests.http import REQUEST_ID, VALID_UNICODE, timeout_of
+from gateway.api.requests.native import NativeBody, native_requests
+from gateway.api.routes.completions import STREAMS
+from gateway.orchestration.generator import Generator
+from gateway.text.encoding import encode_all
+
+
+def install(app: FastAPI, generator: Generator) -> None:
+    """Add the route to an app."""
+
+    @app.post("/generate", tags=["generation"], responses=STREAMS, dependencies=[VALID_UNICODE])
+    async def generate(body: NativeBody, request: Request) -> Response:
+        """SGLang's own API: text or token ids in and out."""
+        body.check_supported()
+        prompts = await encode_all(generator.tokenizer, body.prompts())
+        requests = native_requests(body, prompts, request.scope[REQUEST_ID], timeout_of(request), generator.defaults)
+        pieces = generator.tokenizer.pieces
+        reply = NativeReply(requests, pieces, several=body.several, texts=body.return_text_in_logprobs)
+        generations = await generator.start_all([(one.request, one.id) for one in requests])
+        return await respond(request, reply, generations, stream=body.stream)

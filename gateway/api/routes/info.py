@@ -1,0 +1,60 @@
+"""Routes with facts about the model, the gateway and its metrics."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from starlette.responses import PlainTextResponse, Response
+
+from gateway.control.server_info import Facts
+from gateway.orchestration.generator import Generator
+from gateway.telemetry import exposition
+from outrider.errors import ModelNotFound
+
+
+def install(app: FastAPI, generator: Generator, facts: Facts) -> None:
+    """Add the routes to an app."""
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model(generator, started)]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        # A name may be a path; routers on the way may have removed its first slash.
+        if name.strip("/") not in (generator.name.strip("/"), "default"):
+            raise ModelNotFound(f"the model `{name}` is not served here; ask for `{generator.name}`", param="model")
+        return _json(_model(generator, started))
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The metrics of all workers."""
+        page = await exposition.collect(generator.metrics, facts.peers)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/get_server_info")
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        return _json(facts.server_info(generator))
+
+    @app.get("/version")
+    async def version() -> Response:
+        return _json({"version": facts.version})
+
+
+def _model(generator: Generator, created: int) -> dict[str, Any]:
+    return {
+        "id": generator.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "outrider",
+        "max_model_len": generator.max_session_tokens,
+    }
+
+
+def _json(content: Any) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

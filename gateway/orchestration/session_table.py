@@ -1,0 +1,161 @@
+"""All open sessions: opens them on the services, closes them, and bounds how long they wait for a target."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+
+from gateway.admission.retry_after import bounded
+from gateway.pools.placement import Placement
+from gateway.sessions.draft_watch import DraftWatches
+from gateway.sessions.request import GenerationRequest
+from gateway.sessions.session import Session
+from gateway.streams.draft import DraftLink
+from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
+from outrider.errors import OutriderError, Unavailable
+from outrider.speculation.proposal import FinishReason
+
+MAX_FAILURES = 4  # failures of a session on a service after which the session is not opened there again
+
+
+class SessionTable:
+    """The open sessions, by id. Lives in one event loop."""
+
+    def __init__(self, placement: Placement, metrics: Metrics, *, resume_timeout: float) -> None:
+        """resume_timeout: seconds for which sessions wait for a target to come back."""
+        self.by_id: dict[int, Session] = {}
+        self.placement = placement
+        self.watches = DraftWatches()
+        self._metrics = metrics
+        self._resume_timeout = resume_timeout
+        self._no_target_since: float | None = None  # by the event loop's clock; None while a target is up
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of sessions without a target, by id
+        # The high half identifies the gateway, the low half the session.
+        self._ids = itertools.count(secrets.randbits(31) << 32)
+
+    @property
+    def waiting(self) -> int:
+        """Sessions that wait for a target."""
+        return len(self._timers)
+
+    @property
+    def max_session_tokens(self) -> int:
+        """Tokens of a session that the largest target holds, as reported last, up or not; 0 before any report."""
+        targets = self.placement.targets
+        return max((target.info.max_session_tokens for target in targets if target.info is not None), default=0)
+
+    def on_target(self, target: TargetLink | None) -> list[Session]:
+        """The sessions that are open on a target; with None, those that wait for one."""
+        return [session for session in self.by_id.values() if session.target is target]
+
+    # --- opening ---
+
+    def open(self, request: GenerationRequest, draft: DraftLink | None = None) -> Session:
+        """Open a session. request: resolved. draft: the one to open it on first, instead of the best one.
+
+        While all targets are away the session waits; raises Unavailable once they have been away for too long.
+        """
+        if self._resume_timed_out():
+            raise self._no_target()
+        session = Session(next(self._ids), request)
+        self.by_id[session.id] = session
+        if session.watch is not None:
+            self.watches[session.id] = session.watch
+        if request.counted:
+            self._metrics.prompt_tokens.inc(session.prompt_length)
+        try:
+            # The draft comes first, because it determines which hidden states the target must send.
+            self.placement.open_on_draft(session, draft)
+            self.open_on_target(session)
+        except BaseException:  # a session that cannot be encoded must not be tried again when a service comes back
+            self.close(session)
+            raise
+        return session
+
+    def open_on_target(self, session: Session, *, again: bool = False) -> None:
+        """Open a session on a target, or let it wait for one. again: it was open before."""
+        opened = self.placement.open_on_target(session, again=again)
+        if opened and session.id in self._timers:
+            self._timers.pop(session.id).cancel()
+        elif not opened and session.id not in self._timers:
+            loop = asyncio.get_running_loop()
+            self._timers[session.id] = loop.call_later(self._resume_timeout, self._timed_out, session)
+
+    # --- ending ---
+
+    def close(self, session: Session) -> None:
+        """Remove a session here and on both services. Does nothing if it has ended."""
+        if session.id not in self.by_id:
+            return
+        if session.target is not None:
+            session.target.close(session.id)
+        if session.draft is not None:
+            session.draft.close(session.id)
+        self._remove(session)
+
+    def finish(self, session: Session) -> None:
+        """Remove a session that ended by itself; the services have removed it already."""
+        if session.reopening.active and session.target is not None:
+            session.target.close(session.id)
+        self._remove(session)
+
+    def fail(self, session: Session, error: OutriderError) -> None:
+        """End a session with an error."""
+        self.close(session)
+        session.inbox.fail(error)
+
+    def abort(self, session: Session) -> bool:
+        """End a session; its client keeps the text so far. False if it has ended already."""
+        if session.id not in self.by_id:
+            return False
+        session.commit([], 0, 0, FinishReason.ABORT)
+        self.close(session)
+        return True
+
+    def abort_all(self) -> int:
+        """End all sessions; their clients keep the text so far. Returns the number of sessions."""
+        return sum(self.abort(session) for session in list(self.by_id.values()))
+
+    def _remove(self, session: Session) -> None:
+        del self.by_id[session.id]
+        self.watches.pop(session.id, None)
+        if session.id in self._timers:
+            self._timers.pop(session.id).cancel()
+        self.placement.leave(session)
+
+    # --- targets come and go ---
+
+    def target_up(self) -> None:
+        """A target is up: waiting sessions are opened there."""
+        self._no_target_since = None
+        for session in self.on_target(None):
+            self.open_on_target(session, again=True)
+
+    def targets_down(self) -> None:
+        """The last target that was up is lost."""
+        self._no_target_since = asyncio.get_running_loop().time()
+
+    def _timed_out(self, session: Session) -> None:
+        """A session has waited for a target for too long."""
+        if not any(target.up for target in self.placement.targets):
+            self.fail(session, self._no_target())
+            return
+        tokens, seconds = session.prompt_length + session.request.stop.conditions.max_tokens, self._resume_timeout
+        message = (
+            f"no target that holds {tokens} tokens of prompt and answer came back in {seconds:.0f} s; ask for fewer"
+        )
+        self.fail(session, Unavailable(message, retry_after=bounded(seconds)))
+
+    def _resume_timed_out(self) -> bool:
+        """True if all targets have been away for too long."""
+        if self._no_target_since is None:
+            return False
+        return asyncio.get_running_loop().time() >= self._no_target_since + self._resume_timeout
+
+    def _no_target(self) -> Unavailable:
+        now = asyncio.get_running_loop().time()
+        away = now - self._no_target_since if self._no_target_since is not None else 0.0
+        message = f"no target service came back in {self._resume_timeout:.0f} s; retry later"
+        return Unavailable(message, retry_after=bounded(away))

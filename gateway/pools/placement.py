@@ -1,0 +1,159 @@
+"""Where sessions are open: chooses a target and a draft for each session, and counts sessions per replica.
+
+Any draft can serve any target: proposals follow the session, whichever target runs it. Replicas of a pool need not be
+equal. A session goes to a target whose context holds it to its end, so that no text ends early, and to a draft of the
+first kind with a free admission slot; kinds are ordered as their drafts were named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from prometheus_client import Counter
+
+from gateway.pools.pool import Pool, Routing, RoutingReason
+from gateway.sessions.session import Session
+from gateway.streams.draft import DraftLink
+from gateway.streams.target import TargetLink
+from gateway.telemetry.metrics import Metrics
+from outrider.wire.opens import open_to_pb
+from outrider.wire.v1 import common_pb2
+
+
+class Placement:
+    """The pools of both services. Lives in one event loop."""
+
+    def __init__(self, metrics: Metrics, routing: Routing | None = None) -> None:
+        rules = routing or Routing()
+        self._targets: Pool[TargetLink] = Pool(rules)
+        self._drafts: Pool[DraftLink] = Pool(rules)
+        self._routed = Counter(
+            "outrider_routed_sessions",
+            "Sessions opened with a choice of replicas, by the deciding rule: prefix, load, or busy.",
+            ("service", "by"),
+            registry=metrics.registry,
+        )
+        self._reopened = metrics.services.reopened
+
+    @property
+    def targets(self) -> list[TargetLink]:
+        """All targets."""
+        return self._targets.replicas
+
+    @property
+    def drafts(self) -> list[DraftLink]:
+        """All drafts."""
+        return self._drafts.replicas
+
+    def add(self, link: TargetLink | DraftLink) -> None:
+        """Add a replica."""
+        if isinstance(link, TargetLink):
+            self._targets.add(link)
+        else:
+            self._drafts.add(link)
+
+    def lost(self, link: TargetLink | DraftLink) -> None:
+        """A replica was lost, with everything that it had cached."""
+        if isinstance(link, TargetLink):
+            self._targets.clear_prefixes(link)
+        else:
+            self._drafts.clear_prefixes(link)
+
+    def open_on_target(self, session: Session, *, again: bool = False) -> bool:
+        """Open a session on a target, preferably one that has not refused it. False if no target that is up can run it.
+
+        again: the session was open before
+        """
+        fit = [link for link in self.targets if link.up and _holds(link, session)]
+        refused = session.failures.refused_by
+        target, reason = self._targets.choose(session, [link for link in fit if link not in refused] or fit)
+        self.move(session, target, session.draft)
+        if target is None:
+            return False
+        self._count(target, reason, again)
+        self._targets.add_prefix(session, target)
+        target.open(open_on(session, target))
+        return True
+
+    def reopen(self, session: Session) -> None:
+        """Open a session a second time on the target that has it."""
+        assert session.target is not None, "only a session that is open can be opened again"
+        self._count(session.target, None, again=True)
+        session.target.open(open_on(session, session.target))
+
+    def open_on_draft(self, session: Session, draft: DraftLink | None = None, *, again: bool = False) -> bool:
+        """Open a session on a draft. False if no draft serves it, or if it allows no draft tokens.
+
+        draft: the one to use if it is up. again: the session was open before
+        """
+        if session.request.max_draft_tokens == 0:
+            return False
+        reason = None
+        if draft is None or not draft.up:
+            draft, reason = self._drafts.choose(session, self._of_best_kind(session))
+        self.move(session, session.target, draft)
+        if draft is None:
+            return False
+        self._count(draft, reason, again)
+        self._drafts.add_prefix(session, draft)
+        loads = [target.load for target in self.targets if target.up]
+        # While drafting is paused on all targets, a draft need not read the prompt.
+        paused = bool(loads) and all(load is not None and load.drafting_paused for load in loads)
+        draft.open(open_to_pb(replace(session.open_message(), drafting_paused=paused)))
+        return True
+
+    def move(self, session: Session, target: TargetLink | None, draft: DraftLink | None) -> None:
+        """Record where a session is open."""
+        for old in (session.target, session.draft):
+            if old is not None:
+                old.session_count -= 1
+        session.target, session.draft = target, draft
+        for new in (target, draft):
+            if new is not None:
+                new.session_count += 1
+
+    def leave(self, session: Session) -> None:
+        """A session has ended; its replicas keep its text in their prefix caches."""
+        if session.target is not None:
+            self._targets.add_prefix(session, session.target)
+        if session.draft is not None:
+            self._drafts.add_prefix(session, session.draft)
+        self.move(session, None, None)
+
+    def refused(self, session: Session, target: TargetLink) -> bool:
+        """Record that a target has no room for a session. True if another target may have some."""
+        refused = session.failures.refused_by
+        refused.add(target)
+        return any(link.up and link not in refused and _holds(link, session) for link in self.targets)
+
+    def _of_best_kind(self, session: Session) -> Sequence[DraftLink]:
+        """The drafts of the first kind with a free slot for a session; without a free slot, all able drafts.
+
+        A draft is able if its main drafter supports the session's length; else if it has n-grams beside that one.
+        """
+        up, length = [link for link in self.drafts if link.up], len(session.tokens)
+        able = [link for link in up if link.follows(length)] or [link for link in up if link.drafts_for(length)]
+        free = [link for link in able if not link.max_sessions or link.session_count < link.max_sessions] or able
+        kinds = list(dict.fromkeys(link.kind for link in self.drafts))
+        best = min((link.kind for link in free), key=kinds.index, default=None)
+        return [link for link in free if link.kind == best]
+
+    def _count(self, link: TargetLink | DraftLink, reason: RoutingReason | None, again: bool) -> None:
+        if reason is not None:
+            self._routed.labels(link.service, reason).inc()
+        if again:
+            self._reopened.labels(link.service).inc()
+
+
+def open_on(session: Session, target: TargetLink) -> common_pb2.OpenSession:
+    """The message that opens a session on a target, with the hidden states for its draft if the target has them."""
+    draft = session.draft
+    wanted = draft.feature_spec if draft is not None and draft.follows(len(session.tokens)) else 0
+    return open_to_pb(session.open_message(wanted if wanted in target.features else 0))
+
+
+def _holds(target: TargetLink, session: Session) -> bool:
+    """True if a target's context holds a session to its end."""
+    longest = target.info.max_session_tokens if target.info is not None else 0
+    return not longest or session.prompt_length + (session.request.stop.max_tokens or 1) <= longest
