@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from outrider import __version__
-from outrider.config import ServeConfig, ServiceTlsOptions, plain_argv
+from outrider.config import ServeConfig, ServiceTlsOptions, parse_flags
 from outrider.errors import ConfigError, OutriderError
 from outrider.process.imports import uncollected_imports
 
@@ -123,7 +123,7 @@ def _run_process(verb: str, flags: list[str]) -> int:
 def _serve(flags: list[str]) -> int:
     from outrider.supervisor.app import serve
 
-    return serve(tyro.cli(ServeConfig, prog="outrider serve", args=plain_argv(flags)))
+    return serve(parse_flags(ServeConfig, flags, "outrider serve"))
 
 
 def _doctor(flags: list[str]) -> int:

@@ -81,7 +81,7 @@ def step_costs(model: str, dtype: str, contexts: Iterable[int]) -> dict[int, Cos
     from services.target.process.app import build_engine
 
     engine = build_engine(
-        resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True, self_draft="off")
+        resolve(model), TargetConfig(model_path=model, dtype=dtype, disable_radix_cache=True, self_speculation="off")
     )  # type: ignore[arg-type]
     taken = {context: verified_steps(engine, _ROWS, _STEPS, context) for context in contexts}
     del engine

@@ -76,7 +76,7 @@ def compare(report: Report, model: str, folder: Path, dtype: str, steps: int) ->
                 deterministic=flag,
                 disable_radix_cache=True,
                 max_total_tokens=16 * 1024,
-                self_draft="off",
+                self_speculation="off",
             ),
         )
         for flag in (False, True)

@@ -131,7 +131,9 @@ def engines_of(folder: Path, number_format: str, drafts: str, sessions: int) -> 
     narrow = {"dtype": number_format} if number_format == "bfloat16" else {"quantization": number_format}
     own = drafts.partition("+")[0]
     config = TargetConfig(
-        device="cpu", self_draft=own, self_draft_head=str(DEFAULT_HEAD) if drafts.endswith("head") else None,
+        device="cpu", self_speculation={"text": "lookup", "head": "head"}.get(own, "quantized"),
+        self_speculation_format=own if own in ("int4", "int8") else "auto",
+        self_speculation_head=str(DEFAULT_HEAD) if drafts.endswith("head") else None,
         max_running_requests=sessions, max_total_tokens=32 * 1024, disable_radix_cache=True, **narrow,
     )  # type: ignore[arg-type]  # fmt: skip
     model = load(folder, config)

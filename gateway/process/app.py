@@ -15,7 +15,6 @@ import signal
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-import tyro
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -42,7 +41,7 @@ from gateway.telemetry.peer_metrics import Sglang, Vllm
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.workers.parent import oversee
 from gateway.workers.peers import Peers
-from outrider.config import GatewayConfig
+from outrider.config import GatewayConfig, parse_flags
 from outrider.errors import ConfigError, Unavailable
 from outrider.placement.shares import share_of_gateway
 from outrider.process import process
@@ -62,7 +61,7 @@ _START_UP = 60.0  # seconds in which a service that does not fit ends the proces
 
 def main(argv: Sequence[str]) -> int:
     """Run the gateway with flags. Returns the process's exit code; 2 for flags, ports or services that do not fit."""
-    config = tyro.cli(GatewayConfig, args=argv, prog="outrider gateway")
+    config = parse_flags(GatewayConfig, argv, "outrider gateway")
     if config.gateway_workers != 1:
         return process.run_plainly("gateway", config, lambda whole: asyncio.run(oversee(whole)), share_of_gateway)
     return process.run("gateway", config, serve, share_of_gateway)

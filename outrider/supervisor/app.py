@@ -39,7 +39,7 @@ from outrider.placement.tree_shapes import draft_niceness, draft_tree, tree_shap
 from outrider.process.interpreter import python
 from outrider.process.ports import host_and_port, socket_folder, take_port
 from outrider.supervisor.display import Display, first_curl
-from outrider.supervisor.drafting import choose_drafters
+from outrider.supervisor.drafter_choice import choose_drafters
 from outrider.supervisor.processes import EXIT_MISCONFIGURED, Child, stop_and_hurry, supervise
 from outrider.telemetry import setup_logging
 
@@ -191,8 +191,8 @@ async def _announce(processes: Processes, children: Sequence[Child], display: Di
 def _facts(processes: Processes) -> list[tuple[str, str]]:
     """What a user wants to know first."""
     target, draft, gateway = processes.target, processes.draft, processes.gateway
-    itself = "none" if target.self_draft == "off" else "the target itself, where it can and that pays"
-    drafter: str = draft.speculative_algorithm if draft else itself
+    alone = "none" if target.self_speculation == "off" else "self-speculation in the target, where it is faster"
+    drafter: str = draft.speculative_algorithm if draft else alone
     if draft is not None and draft.speculative_draft_model_path == str(DEFAULT_HEAD):
         drafter += ", the head that comes along"
     elif draft is not None and draft.speculative_draft_model_path is not None:

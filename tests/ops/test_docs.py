@@ -19,6 +19,7 @@ DOCUMENTS = [
 ]
 OF_OTHERS = {
     "--build", "--drafter", "--help", "--ignore", "--profile",  # of Docker, of benchmarks, of every program
+    "--help-all", "--self-draft", "--self-draft-head",  # of every process; earlier spellings of --self-speculation
     "--http2-prior-knowledge", "--list-methods", "--policy", "--protocol", "--worker-urls",  # of buf and smg
 }  # fmt: skip
 

@@ -38,22 +38,20 @@ def test_help_names_every_verb():
     assert outrider("--version").stdout == f"outrider {__version__}\n"
 
 
-def test_serve_help_groups_the_flags():
-    shown = outrider("serve", "--help").stdout
-    for flag in (
-        "--model-path",
-        "--speculative-algorithm",
-        "--speculative-draft-model-path",
-        "--port",
-        "--cores-target",
-    ):
-        assert flag in shown
-    for title in ("shared options", "target options", "draft options", "gateway options"):
-        assert title in shown
+def test_serve_help_shows_most_used_flags_and_help_all_the_rest_by_topic():
+    short, whole = (outrider("serve", flag).stdout for flag in ("--help", "--help-all"))
+    for flag in ("--model-path", "--speculative-algorithm", "--speculative-draft-model-path", "--port", "--api-key"):
+        assert flag in short
+        assert flag in whole
+    assert "--help-all" in short
+    assert "--cores-target" in whole
+    assert "--cores-target" not in short
+    for title in ("model options", "speculation options", "scheduling options", "security options"):
+        assert title in whole
 
 
 def test_help_that_is_cut_short_ends_quietly():
-    command = f"{sys.executable} -m outrider serve --help | head -1"
+    command = f"{sys.executable} -m outrider serve --help-all | head -1"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert result.stderr == ""
 

@@ -12,11 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 import outrider
 from outrider.checkpoints import checkpoint
-from outrider.config import DraftConfig, parse_cores, plain_argv
+from outrider.config import DraftConfig, parse_cores, parse_flags
 from outrider.drafts import with_drafter
 from outrider.placement.shares import share_of_draft
 from outrider.process import process
@@ -39,7 +37,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = tyro.cli(DraftConfig, args=plain_argv(argv), prog="outrider draft")
+    config = parse_flags(DraftConfig, argv, "outrider draft")
     _collect_rarely()
     return process.run("draft", config, serve, share_of_draft)
 

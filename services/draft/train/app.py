@@ -24,11 +24,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import tyro
 import uvloop
 
 from outrider.checkpoints import checkpoint
-from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig
+from outrider.config import ProcessConfig, ServiceTlsOptions, TrainConfig, parse_flags
 from outrider.errors import ConfigError
 from outrider.process import process
 from services.draft.learning.disk import told_when_full
@@ -45,7 +44,7 @@ _FREE_FLAGS = {field.name for options in (ProcessConfig, ServiceTlsOptions) for 
 
 def main(argv: Sequence[str]) -> int:
     """Train with flags. Returns the process's exit code; 2 for flags or files that do not fit."""
-    config = tyro.cli(TrainConfig, args=argv, prog="outrider train")
+    config = parse_flags(TrainConfig, argv, "outrider train")
     return process.run_plainly("train", config, train)
 
 

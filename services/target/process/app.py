@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from outrider.checkpoints import checkpoint
-from outrider.config import TargetConfig
+from outrider.config import TargetConfig, parse_flags
 from outrider.placement.shares import share_of_target
 from outrider.process import process
 from outrider.process.imports import uncollected_imports
@@ -36,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Run the service with flags. Returns the process's exit code; 2 for flags, files or a port that do not fit."""
-    config = tyro.cli(TargetConfig, args=argv, prog="outrider target")
+    config = parse_flags(TargetConfig, argv, "outrider target")
     return process.run("target", config, serve, share_of_target)
 
 

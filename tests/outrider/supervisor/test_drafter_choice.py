@@ -8,16 +8,16 @@ import pytest
 from outrider.config import ServeConfig
 from outrider.drafts import DEFAULT_HEAD
 from outrider.errors import ConfigError
-from outrider.supervisor import drafting
+from outrider.supervisor import drafter_choice
 from outrider.supervisor.app import check_flags
-from outrider.supervisor.drafting import choose_drafters
+from outrider.supervisor.drafter_choice import choose_drafters
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """Two cores that everybody shares, and no GPU."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(drafting, "_GPU", tmp_path / "none")
+    monkeypatch.setattr(drafter_choice, "_GPU", tmp_path / "none")
 
 
 def chosen(**parts):
@@ -27,13 +27,13 @@ def chosen(**parts):
         value = flags if not isinstance(flags, dict) else replace(getattr(config, name), **flags)
         config = replace(config, **{name: value})
     config = choose_drafters(config)
-    return config.draft.speculative_algorithm, config.target.self_draft
+    return config.draft.speculative_algorithm, config.target.self_speculation
 
 
 def test_the_target_drafts_alone_where_its_cores_would_be_shared():
     assert chosen() == ("NONE", "auto")
     assert chosen(target={"quantization": "int8"}) == ("NONE", "auto")
-    assert chosen(target={"self_draft": "text", "device": "cpu"}) == ("NONE", "text")
+    assert chosen(target={"self_speculation": "lookup", "device": "cpu"}) == ("NONE", "lookup")
     assert chosen(shared={"max_running_requests": 4}) == ("NONE", "auto")
 
 
@@ -62,13 +62,13 @@ def test_so_does_a_draft_with_cores_of_its_own(monkeypatch):
 
 
 def test_and_a_machine_with_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(drafting, "_GPU", tmp_path)
+    monkeypatch.setattr(drafter_choice, "_GPU", tmp_path)
     assert chosen() == ("EAGLE3", "auto")
     assert chosen(target={"device": "cpu"}) == ("NONE", "auto")
 
 
 def test_and_a_target_that_may_not_draft():
-    assert chosen(target={"self_draft": "off"}) == ("EAGLE3", "off")
+    assert chosen(target={"self_speculation": "off"}) == ("EAGLE3", "off")
 
 
 def test_models_without_a_head_keep_their_n_grams():
@@ -81,7 +81,7 @@ def test_a_drafter_that_is_named_is_the_only_one():
 
     assert named("NONE") == ("NONE", "off")
     assert named("NGRAM") == ("NGRAM", "off")
-    assert named("NGRAM", self_draft="int4") == ("NGRAM", "int4")
+    assert named("NGRAM", self_speculation="quantized") == ("NGRAM", "quantized")
 
 
 def test_the_head_that_comes_along_is_found_by_its_algorithm():
