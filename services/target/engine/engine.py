@@ -377,6 +377,7 @@ class TargetEngine(Engine):
 
     def _commit(self, entry: TargetSession, work: SessionWork, verdict: StepOutcome, draws: StepSamples) -> Commit:
         session, tree, draft = entry.session, entry.tree, work.draft
+        calibration = self.planner.calibrations[session.id]  # a session that ends is closed below
         base = session.length
         told = draws.logprobs(entry, verdict.path, len(verdict.tokens))
         held = len(tree)
@@ -392,7 +393,7 @@ class TargetEngine(Engine):
         if draws.rounds:
             verified, accepted = draws.rounds[-1].nodes, draws.rounds[-1].accepted
         elif not work.own:
-            self.planner.calibrations[session.id].observe(promised(draft), accepted)
+            calibration.observe(promised(draft), accepted)
         elif len(draft.tokens):
             self.own.observe(session.id, draft, verdict.path, goes_on=goes_on)
         unread = self.features.asked and not self._patience.drafted(session.id)

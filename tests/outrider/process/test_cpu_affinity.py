@@ -9,7 +9,7 @@ import pytest
 
 _PROGRAM = """
 import ctypes, json, os, threading
-from outrider.serving import place
+from outrider.process import cpu_affinity as place
 
 def now():
     found = place._Attributes()

@@ -467,7 +467,7 @@ def test_what_exists_at_the_start_is_not_collected_again():
 LOADING = """
 import sys, time
 from outrider.config import TargetConfig
-from outrider.serving import process
+from outrider.process import process
 from outrider.transport.rpc import serve_engine
 
 def build():

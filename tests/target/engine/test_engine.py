@@ -77,7 +77,7 @@ def test_first_and_last_tokens_are_urgent_and_those_that_a_drafter_waits_for(mod
 
 
 def test_time_to_gather_is_not_negative(model):
-    with pytest.raises(ConfigError, match="--gather-seconds must be 0 or more, not -1"):
+    with pytest.raises(ConfigError, match="--coalesce-seconds must be 0 or more, not -1"):
         engine_of(model, coalesce_seconds=-1)
 
 
@@ -379,7 +379,7 @@ def test_nobody_waits_for_hints_of_a_session_that_has_ended(model):
         engine.open(opening(number, [3, 4, 5], max_tokens=2))
         assert engine.patience == 0
         (first,) = engine.step().commits
-        assert first.wanted
+        assert first.draft_budget
         assert engine.patience > 5  # seconds, for the answer that the session is to have
         (last,) = engine.step().commits
         assert last.finish_reason == FinishReason.LENGTH

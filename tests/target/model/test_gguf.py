@@ -318,7 +318,7 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
         patch.setattr(checkpoint, "_PATIENCE", 60.0)
         waiter = threading.Thread(target=lambda: found.append(checkpoint.resolve(str(copy))))
         waiter.start()
-        code = f"from outrider import checkpoint; print(checkpoint.resolve({str(tiny_gguf)!r}))"
+        code = f"from outrider.checkpoints import checkpoint; print(checkpoint.resolve({str(tiny_gguf)!r}))"
         folder = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
         waiter.join(30)
     assert list(map(str, found)) == [folder]
@@ -327,7 +327,7 @@ def test_without_pytorch_another_process_s_conversion_is_awaited(tiny_gguf, tmp_
 def test_a_conversion_that_is_killed_leaves_nothing_half(tiny_gguf, tmp_path, monkeypatch):
     """Its folder gets its name when it is whole; what remains of one that was killed is swept up by the next."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    code = f"from outrider import checkpoint; checkpoint.resolve({str(tiny_gguf)!r})"
+    code = f"from outrider.checkpoints import checkpoint; checkpoint.resolve({str(tiny_gguf)!r})"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.DEVNULL)
     models = tmp_path / "cache" / "models"
     deadline = time.monotonic() + 60
